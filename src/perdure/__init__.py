@@ -1,0 +1,52 @@
+"""Training that comes out the same, whatever happens to it.
+
+An interrupted run ends bit-identical to one that was never interrupted, and a run on many workers
+ends bit-identical to a run on one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.checkpoint import EXIT_PREEMPTED, Checkpoint, CheckpointManager, Restored, load
+    from perdure.data import ArrayDataset
+    from perdure.errors import PerdureError
+    from perdure.store import LocalStorage, MemoryStorage, check
+
+__version__ = "0.1.0"
+
+# Resolved on first use, so that `import perdure` and `perdure ls` stay quick and framework-free.
+_HOMES = {
+    "EXIT_PREEMPTED": "perdure.checkpoint",
+    "ArrayDataset": "perdure.data",
+    "Checkpoint": "perdure.checkpoint",
+    "CheckpointManager": "perdure.checkpoint",
+    "LocalStorage": "perdure.store",
+    "MemoryStorage": "perdure.store",
+    "PerdureError": "perdure.errors",
+    "Restored": "perdure.checkpoint",
+    "check": "perdure.store",
+    "load": "perdure.checkpoint",
+}
+
+__all__ = [
+    "EXIT_PREEMPTED",
+    "ArrayDataset",
+    "Checkpoint",
+    "CheckpointManager",
+    "LocalStorage",
+    "MemoryStorage",
+    "PerdureError",
+    "Restored",
+    "__version__",
+    "check",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'perdure' has no attribute {name!r}")

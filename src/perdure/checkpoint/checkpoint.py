@@ -1,0 +1,76 @@
+"""`Checkpoint`: named members saved and restored as one state."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from perdure.errors import StepNotFoundError
+from perdure.state import restore as restore_state
+from perdure.state import snapshot, unflatten
+from perdure.store import Loaded, Run, Storage
+
+
+class Checkpoint:
+    """Groups what belongs together: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
+
+    Members are attributes. It is itself a state, for `CheckpointManager.save` and `restore`:
+    modules and optimizers in it are restored in place, other members are replaced.
+    """
+
+    def __init__(self, **members: Any) -> None:
+        for name, member in members.items():
+            if hasattr(type(self), name):
+                raise AttributeError(f"a member cannot be called {name!r}; Checkpoint has a method of it.")
+            setattr(self, name, member)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The members by name."""
+        return dict(vars(self))
+
+    def load_state_dict(self, members: dict[str, Any]) -> None:
+        """Replace members."""
+        vars(self).update(members)
+
+    def save(self, directory: str | os.PathLike[str] | Storage, step: int) -> str:
+        """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint."""
+        with Run(directory, create=True) as run:
+            return run.save(step, snapshot(self)).fingerprint
+
+    def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
+        """Restore the members from `step`, or from the newest good checkpoint; returns its step.
+
+        Changes nothing in the run directory. Raises `MismatchError` when the members do not fit.
+        """
+        loaded = _load(Run(directory), step, None)
+        restore_state(self, loaded.leaves)
+        return loaded.manifest.step
+
+
+def load(
+    directory: str | os.PathLike[str] | Storage,
+    step: int | None = None,
+    leaves: str | Iterable[str] | None = None,
+) -> Any:
+    """A checkpoint as nested dicts of NumPy arrays and Python scalars, without any framework.
+
+    `step` None means the newest good one. `leaves` names leaf paths, or branches of the tree
+    (`"model"` for all below it); only their chunks are read. Changes nothing in the run directory.
+    """
+    names = (leaves,) if isinstance(leaves, str) else tuple(leaves or ())
+
+    def wanted(path: str) -> bool:
+        return any(path == name or path.startswith(f"{name}/") for name in names)
+
+    return unflatten(_load(Run(directory), step, wanted if names else None).leaves)
+
+
+def _load(run: Run, step: int | None, wanted: Callable[[str], bool] | None) -> Loaded:
+    loaded = run.load_newest(wanted) if step is None else run.load(step, wanted)
+    if loaded is None:
+        raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
+    for bad, reason in loaded.skipped:
+        warnings.warn(f"{run.where}: step {bad} is damaged and was passed over: {reason}", stacklevel=3)
+    return loaded

@@ -1,0 +1,256 @@
+"""`CheckpointManager`: when to save, what to keep, and where to go on.
+
+The chief process writes; every process reads. A save is committed in the background, and what went
+wrong there is raised by the next call of the manager.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from perdure.checkpoint.background import Background
+from perdure.checkpoint.preemption import EXIT_PREEMPTED, PreemptionFlag
+from perdure.checkpoint.processes import Processes, SingleProcess
+from perdure.checkpoint.retention import steps_to_delete
+from perdure.errors import (
+    NotARunError,
+    PerdureError,
+    RecipeMismatchError,
+    StepNotFoundError,
+    StoreError,
+)
+from perdure.state import restore as restore_state
+from perdure.state import snapshot, unflatten
+from perdure.store import Leaf, Loaded, Run, Storage
+from perdure.store.format import RecipeValue
+
+
+class Restored(NamedTuple):
+    """A state, and the step whose checkpoint it came from (0 for a fresh one)."""
+
+    state: Any
+    step: int
+
+
+class CheckpointManager:
+    """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
+
+    `directory` becomes a run directory at the first save; it must be empty, missing, or one
+    already. `save_interval_steps` spaces the saves, `max_to_keep` (5, as in TensorFlow; None keeps
+    all) bounds how many stay. `recipe` (from `strategy.recipe(dataset)`) is recorded in every
+    checkpoint, and a checkpoint of another recipe is refused, save for the fields in `allow`.
+    In a group of processes pass `processes=strategy.processes`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        max_to_keep: int | None = 5,
+        save_interval_steps: int = 1,
+        recipe: Mapping[str, RecipeValue] | None = None,
+        allow: tuple[str, ...] = (),
+        processes: Processes | None = None,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise StoreError(f"max_to_keep: expected None or at least 1, found {max_to_keep}.")
+        if save_interval_steps < 1:
+            raise StoreError(f"save_interval_steps: expected at least 1, found {save_interval_steps}.")
+        self._run = Run(directory, create=True)
+        self._max_to_keep = max_to_keep
+        self._interval = save_interval_steps
+        self._recipe = dict(recipe or {})
+        self._allow = allow
+        self._processes: Processes = processes or SingleProcess()
+        self._background = Background()
+        self._flag = PreemptionFlag()
+
+    @property
+    def directory(self) -> str:
+        """Path or URL of the run directory."""
+        return self._run.where
+
+    def all_steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return self._run.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, None before the first."""
+        steps = self._run.steps()
+        return steps[-1] if steps else None
+
+    def fingerprint(self, step: int) -> str:
+        """Fingerprint of a committed checkpoint: equal fingerprints are equal bits."""
+        return self._run.manifest(step).fingerprint
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save at this step without `force`."""
+        return step % self._interval == 0
+
+    def save(self, step: int, state: Any, *, force: bool = False) -> bool:
+        """Save `state` as `step` if it is time, or in any case with `force`; True if it is saved.
+
+        Returns as soon as `state` may change again; the checkpoint is durable once
+        `wait_until_finished` or `close` returns. Raises what the save before this one raised, and
+        `LockedError` when another process writes there. In a group only the chief writes.
+        """
+        self._background.check()
+        if not (force or self.should_save(step)):
+            return False
+        if self._processes.index != 0:
+            return True
+        self._background.wait()
+        self._run.begin_writing()
+        leaves = snapshot(state)
+        self._background.submit(lambda: self._commit(step, leaves))
+        return True
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save under way; what it saved is durable then. Raises what it raised."""
+        self._background.wait()
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save runs in the background."""
+        return self._background.busy
+
+    def restore(self, step: int | None = None, like: Any = None) -> Restored:
+        """Restore `step`, or the newest good checkpoint, into `like`.
+
+        Containers come back new; modules, optimizers and other stateful objects in `like` are
+        changed in place. Without `like` the state is nested dicts of NumPy arrays. Newer
+        checkpoints that are damaged are passed over with a warning and moved to quarantine; a
+        damaged `step` that was asked for raises `CorruptionError`. Raises `StepNotFoundError`
+        where there is none, `MismatchError` where `like` does not fit.
+        """
+        restored = self._restore(step, like)
+        if restored is None:
+            raise StepNotFoundError(
+                f"{self.directory}: expected a checkpoint, found none. Save one first, or use "
+                f"`restore_or_initialize`."
+            )
+        return restored
+
+    def restore_or_initialize(self, init: Any) -> Restored:
+        """The newest good checkpoint, or a fresh state at step 0 where there is none.
+
+        `init` is the fresh state, or a function without arguments that makes it; it also serves as
+        the template of the restore.
+        """
+        like = init() if callable(init) and not hasattr(init, "state_dict") else init
+        return self._restore(None, like) or Restored(like, 0)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
+
+        The first call takes over SIGTERM: from then on the signal no longer ends the process, and
+        the loop has to, by `save_and_exit`.
+        """
+        self._flag.install()
+        return self._processes.any(self._flag.raised)
+
+    def save_and_exit(self, step: int, state: Any) -> NoReturn:
+        """Save `state` as `step`, wait until it is durable, and leave with exit status 75."""
+        self.save(step, state, force=True)
+        self.close()
+        self._processes.barrier()
+        raise SystemExit(EXIT_PREEMPTED)
+
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint. Raises `StepNotFoundError` where there is none."""
+        self._background.wait()
+        if not self._run.delete([step]):
+            self._run.manifest(step)
+
+    def close(self) -> None:
+        """Wait for the save under way, and let another writer in. Raises what the save raised."""
+        try:
+            self._background.wait()
+        finally:
+            self._flag.remove()
+            self._run.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _commit(self, step: int, leaves: Mapping[str, Leaf]) -> None:
+        self._run.save(step, leaves, self._recipe)
+        if gone := steps_to_delete(self._run.steps(), self._max_to_keep):
+            self._run.delete(gone)
+
+    def _restore(self, step: int | None, like: Any) -> Restored | None:
+        self._background.wait()
+        loaded = self._load_together(step)
+        if loaded is None:
+            return None
+        self._check_recipe(loaded)
+        state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
+        return Restored(state, loaded.manifest.step)
+
+    def _load_together(self, step: int | None) -> Loaded | None:
+        """The same checkpoint in every process: the chief picks it, the others follow."""
+        loaded: Loaded | None = None
+        answer: dict[str, Any] = {}
+        if self._processes.index == 0:
+            try:
+                loaded = self._run.load_newest() if step is None else self._run.load(step)
+                answer = {"step": None if loaded is None else loaded.manifest.step}
+            except PerdureError as error:
+                if self._processes.count == 1:
+                    raise
+                answer = {"error": str(error)}
+                self._processes.broadcast(json.dumps(answer).encode())
+                raise
+            if loaded is not None:
+                self._set_aside(loaded)
+        if self._processes.count == 1:
+            return loaded
+        answer = json.loads(self._processes.broadcast(json.dumps(answer).encode()))
+        if "error" in answer:
+            raise StoreError(f"the chief process could not restore: {answer['error']}")
+        if loaded is None and answer["step"] is not None:
+            try:
+                loaded = Run(self._run.storage).load(answer["step"])
+            except NotARunError as error:
+                raise StoreError(
+                    f"process {self._processes.index} does not see the run directory that the chief "
+                    f"restores from; all processes need one shared directory. {error}"
+                ) from error
+        return loaded
+
+    def _set_aside(self, loaded: Loaded) -> None:
+        for step, reason in loaded.skipped:
+            try:
+                where = f"It was moved to {self._run.quarantine(step, reason)}."
+            except StoreError as error:
+                where = f"It stays where it is: {error}"
+            warnings.warn(
+                f"{self.directory}: step {step} is damaged and was passed over for step "
+                f"{loaded.manifest.step}: {reason} {where}",
+                stacklevel=5,
+            )
+
+    def _check_recipe(self, loaded: Loaded) -> None:
+        there, here = loaded.manifest.recipe, self._recipe
+        if not there or not here:
+            return
+        lines = [
+            f"  {field}: the checkpoint has {there.get(field, 'nothing')!r}, "
+            f"this run has {here.get(field, 'nothing')!r}"
+            for field in sorted(there.keys() | here.keys())
+            if field not in self._allow and there.get(field) != here.get(field)
+        ]
+        if lines:
+            fields = tuple(line.split(":")[0].strip() for line in lines)
+            raise RecipeMismatchError(
+                f"{self.directory}: step {loaded.manifest.step} was made by another recipe, so that "
+                f"going on would not give the bits of an uninterrupted run:\n"
+                + "\n".join(lines)
+                + f"\nUse the recipe of the checkpoint, or name what may differ: allow={fields!r}."
+            )

@@ -1,0 +1,5 @@
+"""`python -m perdure.cli`."""
+
+from perdure.cli import main
+
+main()

@@ -1,0 +1,48 @@
+"""`perdure ls RUN`: the checkpoints of a run directory. Reads manifests, not packs."""
+
+from __future__ import annotations
+
+import click
+
+from perdure.cli.output import document, json_option, run_argument, size_text, table
+from perdure.errors import CorruptionError
+from perdure.store import Run
+
+
+@click.command("ls")
+@run_argument
+@json_option
+@click.pass_context
+def command(ctx: click.Context, run: str, as_json: bool) -> None:
+    """List the checkpoints of the run directory RUN, oldest first."""
+    opened = Run(run)
+    rows, damaged = [], []
+    for step in opened.steps():
+        try:
+            manifest = opened.manifest(step)
+        except CorruptionError as error:
+            damaged.append({"step": step, "error": str(error)})
+            continue
+        rows.append(
+            {
+                "step": step,
+                "created": manifest.created,
+                "leaves": len(manifest.leaves),
+                "bytes": manifest.nbytes,
+                "fingerprint": manifest.fingerprint,
+            }
+        )
+    if as_json:
+        quarantined = opened.quarantined()
+        document({"run": opened.where, "checkpoints": rows, "damaged": damaged, "quarantined": quarantined})
+    else:
+        table(
+            ("step", "created", "leaves", "size", "fingerprint"),
+            [
+                (r["step"], r["created"], r["leaves"], size_text(r["bytes"]), r["fingerprint"][:16])
+                for r in rows
+            ],
+        )
+        for bad in damaged:
+            click.echo(f"step {bad['step']} is damaged: {bad['error']}", err=True)
+    ctx.exit(1 if damaged else 0)

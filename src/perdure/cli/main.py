@@ -1,0 +1,42 @@
+"""The `perdure` command: finds the commands, and turns errors into one message and a status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from perdure import __version__
+from perdure.errors import NotARunError, PerdureError, StepNotFoundError
+
+COMMANDS = ("demo", "ls", "show", "verify")
+
+
+class _Commands(click.Group):
+    """Imports a command's module only when that command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return import_module(f"perdure.cli.{cmd_name}").command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PerdureError as error:
+            if "--json" in sys.argv:
+                click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
+            click.echo(f"perdure: {error}", err=True)
+            ctx.exit(2 if isinstance(error, (NotARunError, StepNotFoundError)) else 1)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="perdure")
+def main() -> None:
+    """Training that comes out the same, whatever happens to it."""

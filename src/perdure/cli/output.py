@@ -1,0 +1,39 @@
+"""What commands print: aligned columns for people, JSON for programs. Light, so that `ls` is quick."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import click
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=str))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows in aligned columns; numbers to the right."""
+    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [bool(rows) and isinstance(rows[0][i], int) for i in range(len(header))]
+    for row in cells:
+        line = "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        )
+        click.echo(line.rstrip())
+
+
+def document(value: object) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def size_text(nbytes: int) -> str:
+    """`1.5 MiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

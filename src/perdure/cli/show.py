@@ -1,0 +1,45 @@
+"""`perdure show RUN [STEP]`: what one checkpoint holds. Reads its manifest, not its packs."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from perdure.cli.output import document, json_option, run_argument, size_text, table
+from perdure.errors import StepNotFoundError
+from perdure.store import Leaf, Run
+
+
+@click.command("show")
+@run_argument
+@click.argument("step", type=int, required=False)
+@json_option
+def command(run: str, step: int | None, as_json: bool) -> None:
+    """Show the recipe and the leaves of STEP (by default the newest) in the run directory RUN."""
+    opened = Run(run)
+    if step is None:
+        steps = opened.steps()
+        if not steps:
+            raise StepNotFoundError(f"{opened.where}: expected a checkpoint, found none yet.")
+        step = steps[-1]
+    manifest = opened.manifest(step)
+    if as_json:
+        document(msgspec.to_builtins(manifest))
+        return
+    click.echo(f"step         {manifest.step}")
+    click.echo(f"created      {manifest.created}")
+    click.echo(f"fingerprint  {manifest.fingerprint}")
+    click.echo(f"size         {size_text(manifest.nbytes)} in {len(manifest.packs)} packs")
+    for field, value in sorted(manifest.recipe.items()):
+        click.echo(f"recipe       {field} = {value}")
+    click.echo("")
+    rows = [
+        (
+            leaf.path,
+            Leaf(leaf.dtype, leaf.shape, memoryview((leaf.text or "").encode())).describe(),
+            size_text(leaf.nbytes),
+            leaf.hashes()[0][:16] if leaf.hashes() else "",
+        )
+        for leaf in manifest.leaves
+    ]
+    table(("leaf", "value", "size", "first chunk"), rows)

@@ -1,0 +1,95 @@
+"""Every error that perdure raises on purpose, shaped by what a caller would catch.
+
+PerdureError
+├── StoreError                    a run directory cannot be used as asked
+│   ├── NotARunError              the path holds no run directory
+│   ├── FormatVersionError        written by a newer perdure
+│   ├── StepNotFoundError         no checkpoint of that step
+│   ├── StepExistsError           that step is already committed with other bits
+│   ├── LockedError               another live process writes to this run directory
+│   ├── CorruptionError           bytes that do not match their hash or their schema
+│   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
+│   └── SaveError                 a save did not commit (disk full, permission, ...)
+├── StateError                    the live objects and the checkpoint do not fit together
+│   ├── UnsupportedLeafError      a value that has no exact form on disk
+│   └── MismatchError             structure, dtype or shape differ; lists every leaf
+├── RecipeMismatchError           the checkpoint was made by another recipe
+├── TopologyError                 replicas, devices, processes or batch do not fit
+├── ClusterError                  the cluster description is incomplete or contradictory
+│   └── WorkerLostError           a process of the group is gone
+└── DataError                     a dataset cannot be read or addressed
+"""
+
+from __future__ import annotations
+
+
+class PerdureError(Exception):
+    """Base of every error raised on purpose by perdure."""
+
+
+class StoreError(PerdureError):
+    """A run directory cannot be used as asked."""
+
+
+class NotARunError(StoreError):
+    """The path holds no run directory."""
+
+
+class FormatVersionError(StoreError):
+    """The run directory needs a newer perdure than this one."""
+
+
+class StepNotFoundError(StoreError):
+    """The run directory holds no checkpoint of that step."""
+
+
+class StepExistsError(StoreError):
+    """That step is already committed, with other bits."""
+
+
+class LockedError(StoreError):
+    """Another live process writes to this run directory."""
+
+
+class CorruptionError(StoreError):
+    """Bytes were read that do not match their hash or their schema."""
+
+
+class NoGoodCheckpointError(CorruptionError):
+    """Checkpoints exist, and none of them is readable."""
+
+
+class SaveError(StoreError):
+    """A save did not commit. Every earlier checkpoint is still there."""
+
+
+class StateError(PerdureError):
+    """The live objects and the checkpoint do not fit together."""
+
+
+class UnsupportedLeafError(StateError):
+    """A value in the state has no exact form on disk."""
+
+
+class MismatchError(StateError):
+    """Structure, dtype or shape differ between the target and the checkpoint."""
+
+
+class RecipeMismatchError(PerdureError):
+    """The checkpoint was made by another recipe than the one that wants to resume it."""
+
+
+class TopologyError(PerdureError):
+    """Replicas, devices, processes or batch size do not fit together."""
+
+
+class ClusterError(PerdureError):
+    """The description of the cluster is incomplete or contradicts itself."""
+
+
+class WorkerLostError(ClusterError):
+    """A process of the group is gone; nothing was saved after it left."""
+
+
+class DataError(PerdureError):
+    """A dataset cannot be read, or cannot be addressed as asked."""

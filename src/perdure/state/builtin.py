@@ -1,0 +1,161 @@
+"""Leaves and nodes of plain Python and NumPy: scalars, strings, arrays, containers, dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.adapter import Node, Spec
+from perdure.store.leaf import Leaf
+
+_SCALARS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    bool: ("py:bool", lambda x: "true" if x else "false", lambda t: t == "true"),
+    int: ("py:int", str, int),
+    float: ("py:float", repr, float),
+    complex: ("py:complex", repr, complex),
+    str: ("py:str", str, str),
+    bytes: ("py:bytes", bytes.hex, bytes.fromhex),
+    type(None): ("py:none", lambda _: "", lambda _: None),
+}
+_BY_NAME = {name: parse for name, _, parse in _SCALARS.values()}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a leaf's dtype name, ml_dtypes (bfloat16, float8) included."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        try:
+            return np.dtype(getattr(ml_dtypes, name))
+        except AttributeError:
+            raise UnsupportedLeafError(
+                f"dtype {name!r} has no NumPy form here; restore into a template of the framework "
+                f"that wrote it."
+            ) from None
+
+
+def array_spec(value: np.ndarray[Any, Any] | np.generic) -> Spec:
+    """dtype and shape; raises `UnsupportedLeafError` for dtypes without exact bytes."""
+    dtype = value.dtype
+    numeric = dtype.kind in "biufc" or (dtype.kind == "V" and dtype.names is None and dtype.num >= 256)
+    if not numeric or (dtype.kind in "fc" and dtype.char in "gG"):
+        raise UnsupportedLeafError(
+            f"a NumPy array of dtype {dtype} has no exact form in a checkpoint; expected booleans, "
+            f"integers, floats or complex numbers of a fixed width. Convert it, or leave it out."
+        )
+    return Spec(dtype.name, tuple(value.shape))
+
+
+def array_leaf(value: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False) -> Leaf:
+    """The bytes of a NumPy array, row-major and little-endian, without a copy where possible."""
+    dtype, shape = array_spec(value)
+    array = np.asarray(value)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    flat = np.ascontiguousarray(little).reshape(-1)
+    copied = not np.shares_memory(flat, array) if flat.size else True
+    data = memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+    return Leaf(dtype, shape, data, frozen or copied)
+
+
+def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:
+    """A NumPy array over the bytes of an array leaf."""
+    return np.frombuffer(leaf.data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
+
+
+def plain_value(leaf: Leaf) -> Any:
+    """A leaf without a template: a Python scalar, or a NumPy array (keys as their words)."""
+    if leaf.is_scalar:
+        return _BY_NAME[leaf.dtype](leaf.text)
+    if leaf.dtype.startswith("key<"):
+        return np.frombuffer(leaf.data, np.uint32).reshape((*leaf.shape, -1))
+    return leaf_array(leaf)
+
+
+class Builtin:
+    """The adapter that needs no framework."""
+
+    def spec(self, value: Any) -> Spec | None:
+        if type(value) in _SCALARS:
+            return Spec(_SCALARS[type(value)][0], ())
+        if isinstance(value, (np.ndarray, np.generic)):
+            return array_spec(value)
+        return None
+
+    def leaf(self, value: Any) -> Leaf | None:
+        if type(value) in _SCALARS:
+            name, text, _ = _SCALARS[type(value)]
+            try:
+                data = text(value).encode()
+            except UnicodeEncodeError:
+                raise UnsupportedLeafError(f"the string {value!r} is not valid Unicode.") from None
+            return Leaf(name, (), memoryview(data), frozen=True)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return array_leaf(value)
+        return None
+
+    def load(self, like: Any, leaf: Leaf) -> Any:
+        if leaf.is_scalar:
+            return plain_value(leaf)
+        array = leaf_array(leaf)
+        if isinstance(like, np.generic):
+            return array[()]
+        return array.astype(like.dtype, copy=False)  # the byte order of the target
+
+    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+        if isinstance(value, Mapping):
+            keys = list(value)
+            return Node(
+                [(_key_name(key), value[key]) for key in keys],
+                lambda new: _same_mapping(value, dict(zip(keys, new, strict=True))),
+            )
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return Node(
+                [(field, getattr(value, field)) for field in value._fields],
+                lambda new: type(value)(*new),
+            )
+        if isinstance(value, (list, tuple)):
+            return Node([(str(i), child) for i, child in enumerate(value)], type(value))
+        if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+            return Node([("", value.state_dict())], lambda new: _loaded(value, new[0]))
+        if isinstance(value, np.random.Generator):
+            return Node([("", value.bit_generator.state)], lambda new: _reseeded(value, new[0]))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value) if field.init]
+            return Node(
+                [(name, getattr(value, name)) for name in names],
+                lambda new: dataclasses.replace(value, **dict(zip(names, new, strict=True))),
+            )
+        return None
+
+
+def _key_name(key: object) -> str:
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
+        return str(key)
+    raise UnsupportedLeafError(
+        f"a mapping has the key {key!r}; expected a non-empty string or an integer, because keys "
+        f"become leaf paths."
+    )
+
+
+def _same_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
+    if type(like) is dict:
+        return new
+    if hasattr(like, "default_factory"):
+        return type(like)(like.default_factory, new)  # type: ignore[call-arg]
+    return type(like)(new)  # type: ignore[call-arg]
+
+
+def _loaded(target: Any, state: Any) -> Any:
+    target.load_state_dict(state)
+    return target
+
+
+def _reseeded(target: np.random.Generator, state: Any) -> np.random.Generator:
+    target.bit_generator.state = state
+    return target

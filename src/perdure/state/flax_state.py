@@ -1,0 +1,47 @@
+"""Flax NNX: modules (restored in place), their states, and variables without a `value` in the path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from perdure.state.adapter import Node, Spec
+from perdure.store.leaf import Leaf
+
+_OBJECTS = getattr(nnx, "Pytree", nnx.Module)
+
+
+class FlaxState:
+    """See `perdure.state.adapter.Adapter`. Arrays inside are JAX's and left to its adapter."""
+
+    def spec(self, value: Any) -> Spec | None:
+        return None
+
+    def leaf(self, value: Any) -> Leaf | None:
+        return None
+
+    def load(self, like: Any, leaf: Leaf) -> Any:
+        raise NotImplementedError
+
+    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+        if isinstance(value, nnx.Variable):
+            return Node([("", value.get_value())], lambda new: value.replace(new[0]))
+        if isinstance(value, nnx.State):
+            keys = list(value)
+            return Node(
+                [(str(key), value[key]) for key in keys],
+                lambda new: type(value)(dict(zip(keys, new, strict=True))),
+            )
+        if isinstance(value, _OBJECTS):
+            return Node([("", nnx.state(value))], lambda new: _updated(value, new[0]))
+        return None
+
+
+def _updated(module: Any, state: Any) -> Any:
+    nnx.update(module, state)
+    return module
+
+
+ADAPTER = FlaxState()

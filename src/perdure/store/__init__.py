@@ -1,0 +1,23 @@
+"""Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
+
+from perdure.store.format import Manifest
+from perdure.store.leaf import Leaf
+from perdure.store.local import LocalStorage
+from perdure.store.memory import MemoryStorage
+from perdure.store.run import Loaded, Run
+from perdure.store.storage import Sink, Storage
+from perdure.store.verify import Problem, Report, check
+
+__all__ = [
+    "Leaf",
+    "Loaded",
+    "LocalStorage",
+    "Manifest",
+    "MemoryStorage",
+    "Problem",
+    "Report",
+    "Run",
+    "Sink",
+    "Storage",
+    "check",
+]

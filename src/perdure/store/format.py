@@ -1,0 +1,243 @@
+"""The bytes of a run directory: names, manifests, pack indexes, fingerprints (docs/FORMAT.md).
+
+Pure functions of their inputs, no input or output. Whatever `decode_*` returns has been checked
+against its own hash and against its schema; everything else raises `CorruptionError` or
+`FormatVersionError`. Nothing here imports numpy, so that listing a run stays quick.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta, Struct
+
+from perdure.errors import CorruptionError, FormatVersionError
+
+FORMAT = 1
+CHUNK_BYTES = 4 * 1024 * 1024
+SCALAR_PREFIX = "py:"
+
+MARKER = "perdure.json"
+LOCK = "lock"
+MANIFESTS = "checkpoints/"
+PACKS = "packs/"
+QUARANTINE = "quarantine/"
+TEMP_SUFFIX = ".tmp"
+MAX_STEP = 10**12 - 1
+
+PACK_MAGIC = b"perdure-pack-1\n\0"
+TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
+_DIGEST_HEAD = b'{"digest":"'
+_DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
+
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$")]
+RecipeValue = str | int | float | bool
+T = TypeVar("T")
+
+
+class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """At most CHUNK_BYTES of one leaf: its hash, and where its stored bytes lie."""
+
+    hash: Hash
+    pack: Natural
+    offset: Natural
+    length: Natural
+
+
+class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One leaf: array bytes as chunks, or the text of a Python scalar."""
+
+    path: str
+    dtype: str
+    shape: tuple[Natural, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    text: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        if self.text is not None:
+            return len(self.text.encode())
+        return sum(chunk.length for chunk in self.chunks)
+
+    def hashes(self) -> list[str]:
+        if self.text is not None:
+            return [hash_bytes(self.text.encode())]
+        return [chunk.hash for chunk in self.chunks]
+
+
+class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """A pack that a manifest reads from."""
+
+    name: PackName
+    size: Natural
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one checkpoint is made of. Its file is the commit."""
+
+    format: Natural
+    step: Natural
+    created: str
+    fingerprint: Hash
+    recipe: dict[str, RecipeValue]
+    packs: tuple[PackRecord, ...]
+    leaves: tuple[LeafRecord, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+class Marker(Struct, frozen=True):
+    """Says that a directory is a run directory, and which reader it needs."""
+
+    format: Natural
+    created: str
+
+
+class PackIndex(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a pack holds, in order and without gaps from offset 0."""
+
+    format: Natural
+    chunks: tuple[tuple[Hash, Natural], ...]
+
+
+class _Header(Struct):
+    format: int
+
+
+def hash_bytes(data: bytes | bytearray | memoryview) -> str:
+    """BLAKE3-256 of `data`, 64 lower-case hexadecimal digits."""
+    return blake3(data).hexdigest()
+
+
+def manifest_name(step: int) -> str:
+    """Name of the manifest of `step` inside a run directory."""
+    return f"{MANIFESTS}{step:012d}.json"
+
+
+def step_of(name: str) -> int | None:
+    """Step of a manifest's name; None for a name that is not one."""
+    match = re.fullmatch(re.escape(MANIFESTS) + r"([0-9]{12})\.json", name)
+    return int(match[1]) if match else None
+
+
+def pack_name(step: int, process: int, nonce: str) -> str:
+    """Name of a pack inside `packs/`; `nonce` (8 hex digits) keeps a repeated save apart."""
+    return f"{step:012d}-{process:05d}-{nonce}.pack"
+
+
+def chunk_spans(nbytes: int) -> list[tuple[int, int]]:
+    """(start, stop) of every chunk of a leaf of `nbytes` bytes; none for an empty leaf."""
+    return [(at, min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)]
+
+
+def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
+    """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
+    rows = sorted((path, dtype, list(shape), list(hashes)) for path, dtype, shape, hashes in leaves)
+    return hash_bytes(msgspec.json.encode(rows))
+
+
+def fingerprint_of(leaves: Iterable[LeafRecord]) -> str:
+    """Fingerprint of manifest records."""
+    return fingerprint((leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in leaves)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Canonical JSON of a manifest, its own digest first."""
+    body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
+    return _DIGEST_HEAD + hash_bytes(body).encode() + b'",' + body[1:]
+
+
+def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:
+    """The manifest in `data`, checked; `where` names the file in errors.
+
+    Raises `CorruptionError` for anything but the exact bytes that were committed,
+    `FormatVersionError` for an intact manifest of a newer format.
+    """
+    body = b"{" + data[_DIGEST_BYTES:]
+    found = data[:_DIGEST_BYTES]
+    expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
+    if found != expected:
+        why = "is empty" if not data else f"begins with {found[:24]!r} and does not match its digest"
+        raise CorruptionError(
+            f"{where}: a manifest of {len(data)} bytes {why}; "
+            f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
+            f"restore an older step meanwhile."
+        )
+    _check_version(body, where)
+    manifest = _decode(body, Manifest, where)
+    if step is not None and manifest.step != step:
+        raise CorruptionError(f"{where}: expected the manifest of step {step}, found {manifest.step}.")
+    for leaf in manifest.leaves:
+        if any(chunk.pack >= len(manifest.packs) for chunk in leaf.chunks):
+            raise CorruptionError(f"{where}: leaf {leaf.path!r} names a pack that is not listed.")
+    actual = fingerprint_of(manifest.leaves)
+    if actual != manifest.fingerprint:
+        raise CorruptionError(
+            f"{where}: expected fingerprint {manifest.fingerprint}, its leaves give {actual}."
+        )
+    return manifest
+
+
+def encode_marker(created: str) -> bytes:
+    """Contents of `perdure.json`."""
+    return msgspec.json.encode(Marker(format=FORMAT, created=created)) + b"\n"
+
+
+def decode_marker(data: bytes, where: str) -> Marker:
+    """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
+    _check_version(data, where)
+    return _decode(data, Marker, where)
+
+
+def encode_pack_tail(chunks: Sequence[tuple[str, int]]) -> bytes:
+    """Index and trailer that follow the chunks [(hash, stored length)] of a pack."""
+    index = msgspec.json.encode(PackIndex(format=FORMAT, chunks=tuple(chunks)))
+    return index + len(index).to_bytes(8, "little") + blake3(index).digest() + PACK_MAGIC
+
+
+def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
+    """(offset, length) of the index of a pack of `size` bytes, from its last TRAILER_BYTES."""
+    length = int.from_bytes(trailer[:8], "little")
+    if len(trailer) < TRAILER_BYTES or trailer[40:] != PACK_MAGIC or length > size - TRAILER_BYTES:
+        raise CorruptionError(
+            f"{where}: a pack of {size} bytes does not end in a pack trailer; it is cut short or "
+            f"was changed. The checkpoints that need it cannot be restored."
+        )
+    return size - TRAILER_BYTES - length, length
+
+
+def decode_pack_index(index: bytes, trailer: bytes, start: int, where: str) -> PackIndex:
+    """The index of a pack whose chunks end at byte `start`, checked against its trailer."""
+    if blake3(index).digest() != trailer[8:40]:
+        raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
+    decoded = _decode(index, PackIndex, where)
+    held = sum(length for _, length in decoded.chunks)
+    if held != start:
+        raise CorruptionError(
+            f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."
+        )
+    return decoded
+
+
+def _check_version(data: bytes, where: str) -> None:
+    version = _decode(data, _Header, where).format
+    if version > FORMAT:
+        raise FormatVersionError(
+            f"{where}: written in format {version}; this perdure reads up to format {FORMAT}. "
+            f"Nothing was changed. Install a newer perdure to use it."
+        )
+
+
+def _decode(data: bytes, kind: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+        raise CorruptionError(f"{where}: not a valid {kind.__name__.strip('_').lower()}: {error}") from None

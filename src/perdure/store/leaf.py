@@ -1,0 +1,42 @@
+"""`Leaf`: the one value that crosses between the live state and the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.store.format import SCALAR_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array, or one Python scalar, as bytes.
+
+    `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `key<impl>` for a typed PRNG key
+    (the data of each key are `uint32` words), or `py:kind` for a scalar whose `data` is UTF-8 text.
+    `data` is one-dimensional unsigned bytes in row-major, little-endian order. `frozen` says that
+    nobody changes these bytes, so that a background save needs no copy of them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    frozen: bool = False
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.dtype.startswith(SCALAR_PREFIX)
+
+    @property
+    def text(self) -> str:
+        """The text of a scalar."""
+        return bytes(self.data).decode()
+
+    def describe(self) -> str:
+        """`float32[3,4]`, or `int 7` for a scalar."""
+        if self.is_scalar:
+            return f"{self.dtype.removeprefix(SCALAR_PREFIX)} {self.text}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    def copy(self) -> Leaf:
+        """The same leaf over memory of its own."""
+        return Leaf(self.dtype, self.shape, memoryview(bytes(self.data)), frozen=True)

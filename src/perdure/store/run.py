@@ -1,0 +1,418 @@
+"""`Run`: one run directory, its checkpoints, and the one writer that it may have.
+
+Owns the order of operations of a save, a restore, a quarantine and a delete. Readers take no lock
+and never change anything; the first change takes the writer's lock and keeps it until `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from perdure.errors import (
+    CorruptionError,
+    LockedError,
+    NoGoodCheckpointError,
+    NotARunError,
+    SaveError,
+    StepExistsError,
+    StepNotFoundError,
+    StoreError,
+)
+from perdure.store.collect import execute_delete, plan_delete
+from perdure.store.format import (
+    FORMAT,
+    LOCK,
+    MANIFESTS,
+    MARKER,
+    MAX_STEP,
+    PACKS,
+    QUARANTINE,
+    TEMP_SUFFIX,
+    Manifest,
+    RecipeValue,
+    chunk_spans,
+    decode_manifest,
+    decode_marker,
+    encode_manifest,
+    encode_marker,
+    fingerprint,
+    fingerprint_of,
+    hash_bytes,
+    manifest_name,
+    step_of,
+)
+from perdure.store.leaf import Leaf
+from perdure.store.local import LocalStorage
+from perdure.store.storage import Storage
+from perdure.store.writer import Held, write_pack
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable."""
+
+    manifest: Manifest
+    leaves: dict[str, Leaf]
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+class Run:
+    """A run directory at a path, or on any `Storage`.
+
+    With `create`, an empty or missing directory becomes a run directory at the first save; without
+    it, a path that holds none raises `NotARunError`. Raises `FormatVersionError` for a newer format.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | Storage,
+        *,
+        create: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.storage: Storage = (
+            LocalStorage(where) if isinstance(where, (str, os.PathLike)) else where
+        )
+        self._clock = clock
+        self._held: dict[str, Held] | None = None
+        self._manifests: dict[int, Manifest] = {}
+        self._unread: set[int] = set()
+        self._lock = ExitStack()
+        self._writing = False
+        self._marked = self._check_marker(create)
+
+    @property
+    def where(self) -> str:
+        """Path or URL of the run directory."""
+        return self.storage.where
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first. Lists names and reads nothing."""
+        return sorted(
+            step for name in self.storage.list(MANIFESTS) if (step := step_of(name)) is not None
+        )
+
+    def manifest(self, step: int) -> Manifest:
+        """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
+        name = manifest_name(step)
+        try:
+            data = self.storage.read(name)
+        except FileNotFoundError:
+            raise StepNotFoundError(self._no_such_step(step)) from None
+        except OSError as error:
+            raise CorruptionError(f"{self.where}/{name}: cannot be read: {error}.") from error
+        return decode_manifest(data, f"{self.where}/{name}", step)
+
+    def load(self, step: int, wanted: Callable[[str], bool] | None = None) -> Loaded:
+        """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified."""
+        from perdure.store.reader import load_leaves  # numpy: not needed to list a run
+
+        manifest = self.manifest(step)
+        return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
+
+    def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
+        """The newest checkpoint that is whole, and why newer ones were passed over.
+
+        None where there is no checkpoint at all; `NoGoodCheckpointError` where there are some and
+        none is readable, because starting afresh then would throw a run away silently.
+        """
+        skipped: list[tuple[int, str]] = []
+        for step in reversed(self.steps()):
+            try:
+                loaded = self.load(step, wanted)
+            except (CorruptionError, StepNotFoundError) as error:
+                skipped.append((step, str(error)))
+                continue
+            return Loaded(loaded.manifest, loaded.leaves, tuple(skipped))
+        if not skipped:
+            return None
+        reasons = "\n".join(f"  step {step}: {why}" for step, why in skipped)
+        raise NoGoodCheckpointError(
+            f"{self.where}: expected a readable checkpoint, found {len(skipped)} damaged:\n{reasons}\n"
+            f"Nothing was changed. Run `perdure verify {self.where}`, bring back the files from a "
+            f"copy, or start in another run directory."
+        )
+
+    def begin_writing(self) -> None:
+        """Become the writer, which a save does by itself; raises `LockedError` at once if there is one.
+
+        The first writer makes the directory a run directory; each one clears what a crashed writer
+        left half written. May be called often.
+        """
+        if self._writing:
+            return
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": _iso(self._clock()),
+        }
+        try:
+            self._lock.enter_context(self.storage.lock(LOCK, json.dumps(owner).encode() + b"\n"))
+        except BlockingIOError as error:
+            raise LockedError(
+                f"{self.where}: another process writes here: {(error.strerror or '').strip()}. "
+                f"Nothing was changed. Stop that process, or use another run directory; the "
+                f"processes of one group share a writer when the manager is given "
+                f"`processes=strategy.processes`."
+            ) from None
+        except OSError as error:
+            raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
+        self._writing = True
+        try:
+            if not self._marked:
+                self.storage.replace(MARKER, encode_marker(_iso(self._clock())))
+                self._marked = True
+            for name in self.leftovers():
+                self.storage.delete(name)
+        except OSError as error:
+            self.close()
+            raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
+
+    def save(
+        self,
+        step: int,
+        leaves: Mapping[str, Leaf],
+        recipe: Mapping[str, RecipeValue] | None = None,
+    ) -> Manifest:
+        """Commit one checkpoint; it survives power loss on return.
+
+        Chunks that a readable checkpoint holds already are not written again. Saving a step again
+        with equal bits returns the manifest that is there; with other bits it raises
+        `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
+        """
+        if not 0 <= step <= MAX_STEP:
+            raise StoreError(f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}.")
+        try:
+            self.begin_writing()
+            if (present := self._same_step(step, leaves)) is not None:
+                return present
+            records, packs, located = write_pack(self.storage, step, 0, leaves, self._known())
+            manifest = Manifest(
+                format=FORMAT,
+                step=step,
+                created=_iso(self._clock()),
+                fingerprint=fingerprint_of(records),
+                recipe=dict(recipe or {}),
+                packs=tuple(packs),
+                leaves=tuple(records),
+            )
+            self._commit(manifest)
+        except FileExistsError as error:
+            raise LockedError(
+                f"{self.where}: step {step} was committed by another writer while this one was "
+                f"saving it ({error}). Nothing was overwritten; stop one of the two."
+            ) from error
+        except OSError as error:
+            raise SaveError(self._save_failed(step, leaves, error)) from error
+        self._known().update(located)
+        self._manifests[step] = manifest
+        return manifest
+
+    def delete(self, steps: Iterable[int]) -> list[int]:
+        """Delete checkpoints and the packs that only they needed; returns the steps deleted."""
+        self.begin_writing()
+        present = set(self.steps())
+        self._read_manifests()
+        if self._unread:
+            # An unreadable manifest may need any pack, so packs stay until it is dealt with.
+            packs: list[str] = []
+        else:
+            packs = [name.removeprefix(PACKS) for name in self.storage.list(PACKS)]
+        kept = {pack.name for manifest in self._in_quarantine() for pack in manifest.packs}
+        packs = [name for name in packs if name not in kept]
+        plan = plan_delete(self._manifests, present.intersection(steps), packs)
+        execute_delete(self.storage, plan)
+        for step in plan.steps:
+            self._manifests.pop(step, None)
+        self._held = None
+        return list(plan.steps)
+
+    def quarantine(self, step: int, reason: str) -> str:
+        """Move a bad manifest out of the way, with the reason beside it; returns its new name.
+
+        Its packs stay: parts of them may be good, and other checkpoints may read from them.
+        """
+        self.begin_writing()
+        taken = set(self.storage.list(QUARANTINE))
+        number = next(n for n in range(len(taken) + 1) if _bad_name(step, n) not in taken)
+        target = _bad_name(step, number)
+        note = {"step": step, "found": _iso(self._clock()), "reason": reason}
+        self.storage.replace(
+            target.removesuffix(".json") + ".reason.json", json.dumps(note).encode() + b"\n"
+        )
+        self.storage.move(manifest_name(step), target)
+        self._manifests.pop(step, None)
+        self._unread.discard(step)
+        self._held = None
+        return target
+
+    def quarantined(self) -> list[str]:
+        """Names of the manifests in quarantine."""
+        return sorted(
+            name for name in self.storage.list(QUARANTINE) if not name.endswith(".reason.json")
+        )
+
+    def leftovers(self) -> list[str]:
+        """Temporary files of writers that did not finish."""
+        places = (MANIFESTS, PACKS, QUARANTINE)
+        return sorted(
+            name for at in places for name in self.storage.list(at) if name.endswith(TEMP_SUFFIX)
+        )
+
+    def close(self) -> None:
+        """Give the writer's lock back. May be called twice."""
+        self._lock.close()
+        self._writing = False
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_marker(self, create: bool) -> bool:
+        where = f"{self.where}/{MARKER}"
+        try:
+            decode_marker(self.storage.read(MARKER), where)
+            return True
+        except FileNotFoundError:
+            pass
+        except NotADirectoryError:
+            raise NotARunError(f"{self.where}: expected a directory, found a file.") from None
+        except OSError as error:
+            raise NotARunError(f"{where}: cannot be read: {error}.") from error
+        found = _entries(self.storage)
+        if create and not found:
+            return False
+        if self.steps():
+            what = f"{len(self.steps())} checkpoints, but {MARKER} is gone; bring it back"
+        elif found is None:
+            what = "nothing there; check the path"
+        else:
+            what = f"{', '.join(found[:5]) or 'an empty directory'}; name another directory"
+        raise NotARunError(f"{self.where}: expected a run directory (with {MARKER}), found {what}.")
+
+    def _same_step(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
+        try:
+            present = self.manifest(step)
+        except StepNotFoundError:
+            return None
+        except CorruptionError as error:
+            self.quarantine(step, str(error))
+            return None
+        rows = [
+            (path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()
+        ]
+        found = fingerprint(rows)
+        if found == present.fingerprint:
+            return present
+        raise StepExistsError(
+            f"{self.where}: step {step} is committed with fingerprint {present.fingerprint[:16]}, this "
+            f"save has {found[:16]}. A run that resumes exactly gives equal bits, so the recipe or the "
+            f"code changed, or this run started elsewhere. Nothing was overwritten. Use another run "
+            f"directory, or delete that step first."
+        )
+
+    def _commit(self, manifest: Manifest) -> None:
+        data = encode_manifest(manifest)
+        # Constructors check nothing: what cannot be read back must never be committed.
+        decode_manifest(data, f"{self.where}: the manifest of this save", manifest.step)
+        sink = self.storage.create(manifest_name(manifest.step), len(data))
+        try:
+            sink.write(memoryview(data))
+            sink.commit()
+        except BaseException:
+            sink.abort()
+            raise
+
+    def _known(self) -> dict[str, Held]:
+        if self._held is None:
+            self._read_manifests()
+            self._held = dict(self._chunks_held())
+        return self._held
+
+    def _chunks_held(self) -> Iterator[tuple[str, Held]]:
+        """Chunks of readable checkpoints whose packs are there in full."""
+        sizes: dict[str, int | None] = {}
+        for manifest in self._manifests.values():
+            for pack in manifest.packs:
+                if pack.name not in sizes:
+                    try:
+                        sizes[pack.name] = self.storage.size(PACKS + pack.name)
+                    except OSError:
+                        sizes[pack.name] = None
+            for leaf in manifest.leaves:
+                for chunk in leaf.chunks:
+                    pack = manifest.packs[chunk.pack]
+                    if sizes[pack.name] == pack.size:
+                        yield chunk.hash, Held(pack.name, chunk.offset, chunk.length)
+
+    def _read_manifests(self) -> None:
+        for step in self.steps():
+            if step in self._manifests:
+                continue
+            try:
+                self._manifests[step] = self.manifest(step)
+            except CorruptionError:
+                self._unread.add(step)
+
+    def _in_quarantine(self) -> Iterator[Manifest]:
+        """Quarantined manifests that are whole; it was their packs that were damaged."""
+        for name in self.quarantined():
+            try:
+                yield decode_manifest(self.storage.read(name), name)
+            except (CorruptionError, OSError):
+                continue
+
+    def _no_such_step(self, step: int) -> str:
+        steps = self.steps()
+        held = f"steps {_shorten(steps)}" if steps else "no checkpoint"
+        return f"{self.where}: expected a checkpoint of step {step}, found {held}. Ask for one of these."
+
+    def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: OSError) -> str:
+        steps = [at for at in self.steps() if at != step]
+        size = sum(len(leaf.data) for leaf in leaves.values())
+        free = self.storage.free_bytes()
+        room = "" if free is None else f", free there: {free} bytes"
+        last = f"the last good checkpoint is step {steps[-1]}" if steps else "no checkpoint is there yet"
+        return (
+            f"{self.where}: saving step {step} failed: {error}. State: {size} bytes{room}; {last}. "
+            f"Free space or mend the permissions, then save again."
+        )
+
+
+def _leaf_hashes(leaf: Leaf) -> list[str]:
+    if leaf.is_scalar:
+        return [hash_bytes(leaf.data)]
+    return [hash_bytes(leaf.data[start:stop]) for start, stop in chunk_spans(len(leaf.data))]
+
+
+def _bad_name(step: int, number: int) -> str:
+    return f"{QUARANTINE}{step:012d}-{number}.json"
+
+
+def _entries(storage: Storage) -> list[str] | None:
+    """What lies in a directory that is not a run yet; None where there is no directory."""
+    if isinstance(storage, LocalStorage):
+        try:
+            # A crash right after the directory was made leaves these; they are ours.
+            return sorted(set(os.listdir(storage.where)) - {LOCK, MARKER + TEMP_SUFFIX})
+        except FileNotFoundError:
+            return None
+    return list(storage.list("")) or None
+
+
+def _shorten(steps: list[int]) -> str:
+    if len(steps) <= 8:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))} ... {', '.join(map(str, steps[-3:]))} ({len(steps)})"
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,0 +1,73 @@
+"""The storage seam: the few verbs that a backend offers, and what each of them promises.
+
+Names are relative, with `/` between parts. A backend knows nothing of packs or manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """A new object that is being written, front to back."""
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`. The caller may reuse its memory once this returns."""
+
+    def commit(self) -> None:
+        """Make the object durable and visible, or raise; it survives power loss on return.
+
+        Raises `FileExistsError` where the name is taken; the object there stays as it was.
+        """
+
+    def abort(self) -> None:
+        """Drop what was written. May be called after a failed commit, and twice."""
+
+
+class Storage(Protocol):
+    """Durable named byte strings. Every failure is an `OSError` (`FileNotFoundError`, ...)."""
+
+    where: str
+    """Path or URL that errors show."""
+
+    def create(self, name: str, size: int) -> Sink:
+        """Begin a new object of about `size` bytes; invisible until its commit."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small object over an old one, atomically and durably."""
+
+    def read(self, name: str) -> bytes:
+        """The whole object."""
+        ...
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        """Fill `target` from `offset`; returns the bytes read, fewer only at the end."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes of an object."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Names under `prefix` (which ends in `/`), unsorted, temporary ones included."""
+        ...
+
+    def move(self, name: str, target: str) -> None:
+        """Rename an object, atomically and durably; `target` must be free."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object; durable on return. A missing one is not an error."""
+
+    def lock(self, name: str, owner: bytes) -> AbstractContextManager[None]:
+        """Hold `name` against every other writer; released when the process dies.
+
+        Raises `BlockingIOError` whose `strerror` is the owner text of the holder.
+        """
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room that is left, None where that has no meaning."""
+        ...

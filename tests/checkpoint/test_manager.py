@@ -1,0 +1,331 @@
+"""The manager: what is saved when, kept how long, restored from where, and how errors surface."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdure import Checkpoint, CheckpointManager, LocalStorage, MemoryStorage, check, load
+from perdure.errors import (
+    CorruptionError,
+    LockedError,
+    MismatchError,
+    NoGoodCheckpointError,
+    RecipeMismatchError,
+    SaveError,
+    StepNotFoundError,
+    StoreError,
+)
+from perdure.store import Run
+
+
+def state(k: int) -> dict[str, Any]:
+    return {"w": np.full(1000, k, np.float32), "step": k}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def train(directory: Any, stop: int, **options: Any) -> list[int]:
+    with CheckpointManager(directory, **options) as manager:
+        current, start = manager.restore_or_initialize(lambda: state(0))
+        for step in range(start, stop):
+            current = state(current["step"] + 1)
+            manager.save(step + 1, current)
+        manager.wait_until_finished()
+        return manager.all_steps()
+
+
+def test_a_loop_saves_at_its_interval_and_keeps_the_newest(tmp_path: Path) -> None:
+    assert train(tmp_path, 23, save_interval_steps=5, max_to_keep=3) == [10, 15, 20]
+    assert train(tmp_path, 31, save_interval_steps=5, max_to_keep=3) == [20, 25, 30]
+    assert check(Run(tmp_path)).problems == ()
+
+
+def test_a_first_run_starts_from_the_fresh_state(tmp_path: Path) -> None:
+    fresh = state(0)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() is None
+        restored, step = manager.restore_or_initialize(fresh)
+        assert restored is fresh
+        assert step == 0
+        with pytest.raises(StepNotFoundError, match="expected a checkpoint, found none"):
+            manager.restore()
+
+
+def test_save_says_whether_it_saves_and_force_overrides(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=10) as manager:
+        assert not manager.save(7, state(7))
+        assert manager.save(8, state(8), force=True)
+        assert manager.save(10, state(10))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [8, 10]
+        assert manager.latest_step() == 10
+
+
+def test_what_changes_in_place_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+    live = state(1)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(1, 6):
+            live["w"][:] = step
+            live["step"] = step
+            manager.save(step, live)
+            live["w"][:] = -1
+        manager.wait_until_finished()
+        for step in range(1, 6):
+            assert manager.restore(step).state["w"].tobytes() == state(step)["w"].tobytes()
+
+
+def test_restoring_without_a_template_gives_plain_values(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    with CheckpointManager(tmp_path) as manager:
+        restored, step = manager.restore(2)
+        assert step == restored["step"] == 2
+    assert load(tmp_path, leaves="step") == {"step": 3}
+    assert load(tmp_path, 1)["w"].tobytes() == state(1)["w"].tobytes()
+
+
+def test_a_damaged_checkpoint_is_passed_over_quarantined_and_named(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    flip(sorted((tmp_path / "packs").iterdir())[-1])
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CorruptionError, match="step 3, leaf 'w'.*expected hash .*found"):
+            manager.restore(3)
+        with pytest.warns(UserWarning, match=r"step 3 is damaged and was passed over for step 2"):
+            restored, step = manager.restore_or_initialize(lambda: state(0))
+        assert step == restored["step"] == 2
+        assert manager.all_steps() == [1, 2]
+        manager.save(3, state(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+
+
+def test_a_run_with_only_damaged_checkpoints_does_not_start_afresh(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    for pack in (tmp_path / "packs").iterdir():
+        flip(pack)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(NoGoodCheckpointError, match="found 2 damaged"):
+        manager.restore_or_initialize(lambda: state(0))
+
+
+def test_a_reader_warns_and_changes_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    flip(sorted((tmp_path / "packs").iterdir())[-1])
+    held = sorted(tmp_path.rglob("*"))
+    with pytest.warns(UserWarning, match="step 2 is damaged"):
+        assert load(tmp_path)["step"] == 1
+    with pytest.warns(UserWarning, match="step 2 is damaged"):
+        assert Checkpoint(**state(0)).restore(tmp_path) == 1
+    assert sorted(tmp_path.rglob("*")) == held
+
+
+def test_a_template_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError, match="differ in 2 leaves"):
+        manager.restore(like={"w": np.zeros(3, np.float32), "step": 0, "new": 1})
+
+
+def failing(code: int, when: Any) -> Any:
+    def before(operation: str, path: str) -> None:
+        if operation == "fsync" and when["fail"]:
+            when["fired"] += 1
+            raise OSError(code, os.strerror(code), path)
+
+    return before
+
+
+def test_a_failed_background_save_is_raised_by_the_next_call_and_costs_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    when = {"fail": False, "fired": 0}
+    storage = LocalStorage(tmp_path, failing(errno.ENOSPC, when))
+    with CheckpointManager(storage) as manager:
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        when["fail"] = True
+        manager.save(2, state(2))
+        with pytest.raises(SaveError, match="saving step 2 failed.*last good checkpoint is step 1"):
+            manager.wait_until_finished()
+        manager.save(3, state(3))
+        with pytest.raises(SaveError, match="saving step 3 failed"):
+            manager.save(4, state(4))
+        assert when["fired"] >= 2
+        when["fail"] = False
+        manager.save(5, state(5))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 5]
+    assert check(Run(tmp_path)).ok
+
+
+def test_an_error_of_the_last_save_surfaces_at_close(tmp_path: Path) -> None:
+    when = {"fail": False, "fired": 0}
+    manager = CheckpointManager(LocalStorage(tmp_path, failing(errno.EIO, when)))
+    manager.save(1, state(1))
+    manager.wait_until_finished()
+    when["fail"] = True
+    manager.save(2, state(2))
+    with pytest.raises(SaveError, match="saving step 2 failed"):
+        manager.close()
+    manager.close()
+
+
+def test_saving_goes_on_behind_the_loop(tmp_path: Path) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def before(operation: str, path: str) -> None:
+        if operation == "fsync" and "000000000002-" in path:
+            reached.set()
+            assert release.wait(60)
+
+    with CheckpointManager(LocalStorage(tmp_path, before)) as manager:
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        manager.save(2, state(2))
+        assert reached.wait(60)
+        assert manager.is_saving_in_progress()
+        assert manager.all_steps() == [1]
+        release.set()
+        manager.wait_until_finished()
+        assert not manager.is_saving_in_progress()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_second_manager_is_told_at_its_first_save(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as first, CheckpointManager(tmp_path) as second:
+        first.save(1, state(1))
+        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
+            second.save(2, state(2))
+        first.wait_until_finished()
+        assert first.all_steps() == [1]
+
+
+def test_another_recipe_is_refused_unless_allowed(tmp_path: Path) -> None:
+    train(tmp_path, 2, recipe={"replicas": 8, "seed": 0, "threads": 8})
+    other = {"replicas": 4, "seed": 0, "threads": 2}
+    with CheckpointManager(tmp_path, recipe=other) as manager:
+        with pytest.raises(RecipeMismatchError) as caught:
+            manager.restore()
+        assert "replicas: the checkpoint has 8, this run has 4" in str(caught.value)
+        assert "allow=('replicas', 'threads')" in str(caught.value)
+        assert "seed" not in str(caught.value)
+    with CheckpointManager(tmp_path, recipe=other, allow=("replicas", "threads")) as manager:
+        assert manager.restore().step == 2
+
+
+@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"save_interval_steps": 0}])
+def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(StoreError, match=f"{next(iter(options))}: expected .* found 0"):
+        CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_sigterm_is_seen_at_the_next_step_saved_and_reported_by_the_status(tmp_path: Path) -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path, save_interval_steps=100) as manager:
+        assert not manager.reached_preemption(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.reached_preemption(2)
+        with pytest.raises(SystemExit) as left:
+            manager.save_and_exit(2, state(2))
+        assert left.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) == previous
+    assert load(tmp_path)["step"] == 2
+
+
+def test_sigterm_keeps_its_meaning_for_a_loop_that_never_asks(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_checkpoint_groups_members_and_restores_into_them(tmp_path: Path) -> None:
+    first = Checkpoint(weights=np.arange(3.0), epoch=4)
+    fingerprint = first.save(tmp_path, 10)
+    second = Checkpoint(weights=np.zeros(3), epoch=0)
+    assert second.restore(tmp_path) == 10
+    assert second.epoch == 4
+    assert second.weights.tolist() == [0, 1, 2]
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.fingerprint(10) == fingerprint
+        third, step = manager.restore_or_initialize(Checkpoint(weights=np.zeros(3), epoch=0))
+        assert (third.epoch, step) == (4, 10)
+    with pytest.raises(AttributeError, match="cannot be called 'save'"):
+        Checkpoint(save=1)
+
+
+def test_deleting_a_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    with CheckpointManager(tmp_path) as manager:
+        manager.delete(2)
+        assert manager.all_steps() == [1, 3]
+        with pytest.raises(StepNotFoundError, match="expected a checkpoint of step 2, found steps 1, 3"):
+            manager.delete(2)
+
+
+def test_a_manager_works_on_any_storage() -> None:
+    storage = MemoryStorage()
+    assert train(storage, 4) == [1, 2, 3, 4]
+    assert load(storage)["step"] == 4
+
+
+class Pretend:
+    """A process of a group that is played by threads: values meet at a barrier."""
+
+    def __init__(self, index: int, count: int, shared: dict[str, Any], barrier: threading.Barrier) -> None:
+        self.index, self.count = index, count
+        self._shared, self._barrier = shared, barrier
+
+    def barrier(self) -> None:
+        self._barrier.wait(60)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        if self.index == 0:
+            self._shared["data"] = data
+        self._barrier.wait(60)
+        value = self._shared["data"]
+        self._barrier.wait(60)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        self._shared[f"flag{self.index}"] = flag
+        self._barrier.wait(60)
+        value = any(self._shared[f"flag{i}"] for i in range(self.count))
+        self._barrier.wait(60)
+        return value
+
+
+def test_in_a_group_the_chief_writes_and_all_restore_the_same(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    flip(sorted((tmp_path / "packs").iterdir())[-1])
+    shared: dict[str, Any] = {}
+    barrier = threading.Barrier(2)
+    results: dict[int, Any] = {}
+
+    def member(index: int) -> None:
+        processes = Pretend(index, 2, shared, barrier)
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored, step = manager.restore_or_initialize(lambda: state(0))
+            asked = manager.reached_preemption(step) if index else processes.any(index == 0)
+            manager.save(step + 1, state(step + 1))
+            manager.wait_until_finished()
+            processes.barrier()
+            results[index] = (restored["step"], step, asked, manager.all_steps())
+
+    with pytest.warns(UserWarning, match="step 3 is damaged"):
+        threads = [threading.Thread(target=member, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results[0] == results[1] == (2, 2, True, [1, 2, 3])

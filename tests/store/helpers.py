@@ -1,0 +1,62 @@
+"""Small states, and a storage whose operations are recorded, counted and failed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from perdure.store import Leaf, LocalStorage, MemoryStorage, Run
+
+
+class Crash(BaseException):
+    """The process is gone: not an Exception, so that no handler of the library tidies up."""
+
+
+def make_leaves(seed: int, sizes: tuple[int, ...] = (1000, 40, 0)) -> dict[str, Leaf]:
+    """A state of a few byte arrays and a scalar; other seeds give other bytes in every array."""
+    source = random.Random(seed)
+    leaves = {
+        f"model/layer{i}": Leaf("uint8", (size,), memoryview(source.randbytes(size)), frozen=True)
+        for i, size in enumerate(sizes)
+    }
+    leaves["step"] = Leaf("py:int", (), memoryview(str(seed).encode()), frozen=True)
+    return leaves
+
+
+def contents(leaves: dict[str, Leaf]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """What must come back exactly."""
+    return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
+
+
+class Operations:
+    """A `before` hook: records every operation, and crashes or fails ahead of a chosen one."""
+
+    def __init__(
+        self,
+        crash_at: int | None = None,
+        fail: Callable[[int, str, str], OSError | None] = lambda number, operation, path: None,
+    ) -> None:
+        self.done: list[tuple[str, str]] = []
+        self.crash_at = crash_at
+        self.fail = fail
+        self.fired = 0
+
+    def __call__(self, operation: str, path: str) -> None:
+        number = len(self.done)
+        if self.crash_at is not None and number >= self.crash_at:
+            # Nothing more reaches the disk once the process is gone, tidying up included.
+            self.fired += 1
+            raise Crash
+        if (error := self.fail(number, operation, path)) is not None:
+            self.fired += 1
+            raise error
+        self.done.append((operation, Path(path).name))
+
+
+def run_on(path: Path | MemoryStorage, before: Operations | None = None) -> Run:
+    """A run directory with a fixed clock."""
+    if isinstance(path, MemoryStorage):
+        return Run(path, create=True, clock=lambda: 0.0)
+    storage = LocalStorage(path) if before is None else LocalStorage(path, before)
+    return Run(storage, create=True, clock=lambda: 0.0)

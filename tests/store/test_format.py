@@ -1,0 +1,107 @@
+"""The bytes: every flipped bit is found, versions and damage are told apart, hashes never drift."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import contents, make_leaves, run_on
+
+from perdure.errors import CorruptionError, FormatVersionError
+from perdure.store import MemoryStorage, Run, check
+from perdure.store.format import decode_manifest, encode_manifest, hash_bytes, manifest_name
+
+GOLDEN = "b381e58e"
+
+
+@pytest.fixture
+def saved() -> MemoryStorage:
+    storage = MemoryStorage()
+    with run_on(storage) as run:
+        run.save(7, make_leaves(1), {"replicas": 8, "seed": 0})
+    return storage
+
+
+def test_a_manifest_reads_back(saved: MemoryStorage) -> None:
+    data = saved.objects[manifest_name(7)]
+    manifest = decode_manifest(data, "here", 7)
+    assert encode_manifest(manifest) == data
+    assert manifest.recipe == {"replicas": 8, "seed": 0}
+
+
+def test_every_single_flipped_bit_of_packs_and_manifests_is_found(saved: MemoryStorage) -> None:
+    found = tried = 0
+    for name in [n for n in saved.objects if n.startswith(("packs/", "checkpoints/"))]:
+        whole = saved.objects[name]
+        for bit in range(len(whole) * 8):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            saved.objects[name] = bytes(damaged)
+            tried += 1
+            found += not check(Run(saved)).ok
+        saved.objects[name] = whole
+    assert tried > 10_000
+    assert found == tried
+    assert check(Run(saved)).ok, "the control: without a flip there is nothing to find"
+
+
+@pytest.mark.parametrize("keep", [0, 1, 76, 77, 200, -1])
+def test_a_manifest_cut_short_is_damage(saved: MemoryStorage, keep: int) -> None:
+    name = manifest_name(7)
+    saved.objects[name] = saved.objects[name][:keep]
+    with pytest.raises(CorruptionError, match=r"000000000007\.json: a manifest of \d+ bytes"):
+        Run(saved).manifest(7)
+
+
+def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
+    """A manifest changed on purpose, with a digest that is right again."""
+    body = b"{" + data[77:].replace(old, new, 1)
+    return b'{"digest":"' + hash_bytes(body).encode() + b'",' + body[1:]
+
+
+def test_a_newer_format_is_refused_as_such(saved: MemoryStorage) -> None:
+    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":2')
+    with pytest.raises(FormatVersionError, match=r"format 2; this perdure reads up to format 1"):
+        decode_manifest(data, "here")
+
+
+def test_a_newer_run_directory_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "perdure.json").write_text('{"format":9,"created":"2030","new":1}\n')
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FormatVersionError, match="Install a newer perdure"):
+        Run(tmp_path, create=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"step":7', b'"step":8'),
+        (b'"step":7', b'"step":"7"'),
+        (b'"step":7', b'"step":-7'),
+        (b'"step":7', b'"step":7,"more":1'),
+        (b'"packs":[{', b'"packs":[],"leaves":[{"path":"a","dtype":"b"}],"x":[{'),
+        (b'"model/layer0"', b'"model/layerX"'),
+    ],
+)
+def test_a_manifest_that_says_other_things_is_damage(
+    saved: MemoryStorage, old: bytes, new: bytes
+) -> None:
+    data = resealed(saved.objects[manifest_name(7)], old, new)
+    with pytest.raises(CorruptionError):
+        decode_manifest(data, "here", 7)
+
+
+def test_the_fingerprint_does_not_depend_on_packs_or_on_the_order_of_leaves(tmp_path: Path) -> None:
+    leaves = make_leaves(1)
+    with run_on(tmp_path / "fresh") as run:
+        alone = run.save(3, dict(reversed(leaves.items()))).fingerprint
+    with run_on(tmp_path / "shared") as run:
+        run.save(1, {**make_leaves(2), "model/layer0": leaves["model/layer0"]})
+        assert len(run.save(3, leaves).packs) == 2
+        assert run.manifest(3).fingerprint == alone
+        assert contents(run.load(3).leaves) == contents(leaves)
+
+
+def test_the_fingerprint_of_a_known_state_never_changes(saved: MemoryStorage) -> None:
+    assert Run(saved).manifest(7).fingerprint[:8] == GOLDEN

@@ -1,0 +1,322 @@
+"""One run directory: saving, loading, one writer, falling back, deleting."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import Operations, contents, make_leaves, run_on
+
+from perdure.errors import (
+    CorruptionError,
+    LockedError,
+    NoGoodCheckpointError,
+    NotARunError,
+    SaveError,
+    StepExistsError,
+    StepNotFoundError,
+    StoreError,
+)
+from perdure.store import Leaf, MemoryStorage, Run, check
+from perdure.store.format import CHUNK_BYTES, manifest_name
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
+    return tmp_path / "run" if request.param == "local" else MemoryStorage()
+
+
+def packs(path: Path) -> list[Path]:
+    return sorted((path / "packs").iterdir())
+
+
+def flip(path: Path, at: int = 10) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_what_was_saved_comes_back(place: Path | MemoryStorage) -> None:
+    with run_on(place) as run:
+        for step in (1, 2, 30):
+            run.save(step, make_leaves(step))
+        assert run.steps() == [1, 2, 30]
+        for step in (1, 2, 30):
+            assert contents(run.load(step).leaves) == contents(make_leaves(step))
+        assert check(run).problems == ()
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, CHUNK_BYTES // 2 + 5])
+def test_leaves_around_the_size_of_a_chunk_come_back(tmp_path: Path, extra: int) -> None:
+    leaves = make_leaves(5, (2 * CHUNK_BYTES + extra, 3, 4096))
+    with run_on(tmp_path) as run:
+        manifest = run.save(1, leaves)
+        assert len(manifest.leaves[0].chunks) == 2 + (extra > 0)
+        assert contents(run.load(1).leaves) == contents(leaves)
+        assert check(run).problems == ()
+
+
+def test_only_the_asked_leaves_are_read(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, {"a": make_leaves(1)["model/layer0"]})
+        run.save(2, {"a": make_leaves(1)["model/layer0"], "b": make_leaves(2)["model/layer0"]})
+        flip(packs(tmp_path)[1])
+        assert set(run.load(2, lambda path: path == "a").leaves) == {"a"}
+        with pytest.raises(CorruptionError, match="leaf 'b'"):
+            run.load(2)
+        with pytest.raises(StepNotFoundError, match="no leaf that was asked for"):
+            run.load(2, lambda path: path == "nothing")
+
+
+def test_a_chunk_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    frozen = make_leaves(1, (100_000,))["model/layer0"]
+    with run_on(tmp_path) as run:
+        run.save(1, {"frozen": frozen, "copy": frozen})
+        first = sum(path.stat().st_size for path in packs(tmp_path))
+        run.save(2, {"frozen": frozen, "new": make_leaves(2, (50,))["model/layer0"]})
+        second = sum(path.stat().st_size for path in packs(tmp_path)) - first
+    assert 100_000 < first < 101_000
+    assert 50 < second < 500
+
+
+def test_a_damaged_chunk_that_was_found_is_written_again(tmp_path: Path) -> None:
+    leaf = make_leaves(1)["model/layer0"]
+    with run_on(tmp_path) as run:
+        run.save(1, {"a": leaf})
+        flip(packs(tmp_path)[0])
+        with pytest.raises(CorruptionError) as caught:
+            run.load(1)
+        run.quarantine(1, str(caught.value))
+        run.save(2, {"a": leaf})
+        assert contents(run.load(2).leaves) == contents({"a": leaf})
+
+
+def test_saving_a_step_again_with_equal_bits_changes_nothing(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        first = run.save(1, make_leaves(1))
+        held = sorted(tmp_path.rglob("*"))
+        assert run.save(1, make_leaves(1)) == first
+        assert sorted(tmp_path.rglob("*")) == held
+
+
+def test_saving_a_step_again_with_other_bits_is_refused(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+        with pytest.raises(StepExistsError, match="step 1 is committed with fingerprint"):
+            run.save(1, make_leaves(2))
+        assert contents(run.load(1).leaves) == contents(make_leaves(1))
+
+
+def test_a_step_that_does_not_exist_names_those_that_do(place: Path | MemoryStorage) -> None:
+    with run_on(place) as run:
+        run.save(4, make_leaves(4))
+        with pytest.raises(StepNotFoundError, match="expected a checkpoint of step 5, found steps 4"):
+            run.load(5)
+
+
+@pytest.mark.parametrize("step", [-1, 10**12])
+def test_a_step_out_of_range_is_refused(place: Path | MemoryStorage, step: int) -> None:
+    with pytest.raises(StoreError, match="a step is an integer from 0"):
+        run_on(place).save(step, make_leaves(1))
+
+
+def test_a_directory_that_is_not_a_run_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for create in (False, True):
+        with pytest.raises(NotARunError, match=r"expected a run directory .*found notes\.txt"):
+            Run(tmp_path, create=create)
+    with pytest.raises(NotARunError, match="found nothing there"):
+        Run(tmp_path / "missing")
+    with pytest.raises(NotARunError, match="expected a directory, found a file"):
+        Run(tmp_path / "notes.txt", create=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_whose_marker_is_gone_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    (tmp_path / "perdure.json").unlink()
+    with pytest.raises(NotARunError, match=r"1 checkpoints, but perdure\.json is gone"):
+        Run(tmp_path, create=True)
+
+
+def test_a_second_writer_in_this_process_is_told_at_once(place: Path | MemoryStorage) -> None:
+    with run_on(place) as first:
+        first.save(1, make_leaves(1))
+        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
+            run_on(place).begin_writing()
+        first.save(2, make_leaves(2))
+    with run_on(place) as second:
+        second.save(3, make_leaves(3))
+        assert check(second).good == (1, 2, 3)
+
+
+HOLDER = """
+import sys
+from perdure.store import Run
+run = Run(sys.argv[1], create=True)
+run.begin_writing()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_who_writes_and_takes_over_from_a_dead_one(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(LockedError, match=f'"pid": {holder.pid}'):
+            run_on(tmp_path).begin_writing()
+        holder.kill()
+        holder.wait()
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+        assert check(run).good == (1,)
+
+
+def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
+    with run_on(tmp_path) as writer:
+        writer.save(1, make_leaves(1))
+        assert contents(Run(tmp_path).load(1).leaves) == contents(make_leaves(1))
+        writer.save(2, make_leaves(2))
+
+
+@pytest.mark.parametrize("what", ["pack", "manifest", "pack gone", "pack cut", "manifest empty"])
+def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(tmp_path: Path, what: str) -> None:
+    with run_on(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, make_leaves(step))
+    pack, manifest = packs(tmp_path)[-1], tmp_path / manifest_name(3)
+    if what == "pack":
+        flip(pack)
+    elif what == "manifest":
+        flip(manifest)
+    elif what == "pack gone":
+        pack.unlink()
+    elif what == "pack cut":
+        pack.write_bytes(pack.read_bytes()[:500])
+    else:
+        manifest.write_bytes(b"")
+    with run_on(tmp_path) as run:
+        loaded = run.load_newest()
+        assert loaded is not None
+        assert loaded.manifest.step == 2
+        assert contents(loaded.leaves) == contents(make_leaves(2))
+        ((step, reason),) = loaded.skipped
+        assert step == 3
+        assert str(tmp_path) in reason
+        assert not check(run).ok
+        moved = run.quarantine(step, reason)
+        assert run.steps() == [1, 2]
+        note = json.loads((tmp_path / moved.replace(".json", ".reason.json")).read_text())
+        assert note["reason"] == reason
+        run.save(3, make_leaves(3))
+        assert contents(run.load(3).leaves) == contents(make_leaves(3))
+
+
+def test_a_run_without_any_good_checkpoint_is_not_started_afresh(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+        run.save(2, make_leaves(2))
+        for pack in packs(tmp_path):
+            flip(pack)
+        with pytest.raises(NoGoodCheckpointError, match="found 2 damaged") as caught:
+            run.load_newest()
+    assert "step 1:" in str(caught.value)
+    assert "step 2:" in str(caught.value)
+
+
+def test_deleting_keeps_what_other_checkpoints_need(tmp_path: Path) -> None:
+    shared = make_leaves(9)["model/layer0"]
+    with run_on(tmp_path) as run:
+        run.save(1, {"shared": shared, "own": make_leaves(1)["model/layer0"]})
+        run.save(2, {"shared": shared, "own": make_leaves(2)["model/layer0"]})
+        run.save(3, {"own": make_leaves(3)["model/layer0"]})
+        assert run.delete([1, 3, 99]) == [1, 3]
+        assert len(packs(tmp_path)) == 2
+        assert contents(run.load(2).leaves)["shared"] == contents({"a": shared})["a"]
+        assert check(run).problems == ()
+        run.delete([2])
+        assert packs(tmp_path) == []
+
+
+def test_no_pack_goes_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    shared = make_leaves(9)["model/layer0"]
+    with run_on(tmp_path) as run:
+        run.save(1, {"shared": shared})
+        run.save(2, {"shared": shared})
+    good = (tmp_path / manifest_name(2)).read_bytes()
+    flip(tmp_path / manifest_name(2))
+    with run_on(tmp_path) as run:
+        run.delete([1])
+        assert len(packs(tmp_path)) == 1
+    (tmp_path / manifest_name(2)).write_bytes(good)
+    assert contents(Run(tmp_path).load(2).leaves) == contents({"shared": shared})
+
+
+def test_a_leftover_of_a_crash_is_reported_and_cleared_by_the_next_writer(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    (tmp_path / "packs" / "000000000002-00000-00000000.pack.tmp").write_bytes(b"half")
+    report = check(Run(tmp_path))
+    assert report.ok
+    assert [problem.what for problem in report.problems] == ["left by a writer that did not finish"]
+    with run_on(tmp_path) as run:
+        run.save(2, make_leaves(2))
+        assert check(run).problems == ()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "link", "fsync_dir"])
+def test_an_operation_that_fails_costs_only_that_save(
+    tmp_path: Path, operation: str, code: int
+) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    broken = Operations(
+        fail=lambda _, op, __: OSError(code, os.strerror(code)) if op == operation else None
+    )
+    with (
+        run_on(tmp_path, broken) as run,
+        pytest.raises(SaveError, match="saving step 2 failed.*last good checkpoint is step 1"),
+    ):
+        run.save(2, make_leaves(2))
+    assert broken.fired
+    with run_on(tmp_path) as run:
+        loaded = run.load_newest()
+        assert loaded is not None
+        if operation != "fsync_dir" or loaded.manifest.step == 1:
+            assert contents(loaded.leaves) == contents(make_leaves(1))
+        run.save(2, make_leaves(2))
+        assert contents(run.load(2).leaves) == contents(make_leaves(2))
+        assert check(run).ok
+
+
+def test_a_large_save_on_a_full_disk_fails_whole(tmp_path: Path) -> None:
+    large = make_leaves(2, (20 * 1024 * 1024,))
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    full = Operations(
+        fail=lambda _, op, path: OSError(errno.ENOSPC, "No space left on device")
+        if op == "write" and ".pack" in path
+        else None
+    )
+    with run_on(tmp_path, full) as run, pytest.raises(SaveError, match="No space left on device"):
+        run.save(2, large)
+    assert full.fired
+    assert not list((tmp_path / "packs").glob("*.tmp"))
+    assert check(Run(tmp_path)).problems == ()
+
+
+def test_a_scalar_reads_back_as_text(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, {"name": Leaf("py:str", (), memoryview("größe".encode()), True)})
+        assert run.load(1).leaves["name"].text == "größe"
+        assert check(run).problems == ()

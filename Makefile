@@ -1,0 +1,99 @@
+# One command for each job; `make` lists them. Needs Python 3.11 or newer and nothing else: the
+# environment in $(VENV) is made at the first use, and brought up to date when pyproject.toml or the
+# constraints change.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ENGINE ?= jax
+ARGS   ?=
+
+CONSTRAINTS := requirements/constraints.txt
+BIN         := $(VENV)/bin
+INSTALL     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+INPUTS      := pyproject.toml $(CONSTRAINTS)
+
+# A stamp stands for one set of extras, installed into $(VENV).
+DEMO := $(VENV)/.stamp-demo-$(ENGINE)
+TEST := $(VENV)/.stamp-test
+DEV  := $(VENV)/.stamp-dev
+
+EXTRAS_jax   := jax,demo
+EXTRAS_torch := jax,torch,demo
+
+BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check format format-check lint types contracts freeze bench clean FORCE
+
+help:  ## list the targets
+	@echo "Targets (ARGS='...' is handed to the program):"
+	@sed -n 's/^\([a-z%-]*\):.*  ## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+	  | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+setup: $(DEV)  ## make the environment for development
+
+demo: $(DEMO)  ## train, kill, resume elsewhere, compare the bits (ENGINE=jax or torch)
+	$(BIN)/perdure demo --engine $(ENGINE) $(ARGS)
+
+test: $(TEST)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: format-check lint types contracts test  ## format, lint, types, import contracts, tests
+
+format: $(DEV)  ## rewrite the code in the project's format
+	$(BIN)/ruff format
+	$(BIN)/ruff check --select I --fix
+
+format-check: $(DEV)  ## is the code in the project's format?
+	$(BIN)/ruff format --check
+
+lint: $(DEV)  ## ruff
+	$(BIN)/ruff check
+
+types: $(DEV)  ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+contracts: $(DEV)  ## layers import only downward
+	$(BIN)/lint-imports
+
+freeze: $(TEST)  ## accept a change of the public names or of the command line
+	$(BIN)/python tests/test_public_names.py
+
+bench: $(BENCHES)  ## every benchmark, one after another
+
+bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
+	@mkdir -p build
+	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
+
+proof-%: $(TEST) FORCE  ## proofs/proof_%.py
+	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------- the environment
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("perdure needs Python 3.11 or \
+	newer, and $(PYTHON) is " + sys.version.split()[0] + "; say: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# Editable, so that one environment serves the demo and the tests, whichever came first.
+$(VENV)/.stamp-demo-%: $(INPUTS) | $(BIN)/python
+	$(if $(EXTRAS_$*),,$(error ENGINE is jax or torch, not '$*'))
+	@echo "Installing perdure with its $* engine into $(VENV) (once)"
+	$(INSTALL) -e '.[$(EXTRAS_$*)]'
+	@touch $@
+
+$(TEST): $(INPUTS) | $(BIN)/python
+	@echo "Installing perdure and its test dependencies into $(VENV) (once)"
+	$(INSTALL) -e '.[test]'
+	@touch $@
+
+# `dev` holds all that `test` holds.
+$(DEV): $(INPUTS) | $(BIN)/python
+	@echo "Installing perdure and its development tools into $(VENV) (once)"
+	$(INSTALL) -e '.[dev]'
+	@touch $(TEST) $@

@@ -1,0 +1,1 @@
+"""The main job on real digits: train, be killed, resume somewhere else, end with the same bits."""

@@ -1,0 +1,50 @@
+"""Handwritten digits as 28x28 images in 0..1: scikit-learn's scans, or MNIST files of the user."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from perdure.data.idx import load_images
+from perdure.errors import DataError
+
+SIDE = 28
+TRAIN_PART = 0.8
+
+
+class Digits(NamedTuple):
+    """Training and test part; images float32 [n, 28, 28, 1], labels int32 [n]."""
+
+    train: dict[str, np.ndarray]
+    test: dict[str, np.ndarray]
+
+
+def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
+    """The first 80% for training, the rest for testing.
+
+    Without a path: the 1,797 scans of scikit-learn (UCI "Optical Recognition of Handwritten
+    Digits", 8x8 pixels), each pixel made 3x3 and a margin of two added. Raises `DataError`.
+    """
+    images, labels = _scans() if path is None else load_images(path)
+    if images.shape[1:] != (SIDE, SIDE):
+        raise DataError(f"{path}: expected images of {SIDE}x{SIDE}, found {images.shape[1:]}.")
+    scaled = (images.astype(np.float32) / np.float32(255))[..., None]
+    whole = {"image": scaled, "label": labels.astype(np.int32)}
+    cut = int(len(labels) * TRAIN_PART)
+    return Digits({k: v[:cut] for k, v in whole.items()}, {k: v[cut:] for k, v in whole.items()})
+
+
+def _scans() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise DataError(
+            "the default digits ship with scikit-learn, which is not installed. Install "
+            "`perdure[demo]`, or name MNIST files with --data PATH."
+        ) from None
+    scans, labels = datasets.load_digits(return_X_y=True)
+    small = np.clip(scans.reshape(-1, 8, 8) * (255 / 16), 0, 255).astype(np.uint8)
+    large = small.repeat(3, axis=1).repeat(3, axis=2)
+    return np.pad(large, ((0, 0), (2, 2), (2, 2))), labels

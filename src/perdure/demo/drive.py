@@ -1,0 +1,125 @@
+"""The demo itself: starts the training program phase by phase, sends the faults, compares the ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perdure.checkpoint.preemption import EXIT_PREEMPTED
+from perdure.demo.plan import BATCH, Phase, plan
+from perdure.demo.report import Reporter
+from perdure.errors import PerdureError
+from perdure.store import Run
+from perdure.supervise import Group
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose."""
+
+    engine: str
+    directory: Path
+    data: str | None
+    epochs: int
+    seed: int
+    without: str | None = None
+
+
+def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, Any]:
+    """Run every phase; returns the document that `--json` prints.
+
+    Raises `ClusterError` with the worker's log where a phase ends otherwise than planned.
+    """
+    steps_per_epoch = -(-examples // BATCH)
+    total = steps_per_epoch * options.epochs
+    reporter: Reporter = make_reporter(total)
+    phases = plan(options.engine, total, steps_per_epoch, options.seed)
+    results = [_run_phase(options, phase, total, reporter) for phase in phases]
+    ends = [_fingerprint(options.directory / run, total) for run in ("plain", "faulted")]
+    finals = [result for result in results if "accuracy" in result]
+    return {
+        "engine": options.engine,
+        "seed": options.seed,
+        "without": options.without,
+        "steps": total,
+        "phases": [{k: v for k, v in r.items() if k not in ("accuracy", "examples")} for r in results],
+        "accuracy": [result["accuracy"] for result in finals],
+        "test_examples": finals[-1]["examples"],
+        "fingerprints": ends,
+        "pass": ends[0] is not None and ends[0] == ends[1],
+    }
+
+
+def _run_phase(options: Options, phase: Phase, total: int, reporter: Reporter) -> dict[str, Any]:
+    directory = options.directory / phase.run
+    before = _steps(directory)
+    reached = before[-1] if before else 0
+    start, done = 0, 0
+    final: dict[str, Any] = {}
+    with reporter.phase(f"{phase.name} on {phase.topology}") as show:
+        group = Group(_command(options, phase, total), phase.processes, _environment(phase))
+        with _named(phase), group:
+            for worker, event in group.events():
+                if worker != 0:
+                    continue
+                if event["event"] == "start":
+                    start = done = event["step"]
+                elif event["event"] == "step":
+                    done = event["step"]
+                    show(done)
+                    if phase.fault and done == phase.stop:
+                        show(done, phase.fault)
+                        group.kill() if phase.fault == "SIGKILL" else group.terminate()
+                elif event["event"] == "done":
+                    final = {"accuracy": event["accuracy"], "examples": event["examples"]}
+            ended = group.wait()
+            expected = {"SIGKILL": -9, "SIGTERM": EXIT_PREEMPTED}.get(phase.fault, 0)
+            group.require(ended, [expected])
+        show(done, ended.describe())
+    return {
+        "phase": phase.name,
+        "topology": phase.topology,
+        "from": start,
+        "to": done,
+        "fault": phase.fault or None,
+        "ended": ended.describe(),
+        "resumed_from": reached if before else None,
+        "repeated": 0,
+        "fingerprint": _fingerprint(directory, (_steps(directory) or [0])[-1]),
+        **final,
+    }
+
+
+def _command(options: Options, phase: Phase, total: int) -> list[str]:
+    command = [sys.executable, "-m", f"perdure.demo.train_{options.engine}"]
+    command += ["--run", str(options.directory / phase.run), "--steps", str(total)]
+    command += ["--seed", str(options.seed), "--devices", str(phase.devices)]
+    command += ["--data", options.data] if options.data else []
+    return command + (["--without", options.without] if options.without else [])
+
+
+def _environment(phase: Phase) -> dict[str, str]:
+    # One device a process is what a machine without accelerators has; more have to be asked for.
+    return {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
+
+
+def _steps(directory: Path) -> list[int]:
+    return Run(directory).steps() if directory.exists() else []
+
+
+def _fingerprint(directory: Path, step: int) -> str | None:
+    return Run(directory).manifest(step).fingerprint if step in _steps(directory) else None
+
+
+@contextmanager
+def _named(phase: Phase) -> Iterator[None]:
+    """Say which phase an error comes from."""
+    try:
+        yield
+    except PerdureError as error:
+        error.args = (f"phase {phase.name!r} on {phase.topology}: {error}",)
+        raise

@@ -1,0 +1,221 @@
+"""What the documentation shows works: its Python blocks run, and its make targets exist.
+
+The Python blocks of one file run in order in one process, in an empty directory, as a reader would
+type them; a traceback names the line of the document. A block that must not run says why on the
+line before it: `<!-- not run: the reason -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+PYTHON = {"py", "python", "python3"}
+SHELL = {"bash", "console", "sh", "shell"}
+FENCE = re.compile(r"^\s*(?P<fence>`{3,}|~{3,})\s*(?P<language>\w*)")
+NOT_RUN = re.compile(r"^\s*<!--\s*not run:(?P<reason>.*)-->\s*$")
+
+RUNNER = """
+import json, sys
+scope = sys.modules["__main__"].__dict__
+path, blocks = json.load(sys.stdin)
+for line, code in blocks:
+    exec(compile("\\n" * line + code, path, "exec", dont_inherit=True), scope)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the line of its fence (from 1), language, code, why it is not run."""
+
+    line: int
+    language: str
+    code: str
+    not_run: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a document. Raises `ValueError` for one that is not closed."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        opening = FENCE.match(lines[at])
+        if opening is None:
+            at += 1
+            continue
+        start = at
+        at += 1
+        while at < len(lines) and not lines[at].strip().startswith(opening["fence"]):
+            at += 1
+        if at == len(lines):
+            raise ValueError(f"line {start + 1}: this block is not closed")
+        reason = NOT_RUN.match(lines[start - 1]) if start else None
+        found.append(
+            Block(
+                line=start + 1,
+                language=opening["language"].lower(),
+                code=textwrap.dedent("\n".join(lines[start + 1 : at]) + "\n"),
+                not_run=None if reason is None else reason["reason"].strip(),
+            )
+        )
+        at += 1
+    return found
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The Python blocks to run. Raises `ValueError` for one that is excluded without a reason."""
+    found = [block for block in blocks(text) if block.language in PYTHON]
+    for block in found:
+        if block.not_run == "":
+            raise ValueError(f"line {block.line}: `not run` needs a reason")
+    return [block for block in found if block.not_run is None]
+
+
+def run_python(where: Path, path: Path, code: list[Block]) -> subprocess.CompletedProcess[str]:
+    """Run the blocks of the document `path` one after another in `where`; a warning is an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUNNER],
+        input=json.dumps([str(path), [(block.line, block.code) for block in code]]),
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+
+
+def make_commands(text: str) -> list[list[str]]:
+    """Targets and variables of every `make` command in the shell blocks of a document."""
+    commands = []
+    for block in blocks(text):
+        if block.language not in SHELL:
+            continue
+        lines = block.code.splitlines()
+        typed = [line[2:] for line in lines if line.startswith("$ ")] or lines
+        for line in typed:
+            words = shlex.split(line, comments=True)
+            while words:
+                end = next((n for n, word in enumerate(words) if word in {"&&", "||", ";"}), None)
+                command, words = words[:end], [] if end is None else words[end + 1 :]
+                while command and re.match(r"\w+=", command[0]):
+                    command = command[1:]
+                if command[:1] == ["make"]:
+                    commands.append([word for word in command[1:] if not word.startswith("-")])
+    return commands
+
+
+def dry_run(make: str, goals: list[str]) -> subprocess.CompletedProcess[str]:
+    """What `make` would do for these goals, by this repository's Makefile."""
+    surrounding = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+    return subprocess.run(
+        [make, "--dry-run", "--no-print-directory", *goals],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in surrounding},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def make() -> str:
+    found = shutil.which("make")
+    if found is None:
+        pytest.skip("make is not installed here")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_run(tmp_path: Path, path: Path) -> None:
+    if code := python_blocks(path.read_text()):
+        done = run_python(tmp_path, path, code)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_exist(make: str, path: Path) -> None:
+    for goals in make_commands(path.read_text()):
+        done = dry_run(make, goals)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_shows_something_that_runs() -> None:
+    text = README.read_text()
+    assert python_blocks(text)
+    assert {goals[0] for goals in make_commands(text) if goals} >= {"demo", "test"}
+
+
+# ---------------------------------------------------------------- negative controls
+
+SAMPLE = """
+```python
+import pathlib
+answer = 41
+```
+    ```py
+    answer += 1
+    pathlib.Path("answer").write_text(str(answer))
+    ```
+<!-- not run: needs a cluster -->
+```python
+raise SystemExit("this must not run")
+```
+"""
+
+
+def test_blocks_run_in_order_and_share_their_names(tmp_path: Path) -> None:
+    done = run_python(tmp_path, Path("sample.md"), python_blocks(SAMPLE))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "answer").read_text() == "42"
+
+
+def test_a_block_that_fails_is_seen_with_its_line(tmp_path: Path) -> None:
+    text = "# Title\n\n```python\nfine = 1\n1 / 0\n```\n"
+    done = run_python(tmp_path, Path("sample.md"), python_blocks(text))
+    assert done.returncode == 1
+    assert 'File "sample.md", line 5' in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize("comment", ["<!-- not run: -->", "<!--not run:-->"])
+def test_a_block_excluded_without_a_reason_is_seen(comment: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        python_blocks(f"{comment}\n```python\n1\n```\n")
+    assert str(caught.value) == "line 2: `not run` needs a reason"
+
+
+def test_a_block_that_is_not_closed_is_seen() -> None:
+    with pytest.raises(ValueError) as caught:
+        blocks("```python\n1\n")
+    assert str(caught.value) == "line 1: this block is not closed"
+
+
+def test_make_commands_are_found_wherever_they_stand() -> None:
+    text = (
+        "```console\n$ cd x && CI=1 make -j2 demo ENGINE=torch  # comment\nmake: output\n```\n"
+        "```bash\nmake test\nmaketest\n```\n```python\nmake = 1\n```\n"
+    )
+    assert make_commands(text) == [["demo", "ENGINE=torch"], ["test"]]
+
+
+def test_a_target_that_does_not_exist_is_seen(make: str) -> None:
+    assert dry_run(make, ["test"]).returncode == 0
+    done = dry_run(make, ["no-such-target"])
+    assert done.returncode == 2
+    assert "no-such-target" in done.stderr

@@ -203,6 +203,15 @@ def test_every_difference_is_listed_by_leaf_path_and_nothing_is_changed() -> Non
         assert line in text
 
 
+def test_a_python_number_of_the_target_takes_the_array_that_a_compiled_step_made_of_it() -> None:
+    saved = snapshot({"step": jnp.int32(7), "lr": jnp.bfloat16(0.5), "on": jnp.bool_(True)})
+    restored = restore({"step": 0, "lr": 0.0, "on": False}, saved)
+    assert bits(flatten(restored)) == bits(saved)
+    for wrong in ({"step": jnp.float32(7)}, {"step": jnp.ones(1, jnp.int32)}, {"step": "7"}):
+        with pytest.raises(MismatchError, match="step: expected int, found"):
+            restore({"step": 0}, snapshot(wrong))
+
+
 def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
     smaller = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(MismatchError, match=r"opt/state/3/exp_avg: the checkpoint has float32\[2\]"):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, A
     reporter: Reporter = make_reporter(total)
     phases = plan(options.engine, total, steps_per_epoch, options.seed)
     results = [_run_phase(options, phase, total, reporter) for phase in phases]
+    for before, after in pairwise(results[1:]):
+        after["repeated"] = before["to"] - after["from"]
     ends = [_fingerprint(options.directory / run, total) for run in ("plain", "faulted")]
     finals = [result for result in results if "accuracy" in result]
     return {

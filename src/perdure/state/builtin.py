@@ -103,7 +103,7 @@ class Builtin:
         if leaf.is_scalar:
             return plain_value(leaf)
         array = leaf_array(leaf)
-        if isinstance(like, np.generic):
+        if isinstance(like, np.generic) or type(like) in _SCALARS:
             return array[()]
         return array.astype(like.dtype, copy=False)  # the byte order of the target
 

@@ -1,0 +1,60 @@
+"""`perdure demo`: train real digits, be killed, resume elsewhere, compare the bits."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from perdure.cli.output import document, json_option
+from perdure.demo.plan import GUARDS
+
+
+@click.command("demo")
+@click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", show_default=True)
+@click.option("--data", type=click.Path(path_type=str), help="MNIST or Fashion-MNIST: IDX files or .npz.")
+@click.option("--epochs", type=click.IntRange(2), default=6, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=None, help="Of the recipe and of the faults.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Keep the run directories here.")
+@click.option(
+    "--without", type=click.Choice(sorted(GUARDS)), help="Take out one guard, and see it FAIL."
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    engine: str,
+    data: str | None,
+    epochs: int,
+    seed: int | None,
+    directory: Path | None,
+    without: str | None,
+    as_json: bool,
+) -> None:
+    """Train on real digits: once undisturbed, once killed and resumed elsewhere. Compare the bits.
+
+    Exit status 0 only if both end with the same fingerprint.
+    """
+    import secrets
+
+    from rich.console import Console
+
+    from perdure.demo.digits import load_digits
+    from perdure.demo.drive import Options, run_demo
+    from perdure.demo.report import Reporter
+
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    console = Console(stderr=as_json, quiet=as_json)
+    examples = len(load_digits(data).train["label"])
+    with ExitStack() as stack:
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-")))
+        options = Options(engine, directory, data, epochs, seed, without)
+        result = run_demo(options, examples, lambda total: Reporter(console, total))
+        if as_json:
+            document(result)
+        else:
+            Reporter(console, result["steps"]).table(result)
+    ctx.exit(0 if result["pass"] else 1)

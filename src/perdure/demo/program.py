@@ -1,0 +1,93 @@
+"""The loop of the demo's training programs, the same for both engines.
+
+It reports what it does as JSON lines on standard output, for the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from perdure import ArrayDataset, CheckpointManager
+from perdure.demo.digits import load_digits
+from perdure.demo.guards import take_out
+from perdure.demo.plan import BATCH, GUARDS, REPLICAS, SAVE_EVERY
+from perdure.errors import WorkerLostError
+
+KEEP = 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """What an engine brings to the loop."""
+
+    engine: str
+    make_strategy: Callable[[int, int, int, bool], Any]
+    init: Callable[[int], Any]
+    grad: Callable[..., Any]
+    update: Callable[..., Any]
+    evaluate: Callable[..., Any]
+
+
+def main(program: Program) -> None:
+    """Train up to `--steps`, from the newest checkpoint in `--run`."""
+    options = _options()
+    try:
+        _train(program, options)
+    except WorkerLostError as error:
+        # Leaving normally would wait for the lost worker in the shutdown of the framework.
+        _tell("lost", error=str(error))
+        os._exit(1)
+
+
+def _train(program: Program, options: argparse.Namespace) -> None:
+    strategy = program.make_strategy(
+        options.devices, REPLICAS, options.seed, "TF_CONFIG" in os.environ
+    )
+    digits = load_digits(options.data)
+    train = ArrayDataset(digits.train, BATCH, seed=options.seed)
+    if options.without in ("rng", "tree"):
+        take_out(options.without, strategy, program.engine)
+    train_step = strategy.step(program.grad, program.update)
+    with CheckpointManager(
+        options.run,
+        max_to_keep=KEEP,
+        save_interval_steps=SAVE_EVERY,
+        recipe=strategy.recipe(train),
+        processes=strategy.processes,
+    ) as manager:
+        state, start = manager.restore_or_initialize(lambda: program.init(options.seed))
+        origin = start if options.without == "position" else 0
+        _tell("start", step=start)
+        for step in range(start, options.steps):
+            state, _ = train_step(state, strategy.batch(train, step - origin))
+            manager.save(step + 1, state, force=step + 1 == options.steps)
+            _tell("step", step=step + 1)
+            if manager.reached_preemption(step + 1):
+                manager.save_and_exit(step + 1, state)
+    test = ArrayDataset(digits.test, BATCH, shuffle=False)
+    right = weight = 0.0
+    for step in range(test.steps_per_epoch):
+        found = strategy.run(program.evaluate, (state, strategy.batch(test, step)))
+        total = strategy.reduce("sum", found)
+        right, weight = right + float(total["right"]), weight + float(total["weight"])
+    _tell("done", accuracy=right / weight, examples=int(weight))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="run directory")
+    parser.add_argument("--steps", type=int, required=True, help="train up to this step")
+    parser.add_argument("--devices", type=int, default=1, help="local devices to use")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", help="MNIST files")
+    parser.add_argument("--without", choices=sorted(GUARDS), help="take out one guard")
+    return parser.parse_args()
+
+
+def _tell(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201 (the driver reads it)

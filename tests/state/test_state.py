@@ -1,4 +1,4 @@
-"""States of every supported kind come back with the same bits, paths are stable, misfits are listed."""
+"""Every kind of state comes back with the same bits; paths are stable; misfits are listed."""
 
 from __future__ import annotations
 
@@ -134,13 +134,20 @@ def test_a_snapshot_does_not_see_later_changes(make: Any) -> None:
     saved = snapshot(state)
     before = bits(saved)
     restore(state, snapshot(make(2)))
-    for array in [v for v in (state.values() if isinstance(state, dict) else []) if isinstance(v, np.ndarray)]:
+    for array in [
+        v for v in (state.values() if isinstance(state, dict) else []) if isinstance(v, np.ndarray)
+    ]:
         array[...] = 0
     assert bits(saved) == before
 
 
 def test_paths_are_readable_and_stable() -> None:
-    state = {"model": torch_state(1)["model"], "jax": jax_state(1)["opt"], "nnx": Net(1), "p": plain(1)}
+    state = {
+        "model": torch_state(1)["model"],
+        "jax": jax_state(1)["opt"],
+        "nnx": Net(1),
+        "p": plain(1),
+    }
     paths = set(flatten(state))
     assert {
         "model/conv/weight",
@@ -214,7 +221,9 @@ def test_a_python_number_of_the_target_takes_the_array_that_a_compiled_step_made
 
 def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
     smaller = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
-    with pytest.raises(MismatchError, match=r"opt/state/3/exp_avg: the checkpoint has float32\[2\]"):
+    with pytest.raises(
+        MismatchError, match=r"opt/state/3/exp_avg: the checkpoint has float32\[2\]"
+    ):
         restore({"opt": smaller}, snapshot({"opt": torch_state(1)["optimizer"]}))
 
 
@@ -246,7 +255,9 @@ def test_a_traced_value_is_refused() -> None:
 
 
 def test_without_a_template_a_state_is_nested_dicts() -> None:
-    tree = unflatten(snapshot({"a": {"b": jnp.arange(3)}, "c/d": [1, "x"], "key": jax.random.key(3)}))
+    tree = unflatten(
+        snapshot({"a": {"b": jnp.arange(3)}, "c/d": [1, "x"], "key": jax.random.key(3)})
+    )
     assert tree["a"]["b"].tolist() == [0, 1, 2]
     assert tree["c/d"] == {"0": 1, "1": "x"}
     assert tree["key"].tolist() == [0, 3]

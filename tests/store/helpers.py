@@ -35,7 +35,7 @@ class Operations:
     def __init__(
         self,
         crash_at: int | None = None,
-        fail: Callable[[int, str, str], OSError | None] = lambda number, operation, path: None,
+        fail: Callable[[int, str, str], OSError | None] = lambda *_: None,
     ) -> None:
         self.done: list[tuple[str, str]] = []
         self.crash_at = crash_at

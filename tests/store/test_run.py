@@ -115,7 +115,9 @@ def test_saving_a_step_again_with_other_bits_is_refused(tmp_path: Path) -> None:
 def test_a_step_that_does_not_exist_names_those_that_do(place: Path | MemoryStorage) -> None:
     with run_on(place) as run:
         run.save(4, make_leaves(4))
-        with pytest.raises(StepNotFoundError, match="expected a checkpoint of step 5, found steps 4"):
+        with pytest.raises(
+            StepNotFoundError, match="expected a checkpoint of step 5, found steps 4"
+        ):
             run.load(5)
 
 
@@ -189,7 +191,9 @@ def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["pack", "manifest", "pack gone", "pack cut", "manifest empty"])
-def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(tmp_path: Path, what: str) -> None:
+def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(
+    tmp_path: Path, what: str
+) -> None:
     with run_on(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, make_leaves(step))
@@ -285,7 +289,7 @@ def test_an_operation_that_fails_costs_only_that_save(
     )
     with (
         run_on(tmp_path, broken) as run,
-        pytest.raises(SaveError, match="saving step 2 failed.*last good checkpoint is step 1"),
+        pytest.raises(SaveError, match=r"saving step 2 failed.*last good checkpoint is step 1"),
     ):
         run.save(2, make_leaves(2))
     assert broken.fired
@@ -304,9 +308,11 @@ def test_a_large_save_on_a_full_disk_fails_whole(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     full = Operations(
-        fail=lambda _, op, path: OSError(errno.ENOSPC, "No space left on device")
-        if op == "write" and ".pack" in path
-        else None
+        fail=lambda _, op, path: (
+            OSError(errno.ENOSPC, "No space left on device")
+            if op == "write" and ".pack" in path
+            else None
+        )
     )
     with run_on(tmp_path, full) as run, pytest.raises(SaveError, match="No space left on device"):
         run.save(2, large)

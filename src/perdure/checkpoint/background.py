@@ -24,7 +24,7 @@ class Background:
         def run() -> None:
             try:
                 job()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised by the next call)
                 self._error = error
 
         # Not a daemon: leaving Python normally waits for the save that is under way.

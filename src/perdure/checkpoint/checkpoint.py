@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import StepNotFoundError
 from perdure.state import restore as restore_state
@@ -23,8 +23,14 @@ class Checkpoint:
     def __init__(self, **members: Any) -> None:
         for name, member in members.items():
             if hasattr(type(self), name):
-                raise AttributeError(f"a member cannot be called {name!r}; Checkpoint has a method of it.")
+                raise AttributeError(
+                    f"a member cannot be called {name!r}; Checkpoint has a method of it."
+                )
             setattr(self, name, member)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]:
         """The members by name."""
@@ -72,5 +78,7 @@ def _load(run: Run, step: int | None, wanted: Callable[[str], bool] | None) -> L
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     for bad, reason in loaded.skipped:
-        warnings.warn(f"{run.where}: step {bad} is damaged and was passed over: {reason}", stacklevel=3)
+        warnings.warn(
+            f"{run.where}: step {bad} is damaged and was passed over: {reason}", stacklevel=3
+        )
     return loaded

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from perdure.checkpoint.background import Background
@@ -59,7 +59,9 @@ class CheckpointManager:
         if max_to_keep is not None and max_to_keep < 1:
             raise StoreError(f"max_to_keep: expected None or at least 1, found {max_to_keep}.")
         if save_interval_steps < 1:
-            raise StoreError(f"save_interval_steps: expected at least 1, found {save_interval_steps}.")
+            raise StoreError(
+                f"save_interval_steps: expected at least 1, found {save_interval_steps}."
+            )
         self._run = Run(directory, create=True)
         self._max_to_keep = max_to_keep
         self._interval = save_interval_steps

@@ -14,9 +14,13 @@ from perdure.demo.plan import GUARDS
 
 @click.command("demo")
 @click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", show_default=True)
-@click.option("--data", type=click.Path(path_type=str), help="MNIST or Fashion-MNIST: IDX files or .npz.")
+@click.option(
+    "--data", type=click.Path(path_type=str), help="MNIST or Fashion-MNIST: IDX files or .npz."
+)
 @click.option("--epochs", type=click.IntRange(2), default=6, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=None, help="Of the recipe and of the faults.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=None, help="Of the recipe and of the faults."
+)
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the run directories here.")
 @click.option(
     "--without", type=click.Choice(sorted(GUARDS)), help="Take out one guard, and see it FAIL."
@@ -50,7 +54,9 @@ def command(
     examples = len(load_digits(data).train["label"])
     with ExitStack() as stack:
         if directory is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-")))
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-"))
+            )
         options = Options(engine, directory, data, epochs, seed, without)
         result = run_demo(options, examples, lambda total: Reporter(console, total))
         if as_json:

@@ -34,7 +34,14 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
         )
     if as_json:
         quarantined = opened.quarantined()
-        document({"run": opened.where, "checkpoints": rows, "damaged": damaged, "quarantined": quarantined})
+        document(
+            {
+                "run": opened.where,
+                "checkpoints": rows,
+                "damaged": damaged,
+                "quarantined": quarantined,
+            }
+        )
     else:
         table(
             ("step", "created", "leaves", "size", "fingerprint"),

@@ -21,7 +21,9 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
         document({"ok": report.ok, **asdict(report)})
     else:
         for problem in report.problems:
-            click.echo(f"{'DAMAGED' if problem.harmful else 'note'}  {problem.name}: {problem.what}")
+            click.echo(
+                f"{'DAMAGED' if problem.harmful else 'note'}  {problem.name}: {problem.what}"
+            )
         click.echo(
             f"{len(report.good)} checkpoints good, {len(report.bad)} damaged; "
             f"{report.chunks} chunks, {size_text(report.nbytes)} read"

@@ -49,7 +49,9 @@ def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, A
         "seed": options.seed,
         "without": options.without,
         "steps": total,
-        "phases": [{k: v for k, v in r.items() if k not in ("accuracy", "examples")} for r in results],
+        "phases": [
+            {k: v for k, v in r.items() if k not in ("accuracy", "examples")} for r in results
+        ],
         "accuracy": [result["accuracy"] for result in finals],
         "test_examples": finals[-1]["examples"],
         "fingerprints": ends,

@@ -43,7 +43,9 @@ def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase
     """The phases of a demo of `total` steps: one undisturbed, three with faults between them."""
     chance = random.Random(seed)
     kill = _between_saves(chance, total // 5, total // 2, steps_per_epoch)
-    term = _between_saves(chance, max(kill + SAVE_EVERY, total // 2), total - SAVE_EVERY, steps_per_epoch)
+    term = _between_saves(
+        chance, max(kill + SAVE_EVERY, total // 2), total - SAVE_EVERY, steps_per_epoch
+    )
     four = {"devices": 4, "processes": 1} if engine == "jax" else {"devices": 1, "processes": 4}
     return [
         Phase("uninterrupted", "plain", 1, 1),

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-COLUMNS = ("phase", "topology", "steps", "ended", "resumed from", "repeated", "fingerprint")
+COLUMNS = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
 
 
 class Reporter:
@@ -36,7 +37,10 @@ class Reporter:
 
     def table(self, document: Mapping[str, Any]) -> None:
         """The phases as a table, then the verdict."""
-        table = Table(*COLUMNS)
+        table = Table(box=SIMPLE_HEAD)
+        for column in COLUMNS:
+            numeric = column in ("resumed", "repeated")
+            table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
         for phase in document["phases"]:
             table.add_row(
                 phase["phase"],

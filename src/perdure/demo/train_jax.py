@@ -34,7 +34,12 @@ def init(seed: int) -> Any:
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     zero = jnp.zeros(())
-    return {"params": params, "opt": optimizer.init(params), "step": 0, "loss": {"sum": zero, "weight": zero}}
+    return {
+        "params": params,
+        "opt": optimizer.init(params),
+        "step": 0,
+        "loss": {"sum": zero, "weight": zero},
+    }
 
 
 def network(params: Any, image: Any, key: Any | None) -> Any:

@@ -43,6 +43,9 @@ class JaxEngine:
         self._threads = threads
         # `NamedSharding(P())` over the local devices only: every process holds whole arrays.
         self._everywhere = NamedSharding(Mesh(np.array(self.devices), ("device",)), P())
+        # The arrays of the last state, by identity, with their parts: taking them apart again costs
+        # more than all else that a step does in Python.
+        self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def recipe(self) -> dict[str, Scalar]:
         return {
@@ -66,17 +69,17 @@ class JaxEngine:
     def collect(self, values: list[Any]) -> Any:
         if len(values) == 1:
             return values[0]
-        treedef = jax.tree.structure(values[0])
-        columns = zip(*(jax.tree.leaves(value) for value in values), strict=True)
-        return jax.tree.unflatten(
-            treedef,
-            [
-                jax.make_array_from_single_device_arrays(
-                    column[0].shape, self._everywhere, list(column)
-                )
-                for column in columns
-            ],
-        )
+        columns = list(zip(*(jax.tree.leaves(value) for value in values), strict=True))
+        leaves = [
+            jax.make_array_from_single_device_arrays(
+                column[0].shape, self._everywhere, list(column)
+            )
+            for column in columns
+        ]
+        self._parts = {
+            id(leaf): (leaf, column) for leaf, column in zip(leaves, columns, strict=True)
+        }
+        return jax.tree.unflatten(jax.tree.structure(values[0]), leaves)
 
     def put(self, value: Any, device: Any) -> Any:
         return jax.device_put(value, device)
@@ -123,6 +126,9 @@ class JaxEngine:
 
     def _spread(self, path: Any, leaf: Any) -> Sequence[Any]:
         """The same array on every local device."""
+        # The array is held beside its parts, so that its identity cannot be given to another.
+        if id(leaf) in self._parts:
+            return self._parts[id(leaf)][1]
         if isinstance(leaf, jax.Array) and not leaf.aval.weak_type:
             if leaf.sharding == self._everywhere:
                 shards = {shard.device: shard.data for shard in leaf.addressable_shards}

@@ -42,7 +42,13 @@ def join(cluster: Cluster, local_device_ids: Sequence[int] | None = None) -> Pro
             )
     else:
         _initialize(cluster, local_device_ids)
-    return KeyValueProcesses(_CoordinationService, cluster.process_id, cluster.num_processes)
+    return _members(cluster.process_id, cluster.num_processes)
+
+
+@functools.lru_cache(maxsize=1)
+def _members(process_id: int, num_processes: int) -> Processes:
+    # One for all strategies of a process: the rounds of a channel are counted here.
+    return KeyValueProcesses(_CoordinationService, process_id, num_processes)
 
 
 def _initialize(cluster: Cluster, local_device_ids: Sequence[int] | None) -> None:

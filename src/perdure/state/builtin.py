@@ -43,7 +43,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def array_spec(value: np.ndarray[Any, Any] | np.generic) -> Spec:
     """dtype and shape; raises `UnsupportedLeafError` for dtypes without exact bytes."""
     dtype = value.dtype
-    numeric = dtype.kind in "biufc" or (dtype.kind == "V" and dtype.names is None and dtype.num >= 256)
+    numeric = dtype.kind in "biufc" or (
+        dtype.kind == "V" and dtype.names is None and dtype.num >= 256
+    )
     if not numeric or (dtype.kind in "fc" and dtype.char in "gG"):
         raise UnsupportedLeafError(
             f"a NumPy array of dtype {dtype} has no exact form in a checkpoint; expected booleans, "
@@ -59,7 +61,7 @@ def array_leaf(value: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     flat = np.ascontiguousarray(little).reshape(-1)
     copied = not np.shares_memory(flat, array) if flat.size else True
-    data = memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+    data = flat.view(np.uint8).data if flat.size else memoryview(b"")
     return Leaf(dtype, shape, data, frozen or copied)
 
 
@@ -114,9 +116,9 @@ class Builtin:
                 [(_key_name(key), value[key]) for key in keys],
                 lambda new: _same_mapping(value, dict(zip(keys, new, strict=True))),
             )
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
             return Node(
-                [(field, getattr(value, field)) for field in value._fields],
+                [(field, getattr(value, field)) for field in fields],
                 lambda new: type(value)(*new),
             )
         if isinstance(value, (list, tuple)):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +30,9 @@ class JaxState:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             return None
         if isinstance(value, jax.core.Tracer):
-            raise UnsupportedLeafError("a traced value; save outside of jit, where arrays are concrete.")
+            raise UnsupportedLeafError(
+                "a traced value; save outside of jit, where arrays are concrete."
+            )
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return Spec(f"key<{_impl(value)}>", tuple(value.shape))
         return Spec(value.dtype.name, tuple(value.shape))
@@ -39,7 +42,9 @@ class JaxState:
         if spec is None:
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
-            raise UnsupportedLeafError("an abstract array has no data; it serves only as a template.")
+            raise UnsupportedLeafError(
+                "an abstract array has no data; it serves only as a template."
+            )
         if not value.is_fully_addressable and not value.is_fully_replicated:
             raise UnsupportedLeafError(
                 "an array whose shards lie in other processes; expected one that is replicated in "
@@ -54,7 +59,7 @@ class JaxState:
     def load(self, like: Any, leaf: Leaf) -> Any:
         if leaf.dtype.startswith("key<"):
             words = np.frombuffer(leaf.data, np.uint32).reshape((*leaf.shape, -1))
-            return self._place(like, jax.random.wrap_key_data(words, impl=_impl(like)))
+            return self._place(like, jax.random.wrap_key_data(jnp.asarray(words), impl=_impl(like)))
         return self._place(like, leaf_array(leaf))
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
@@ -78,7 +83,9 @@ class JaxState:
 
 
 def _impl(value: Any) -> str:
-    return str(jax.random.key_impl(value)) if isinstance(value, jax.Array) else value.dtype._impl.name
+    return (
+        str(jax.random.key_impl(value)) if isinstance(value, jax.Array) else value.dtype._impl.name
+    )
 
 
 ADAPTER = JaxState()

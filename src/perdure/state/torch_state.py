@@ -34,7 +34,7 @@ class TorchState:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = plain.reshape(-1).view(torch.uint8).numpy()
-        data = memoryview(flat) if flat.size else memoryview(b"")
+        data = flat.data if flat.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, frozen=plain.data_ptr() != value.data_ptr())
 
     def load(self, like: Any, leaf: Leaf) -> Any:

@@ -38,7 +38,9 @@ def flatten(state: Any) -> dict[str, Leaf]:
             leaf = adapter.leaf(value)
         assert leaf is not None
         if path in leaves:
-            raise UnsupportedLeafError(f"two leaves have the path {path!r}; rename one of the keys.")
+            raise UnsupportedLeafError(
+                f"two leaves have the path {path!r}; rename one of the keys."
+            )
         leaves[path] = leaf
     return leaves
 
@@ -86,7 +88,9 @@ def differences(wanted: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[s
         if path not in found:
             lines.append(f"{path}: expected {_text(wanted[path])}, the checkpoint has no such leaf")
         elif path not in wanted:
-            lines.append(f"{path}: the checkpoint has {_text(found[path])}, the target no such leaf")
+            lines.append(
+                f"{path}: the checkpoint has {_text(found[path])}, the target no such leaf"
+            )
         elif not fits(wanted[path], found[path]):
             lines.append(f"{path}: expected {_text(wanted[path])}, found {_text(found[path])}")
     return lines
@@ -126,9 +130,7 @@ def _walk(
         yield from _walk(child, _join(path, key), stored)
 
 
-def _rebuild(
-    like: Any, path: str, leaves: Mapping[str, Leaf], stored: Mapping[str, Spec]
-) -> Any:
+def _rebuild(like: Any, path: str, leaves: Mapping[str, Leaf], stored: Mapping[str, Spec]) -> Any:
     adapter, node = _classify(like, path, stored)
     with _Named(path):
         if node is None:

@@ -165,7 +165,9 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     found = data[:_DIGEST_BYTES]
     expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
     if found != expected:
-        why = "is empty" if not data else f"begins with {found[:24]!r} and does not match its digest"
+        why = (
+            "is empty" if not data else f"begins with {found[:24]!r} and does not match its digest"
+        )
         raise CorruptionError(
             f"{where}: a manifest of {len(data)} bytes {why}; "
             f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
@@ -174,7 +176,9 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     _check_version(body, where)
     manifest = _decode(body, Manifest, where)
     if step is not None and manifest.step != step:
-        raise CorruptionError(f"{where}: expected the manifest of step {step}, found {manifest.step}.")
+        raise CorruptionError(
+            f"{where}: expected the manifest of step {step}, found {manifest.step}."
+        )
     for leaf in manifest.leaves:
         if any(chunk.pack >= len(manifest.packs) for chunk in leaf.chunks):
             raise CorruptionError(f"{where}: leaf {leaf.path!r} names a pack that is not listed.")
@@ -240,4 +244,6 @@ def _decode(data: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
-        raise CorruptionError(f"{where}: not a valid {kind.__name__.strip('_').lower()}: {error}") from None
+        raise CorruptionError(
+            f"{where}: not a valid {kind.__name__.strip('_').lower()}: {error}"
+        ) from None

@@ -37,7 +37,7 @@ def load_leaves(
         if record.text is not None:
             leaves[record.path] = Leaf(record.dtype, (), memoryview(record.text.encode()), True)
             continue
-        target = memoryview(np.empty(record.nbytes, np.uint8)).cast("B")
+        target = np.empty(record.nbytes, np.uint8).data if record.nbytes else memoryview(b"")
         leaves[record.path] = Leaf(record.dtype, record.shape, target, frozen=True)
         at = 0
         for chunk in record.chunks:
@@ -71,7 +71,9 @@ def read_chunk(
     except OSError as error:
         raise CorruptionError(f"{place}: cannot be read: {error}.") from error
     if got != len(target):
-        raise CorruptionError(f"{place}: expected {len(target)} bytes, found {got}; the pack is cut short.")
+        raise CorruptionError(
+            f"{place}: expected {len(target)} bytes, found {got}; the pack is cut short."
+        )
     found = hash_bytes(target)
     if found != chunk.hash:
         raise CorruptionError(f"{place}: expected hash {chunk.hash}, found {found}.")

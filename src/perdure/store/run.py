@@ -187,7 +187,9 @@ class Run:
         `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
         """
         if not 0 <= step <= MAX_STEP:
-            raise StoreError(f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}.")
+            raise StoreError(
+                f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
+            )
         try:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
@@ -306,9 +308,7 @@ class Run:
         except CorruptionError as error:
             self.quarantine(step, str(error))
             return None
-        rows = [
-            (path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()
-        ]
+        rows = [(path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found == present.fingerprint:
             return present
@@ -373,14 +373,20 @@ class Run:
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()
         held = f"steps {_shorten(steps)}" if steps else "no checkpoint"
-        return f"{self.where}: expected a checkpoint of step {step}, found {held}. Ask for one of these."
+        return (
+            f"{self.where}: expected a checkpoint of step {step}, found {held}. Ask for one there."
+        )
 
     def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: OSError) -> str:
         steps = [at for at in self.steps() if at != step]
         size = sum(len(leaf.data) for leaf in leaves.values())
         free = self.storage.free_bytes()
         room = "" if free is None else f", free there: {free} bytes"
-        last = f"the last good checkpoint is step {steps[-1]}" if steps else "no checkpoint is there yet"
+        last = (
+            f"the last good checkpoint is step {steps[-1]}"
+            if steps
+            else "no checkpoint is there yet"
+        )
         return (
             f"{self.where}: saving step {step} failed: {error}. State: {size} bytes{room}; {last}. "
             f"Free space or mend the permissions, then save again."

@@ -81,10 +81,14 @@ def check(run: Run) -> Report:
     needed = {pack.name for manifest in manifests for pack in manifest.packs}
     if len(manifests) == len(good) + len(bad):
         problems += [
-            Problem(PACKS + name, "no checkpoint needs this pack; the next writer may reuse it", False)
+            Problem(
+                PACKS + name, "no checkpoint needs this pack; the next writer may reuse it", False
+            )
             for name in sorted(packs.keys() - needed)
         ]
-    problems += [Problem(name, "left by a writer that did not finish", False) for name in run.leftovers()]
+    problems += [
+        Problem(name, "left by a writer that did not finish", False) for name in run.leftovers()
+    ]
     problems += [Problem(name, "in quarantine", False) for name in run.quarantined()]
     problems += [
         Problem(name, "not a manifest's name; remove it by hand", False)
@@ -137,9 +141,13 @@ def _match(
 ) -> None:
     for pack in manifest.packs:
         if pack.name in broken:
-            raise CorruptionError(f"{run.where}: step {manifest.step} needs {pack.name}, which is damaged.")
+            raise CorruptionError(
+                f"{run.where}: step {manifest.step} needs {pack.name}, which is damaged."
+            )
         if pack.name not in packs:
-            raise CorruptionError(f"{run.where}: step {manifest.step} needs {pack.name}, which is missing.")
+            raise CorruptionError(
+                f"{run.where}: step {manifest.step} needs {pack.name}, which is missing."
+            )
         if sizes[pack.name] != pack.size:
             raise CorruptionError(
                 f"{run.where}: step {manifest.step} expects {pack.name} to have {pack.size} bytes, "
@@ -150,6 +158,6 @@ def _match(
             name = manifest.packs[chunk.pack].name
             if packs[name].get(chunk.offset) != (chunk.hash, chunk.length):
                 raise CorruptionError(
-                    f"{run.where}: step {manifest.step}, leaf {leaf.path!r}: {name} holds another chunk "
-                    f"at offset {chunk.offset}."
+                    f"{run.where}: step {manifest.step}, leaf {leaf.path!r}: {name} holds another "
+                    f"chunk at offset {chunk.offset}."
                 )

@@ -104,7 +104,9 @@ def _hashed(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview, str]]
         def fill() -> None:
             for path, data in itertools.islice(chunks, HASH_AHEAD - len(ahead)):
                 small = len(data) < INLINE_HASH_BYTES
-                ahead.append((path, data, hash_bytes(data) if small else pool.submit(hash_bytes, data)))
+                ahead.append(
+                    (path, data, hash_bytes(data) if small else pool.submit(hash_bytes, data))
+                )
 
         fill()
         while ahead:
@@ -135,7 +137,9 @@ def _records(
             LeafRecord(path=path, dtype=leaf.dtype, shape=leaf.shape, chunks=tuple(chunks))
         )
     packs = [
-        PackRecord(name=name, size=written.size if name == written.name else storage.size(PACKS + name))
+        PackRecord(
+            name=name, size=written.size if name == written.name else storage.size(PACKS + name)
+        )
         for name in names
     ]
     return records, packs

@@ -66,7 +66,9 @@ class Group:
             environment.pop("TF_CONFIG", None)
             if self._workers > 1:
                 task = {"type": "worker", "index": index}
-                environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+                environment["TF_CONFIG"] = json.dumps(
+                    {"cluster": {"worker": addresses}, "task": task}
+                )
             log = self._cleanup.enter_context(tempfile.TemporaryFile())
             self._logs.append(log)
             process = subprocess.Popen(

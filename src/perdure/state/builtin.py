@@ -116,7 +116,8 @@ class Builtin:
                 [(_key_name(key), value[key]) for key in keys],
                 lambda new: _same_mapping(value, dict(zip(keys, new, strict=True))),
             )
-        if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
+        fields = getattr(value, "_fields", None)
+        if isinstance(value, tuple) and fields is not None:
             return Node(
                 [(field, getattr(value, field)) for field in fields],
                 lambda new: type(value)(*new),

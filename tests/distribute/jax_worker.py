@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -19,18 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import perdure.distribute.step
 from perdure.data import ArrayDataset
-from perdure.distribute import SimpleClusterResolver
+from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
+from perdure.distribute.jax_engine import JaxEngine
+from perdure.distribute.reduction import Reduction
+from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
 
 REPLICAS = 8
+FIRST = 2
 STEPS = 3
 BATCH = 4 * REPLICAS
 
 
 def dataset() -> ArrayDataset:
     rng = np.random.default_rng(7)
-    # 5 batches of which the last is padded; 3 steps do not reach it, so start at step 3.
+    # The last of 5 batches is padded, and among the steps that are trained.
     x = rng.integers(0, 256, (4 * BATCH + 9, 28, 28), dtype=np.uint8)
     return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, BATCH, seed=3)
 
@@ -160,19 +166,113 @@ def nnx_update(state: Any, total: Any) -> Any:
     return new, {"loss": loss / weight}
 
 
+# --- small, for what needs no network ---
+
+
+def tiny_grad(state: Any, batch: Any, key: Any) -> Any:
+    return {"sum": jax.random.normal(key, (3,)) + batch["weight"].sum()}
+
+
+def tiny_update(state: Any, total: Any) -> Any:
+    return {"w": state["w"] + total["sum"]}, {}
+
+
 MODELS = {
     "cnn": (cnn_state, cnn_grad, cnn_update),
     "nnx": (nnx_state, nnx_grad, nnx_update),
+    "tiny": (lambda: {"w": jnp.zeros(3)}, tiny_grad, tiny_update),
 }
 
 
-def train(strategy: Any, model: str) -> str:
+def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None) -> str:
     init, grad, update = MODELS[model]
-    data, state, train_step = dataset(), init(), strategy.step(grad, update)
-    logs = {}
-    for step in range(2, 2 + STEPS):
+    state, train_step = init(), strategy.step(grad, update)
+    data, logs = data or dataset(), {}
+    for step in range(FIRST, FIRST + STEPS):
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         state, logs = train_step(state, strategy.batch(data, step))
     return digest((state, logs))
+
+
+def train_in_parts() -> str:
+    """The same run, on another number of devices at every step; the state goes through numpy."""
+    init, grad, update = MODELS["cnn"]
+    state, logs, data = init(), {}, dataset()
+    for step, devices in zip(range(FIRST, FIRST + STEPS), (4, 3, 8), strict=True):
+        strategy = MirroredStrategy(devices, REPLICAS)
+        state, logs = strategy.step(grad, update)(state, strategy.batch(data, step))
+        state = jax.tree.map(np.asarray, state)
+    return digest((state, logs))
+
+
+# --- negative controls: each takes one guard out, and has to depend on the topology ---
+
+
+class Psum(Reduction):
+    """Adds in the order in which the work happens to lie, then with XLA's own collective."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__(plan)
+        self._sums: list[Any] = [None] * len(plan.local)
+
+    def push(self, device: int, replica: int, value: Any) -> None:
+        old = self._sums[device]
+        self._sums[device] = value if old is None else self._engine.add(old, value)
+
+    def total(self, *, check: bool) -> Any:
+        devices = self._engine.devices
+        mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+
+        def across(*parts: Any) -> Any:
+            whole = jax.make_array_from_single_device_arrays(
+                (len(parts), *parts[0].shape), split, [part[None] for part in parts]
+            )
+            spec = jax.sharding.PartitionSpec
+            summed = jax.jit(
+                jax.shard_map(
+                    lambda x: jax.lax.psum(x[0], "d"), mesh=mesh, in_specs=spec("d"), out_specs=spec()
+                )
+            )(whole)
+            return jax.device_put(np.asarray(summed), devices[0])
+
+        return jax.tree.map(across, *self._sums)
+
+
+class DeviceRng(JaxEngine):
+    """Numbers the random streams by the place within a device."""
+
+    def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
+        place = stream.replica % (REPLICAS // len(self.devices))
+        return super().grad(fn, state, share, stream._replace(replica=place))
+
+
+class Strided(ArrayDataset):
+    """Deals the rows of a batch out to the devices in turn."""
+
+    devices = 1
+
+    def indices(self, step: int) -> Any:
+        index, weight = super().indices(step)
+        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
+        return index[order], weight[order]
+
+
+def controls(devices: int) -> dict[str, str]:
+    out = {}
+    perdure.distribute.step.Reduction = Psum  # type: ignore[misc]
+    out["psum"] = train(MirroredStrategy(devices, REPLICAS), "cnn")
+    perdure.distribute.step.Reduction = Reduction  # type: ignore[misc]
+    engine = DeviceRng(devices, SingleProcess(), 8)
+    out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
+    data = dataset()
+    strided = Strided(
+        {name: data._arrays[name] for name in ("x", "y")}, data.batch_size, seed=data.seed
+    )
+    strided.devices = devices
+    out["strided rows"] = train(MirroredStrategy(devices, REPLICAS), "cnn", strided)
+    return out
 
 
 def main() -> None:
@@ -181,6 +281,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--devices", default="1")
+    parser.add_argument("--controls", default="")
+    parser.add_argument("--die-at", type=int)
     args = parser.parse_args()
     out: dict[str, Any] = {}
     for devices in map(int, args.devices.split(",")):
@@ -189,8 +291,28 @@ def main() -> None:
             strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS, devices=devices)
         else:
             strategy = MirroredStrategy(devices, REPLICAS)
-        out[str(devices)] = {model: train(strategy, model) for model in MODELS}
+        if args.die_at is not None:
+            try:
+                train(strategy, "tiny", die_at=args.die_at if args.process else None)
+            except WorkerLostError as error:
+                sys.stdout.write(json.dumps({"lost": str(error)}) + "\n")
+                sys.stdout.flush()
+                os._exit(0)
+        out[str(devices)] = {model: train(strategy, model) for model in ("cnn", "nnx")}
         out["recipe"] = strategy.recipe(dataset())
+        total = strategy.reduce(
+            "sum",
+            strategy.run(
+                lambda key: (jax.random.normal(key, (5,)), 1), (strategy.keys(STEPS),)
+            ),
+        )
+        out[str(devices)]["reduce"] = digest(total)
+    if args.processes == 1 and len(jax.devices()) == 8:
+        strategy = MirroredStrategy(jax.devices()[4::-1], REPLICAS)
+        out["reversed"] = train(strategy, "cnn")
+        out["in parts"] = train_in_parts()
+    for devices in map(int, filter(None, args.controls.split(","))):
+        out[f"controls {devices}"] = controls(devices)
     sys.stdout.write(json.dumps(out) + "\n")
 
 

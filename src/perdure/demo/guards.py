@@ -1,14 +1,66 @@
-"""Taking out one guard of the strategies at a time, so that the demo can be seen to FAIL.
+"""Taking out one guard of a strategy, so that the demo can be seen to FAIL.
 
-This is what perdure keeps a user from: random numbers that follow the device, and sums whose order
-follows the number of devices.
+What perdure keeps a user from: random numbers that follow the device, and sums whose order follows
+the number of devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from perdure.distribute.engine import Engine, Stream
+from perdure.distribute.reduction import Plan, Reduction
 
-def take_out(guard: str, strategy: Any, engine: str) -> None:
-    """Damage `strategy` for good."""
-    raise NotImplementedError
+AllReduce = Callable[[Any, list[Any]], Any]
+
+
+def random_numbers_by_device(strategy: Any) -> None:
+    """Draw from one stream for each device instead of one for each logical replica."""
+    plan: Plan = strategy._plan
+    plan.engine = _DeviceStreams(plan)  # type: ignore[assignment]
+
+
+def sums_by_all_reduce(strategy: Any, all_reduce: AllReduce) -> None:
+    """Add up on each device in a row, then let the framework add over the devices."""
+    plan: Plan = strategy._plan
+    plan.reduction = lambda: _PlainSum(plan, all_reduce)  # type: ignore[method-assign]
+
+
+class _DeviceStreams:
+    """An engine whose streams know the device and the turn on it, not the replica."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._engine: Engine = plan.engine
+        first_device = sum(plan.engine.devices_per_process[: plan.engine.processes.index])
+        self._streams = {
+            replica: (first_device + device) * 1000 + replica - start
+            for device, (start, stop) in enumerate(plan.local)
+            for replica in range(start, stop)
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def grad(self, fn: Any, state: Any, share: Any, stream: Stream) -> Any:
+        """As the engine's, under the random numbers of a device."""
+        changed = stream._replace(replica=self._streams[stream.replica])
+        return self._engine.grad(fn, state, share, changed)
+
+
+class _PlainSum(Reduction):
+    """A reduction whose order is that of the devices."""
+
+    def __init__(self, plan: Plan, all_reduce: AllReduce) -> None:
+        super().__init__(plan)
+        self._all_reduce = all_reduce
+        self._sums: dict[int, Any] = {}
+
+    def push(self, device: int, replica: int, value: Any) -> None:
+        """Add to the sum of the device."""
+        held = self._sums.get(device)
+        self._sums[device] = value if held is None else self._plan.engine.add(held, value)
+
+    def total(self, *, check: bool) -> Any:
+        """The sum over all devices of the group."""
+        return self._all_reduce(self._plan.engine, [self._sums[d] for d in sorted(self._sums)])

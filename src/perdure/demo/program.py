@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure import ArrayDataset, CheckpointManager
 from perdure.demo.digits import load_digits
-from perdure.demo.guards import take_out
+from perdure.demo.guards import random_numbers_by_device, sums_by_all_reduce
 from perdure.demo.plan import BATCH, GUARDS, REPLICAS, SAVE_EVERY
 from perdure.errors import WorkerLostError
 
@@ -31,6 +31,7 @@ class Program:
     grad: Callable[..., Any]
     update: Callable[..., Any]
     evaluate: Callable[..., Any]
+    all_reduce: Callable[..., Any]
 
 
 def main(program: Program) -> None:
@@ -50,8 +51,10 @@ def _train(program: Program, options: argparse.Namespace) -> None:
     )
     digits = load_digits(options.data)
     train = ArrayDataset(digits.train, BATCH, seed=options.seed)
-    if options.without in ("rng", "tree"):
-        take_out(options.without, strategy, program.engine)
+    if options.without == "rng":
+        random_numbers_by_device(strategy)
+    if options.without == "tree":
+        sums_by_all_reduce(strategy, program.all_reduce)
     train_step = strategy.step(program.grad, program.update)
     with CheckpointManager(
         options.run,

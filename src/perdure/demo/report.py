@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -37,7 +36,7 @@ class Reporter:
 
     def table(self, document: Mapping[str, Any]) -> None:
         """The phases as a table, then the verdict."""
-        table = Table(box=SIMPLE_HEAD)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for column in COLUMNS:
             numeric = column in ("resumed", "repeated")
             table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
@@ -49,7 +48,7 @@ class Reporter:
                 phase["ended"],
                 "-" if phase["resumed_from"] is None else str(phase["resumed_from"]),
                 str(phase["repeated"]),
-                (phase["fingerprint"] or "-")[:16],
+                (phase["fingerprint"] or "-")[:12],
             )
         self._console.print(table)
         first, last = document["accuracy"]

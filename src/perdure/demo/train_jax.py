@@ -5,12 +5,16 @@ The network is that of TensorFlow's custom-training tutorial, with dropout.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from perdure.demo.program import Program, main
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -104,5 +108,23 @@ def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
     return MirroredStrategy(devices=devices, replicas=replicas, seed=seed)
 
 
+def all_reduce(engine: Any, values: list[Any]) -> Any:
+    """What the demo shows not to do: the framework's own sum over devices."""
+    devices = list(engine.devices) if engine.processes.count == 1 else jax.devices()
+    mesh = Mesh(np.array(devices), ("device",))
+    split = NamedSharding(mesh, P("device"))
+
+    def together(*parts: Any) -> Any:
+        shape = (len(devices), *parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, split, [p[None] for p in parts])
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("device"), out_specs=P())
+    def add(tree: Any) -> Any:
+        return jax.tree.map(lambda x: lax.psum(x[0], "device"), tree)
+
+    return jax.tree.map(lambda x: x.addressable_data(0), add(jax.tree.map(together, *values)))
+
+
 if __name__ == "__main__":
-    main(Program("jax", make_strategy, init, grad, update, evaluate))
+    main(Program("jax", make_strategy, init, grad, update, evaluate, all_reduce))

@@ -26,6 +26,10 @@ class Plan:
         self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in parts]
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
+    def reduction(self) -> Reduction:
+        """A reduction over the replicas, in the fixed tree."""
+        return Reduction(self)
+
     @property
     def first(self) -> int:
         """Number of the first replica of this process."""

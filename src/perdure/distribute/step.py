@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perdure.distribute.engine import Grad, Stream, Update
-from perdure.distribute.reduction import Plan, Reduction
+from perdure.distribute.reduction import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import TopologyError
 
@@ -31,7 +31,7 @@ class TrainStep:
         plan, engine = self._plan, self._plan.engine
         step = self._step_of(batch)
         states = engine.place(state)
-        reduction = Reduction(plan)
+        reduction = plan.reduction()
 
         def contribute(device: int, replica: int) -> None:
             share = engine.put(batch.values[replica - plan.first], engine.devices[device])

@@ -1,0 +1,65 @@
+"""Trees of plain containers, for an engine whose framework brings none.
+
+Owns flattening. Invariant: leaves come in a fixed order: dict entries by key, the others by position;
+rebuilding keeps the containers' types. dict, list, tuple and NamedTuple are containers, None is an
+empty one, everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+
+def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Every leaf with its path, such as "grads/0/bias"."""
+    if value is None:
+        return []
+    children = _children(value)
+    if children is None:
+        return [(path, value)]
+    return [
+        leaf
+        for name, child in children
+        for leaf in flatten(child, f"{path}/{name}" if path else str(name))
+    ]
+
+
+def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
+    """The containers of `value` around new leaves, in the order of `flatten`."""
+    if value is None:
+        return None
+    children = _children(value)
+    if children is None:
+        return next(leaves)
+    new = {name: rebuild(child, leaves) for name, child in children}
+    if isinstance(value, dict):
+        return {name: new[name] for name in value}
+    if hasattr(value, "_fields"):
+        return type(value)(**new)
+    return type(value)(new.values())
+
+
+def transform(fn: Callable[[Any], Any], value: Any) -> Any:
+    """`fn` of every leaf, in the same containers."""
+    return rebuild(value, iter([fn(leaf) for _, leaf in flatten(value)]))
+
+
+def structure(value: Any) -> Hashable:
+    """Equal for values with the same containers and names."""
+    if value is None:
+        return None
+    children = _children(value)
+    if children is None:
+        return "leaf"
+    return type(value).__name__, tuple((name, structure(child)) for name, child in children)
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, dict):
+        return sorted(value.items(), key=lambda item: str(item[0]))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return None

@@ -1,0 +1,73 @@
+"""What a user of PyTorch needs: the strategies on the PyTorch engine, and gradients as values.
+
+Inside the package this module is `perdure.torch`; `import torch` still means the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from perdure.distribute.torch_engine import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+)
+from perdure.errors import StateError
+
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "apply_gradients",
+    "gradients",
+]
+
+
+def gradients(
+    loss: torch.Tensor, module: torch.nn.Module, *, unused: str = "error"
+) -> dict[str, torch.Tensor]:
+    """Gradients of `loss` by name, for every parameter that requires one.
+
+    A parameter that the loss does not depend on raises StateError; with unused="zeros" it gets zeros,
+    with which an optimizer still decays and moves it.
+    """
+    if unused not in ("error", "zeros"):
+        raise StateError(f'unused must be "error" or "zeros", got {unused!r}')
+    names, parameters = [], []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            names.append(name)
+            parameters.append(parameter)
+    found = dict(
+        zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)
+    )
+    missing = [name for name, grad in found.items() if grad is None]
+    if missing and unused == "error":
+        raise StateError(
+            f"the loss does not depend on {', '.join(missing)}; freeze them with "
+            'requires_grad_(False), or pass unused="zeros"'
+        )
+    return {
+        name: torch.zeros_like(parameter) if found[name] is None else found[name]
+        for name, parameter in zip(names, parameters, strict=True)
+    }
+
+
+def apply_gradients(
+    module: torch.nn.Module, grads: Mapping[str, torch.Tensor], scale: Any = 1.0
+) -> None:
+    """Set `.grad` to grads * scale, once, after the tree; then call `optimizer.step()`.
+
+    Every name must be a parameter. A parameter without an entry gets no gradient.
+    """
+    parameters = dict(module.named_parameters())
+    unknown = sorted(grads.keys() - parameters.keys())
+    if unknown:
+        raise StateError(f"gradients for {', '.join(unknown)}, which the module does not have")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            grad = grads.get(name)
+            parameter.grad = None if grad is None else grad * scale

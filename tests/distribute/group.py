@@ -1,0 +1,67 @@
+"""Runs the worker programs of these tests as a group of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LIMIT_S = 240
+
+_OTHER_TOPOLOGY = ("TF_CONFIG", "XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launch(
+    worker: str, processes: int, *args: str, env: dict[str, str] | None = None
+) -> list[tuple[int, Any, str]]:
+    """(exit status, JSON of the last line or None, stderr) of every process of one group."""
+    environ = {k: v for k, v in os.environ.items() if k not in _OTHER_TOPOLOGY} | (env or {})
+    coordinator = f"127.0.0.1:{free_port()}"
+    group = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-W", "error", str(HERE / worker), "--coordinator", coordinator),
+                *("--processes", str(processes), "--process", str(process), *args),
+            ],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S) for process in group]
+    finally:
+        for process in group:
+            process.kill()
+            process.wait()
+    return [
+        (process.returncode, _answer(out), err)
+        for process, (out, err) in zip(group, outputs, strict=True)
+    ]
+
+
+def _answer(out: str) -> Any:
+    # Gloo writes to stdout too.
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else None
+
+
+def results(*args: Any, **kwargs: Any) -> list[Any]:
+    """The JSON of every process; fails with the stderr of one that did not end well."""
+    ended = launch(*args, **kwargs)
+    for status, _, err in ended:
+        assert status == 0, err[-4000:]
+    return [out for _, out, _ in ended]

@@ -1,0 +1,76 @@
+"""JAX: one digest over devices and processes, and controls that show that it could differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import group
+import pytest
+
+MODELS = ("cnn", "nnx", "reduce")
+DEVICES = (1, 2, 3, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    (out,) = group.results(
+        "jax_worker.py",
+        1,
+        *("--devices", ",".join(map(str, DEVICES)), "--controls", "1,2,4"),
+        env={"JAX_NUM_CPU_DEVICES": "8"},
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    return group.results(
+        "jax_worker.py", 2, "--devices", "1,2", env={"JAX_NUM_CPU_DEVICES": "2"}
+    )
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_one_process_any_devices(alone: Any, devices: int) -> None:
+    assert alone[str(devices)] == alone["1"]
+
+
+def test_models_are_not_all_alike(alone: Any) -> None:
+    assert len({alone["1"][model] for model in MODELS}) == len(MODELS)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes(alone: Any, pair: Any, devices: int) -> None:
+    for process in pair:
+        assert process[str(devices)] == alone["1"]
+
+
+def test_device_order_does_not_matter(alone: Any) -> None:
+    assert alone["reversed"] == alone["1"]["cnn"]
+
+
+def test_topology_may_change_between_steps(alone: Any) -> None:
+    assert alone["in parts"] == alone["1"]["cnn"]
+
+
+def test_recipe_does_not_know_the_topology(alone: Any, pair: Any) -> None:
+    assert pair[0]["recipe"] == pair[1]["recipe"] == alone["recipe"]
+
+
+@pytest.mark.parametrize("control", ["psum", "rng by device", "strided rows"])
+def test_negative_control_differs(alone: Any, control: str) -> None:
+    digests = {alone[f"controls {devices}"][control] for devices in (1, 2, 4)}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("control", ["rng by device", "strided rows"])
+def test_negative_control_agrees_where_its_guard_is_not_needed(alone: Any, control: str) -> None:
+    # On one device these controls are the real thing, so what differs above is the guard alone.
+    assert alone["controls 1"][control] == alone["1"]["cnn"]
+
+
+def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
+    survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3")
+    assert victim[0] == -9, "the fault did not fire"
+    assert survivor[0] == 0, survivor[2][-4000:]
+    assert "Save nothing" in survivor[1]["lost"]
+    assert "restart the whole group from the last checkpoint" in survivor[1]["lost"]

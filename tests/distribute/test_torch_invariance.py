@@ -1,0 +1,52 @@
+"""PyTorch: one digest over processes, and controls that show that it could differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import group
+import pytest
+
+PROCESSES = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Any:
+    return {count: group.results("torch_worker.py", count) for count in PROCESSES}
+
+
+@pytest.mark.parametrize("model", ["cnn", "batchnorm", "reduce", "recipe"])
+@pytest.mark.parametrize("count", PROCESSES)
+def test_any_number_of_processes(groups: Any, count: int, model: str) -> None:
+    expected = groups[1][0][model]
+    assert [process[model] for process in groups[count]] == [expected] * count
+
+
+def test_models_are_not_all_alike(groups: Any) -> None:
+    assert groups[1][0]["cnn"] != groups[1][0]["batchnorm"]
+
+
+@pytest.mark.parametrize("count", PROCESSES)
+def test_processes_agree(groups: Any, count: int) -> None:
+    everyone = [str(process) for process in range(count)]
+    for process in groups[count]:
+        assert process["agree"] == [count > 1, "from 0", everyone]
+
+
+@pytest.mark.parametrize("control", ["all_reduce", "rng by process", "strided rows"])
+def test_negative_control_differs(groups: Any, control: str) -> None:
+    digests = {groups[count][0]["controls"][control] for count in PROCESSES}
+    assert len(digests) == len(PROCESSES)
+
+
+@pytest.mark.parametrize("control", ["rng by process", "strided rows"])
+def test_negative_control_agrees_where_its_guard_is_not_needed(groups: Any, control: str) -> None:
+    assert groups[1][0]["controls"][control] == groups[1][0]["cnn"]
+
+
+def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
+    survivor, victim = group.launch("torch_worker.py", 2, "--die-at", "3")
+    assert victim[0] == -9, "the fault did not fire"
+    assert survivor[0] == 0, survivor[2][-4000:]
+    assert "Save nothing" in survivor[1]["lost"]
+    assert "restart the whole group from the last checkpoint" in survivor[1]["lost"]

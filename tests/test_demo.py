@@ -1,0 +1,100 @@
+"""The main job, and its negative controls: with any one guard taken out the demo must FAIL."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdure.demo.digits import load_digits
+from perdure.demo.plan import GUARDS, SAVE_EVERY, plan
+
+EPOCHS = "2"
+
+
+def demo(*arguments: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure.cli", "demo", "--json", "--epochs", EPOCHS, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(engine: str, tmp_path: Path) -> None:
+    status, result = demo("--engine", engine, "--seed", "11", "--directory", str(tmp_path))
+    assert status == 0
+    assert result["pass"]
+    plain, started, resumed, finished = result["phases"]
+    assert plain["fingerprint"] == finished["fingerprint"] == result["fingerprints"][0]
+    assert (started["ended"], resumed["ended"], finished["ended"]) == ("SIGKILL", "exit 75", "exit 0")
+    assert started["topology"] == ("4 devices" if engine == "jax" else "4 processes")
+    assert resumed["topology"] == "2 processes"
+    assert resumed["resumed_from"] == resumed["from"] < started["to"]
+    assert resumed["repeated"] == started["to"] - resumed["from"] > 0
+    assert finished["resumed_from"] == resumed["to"]
+    assert result["accuracy"][0] == result["accuracy"][1] > 0.5
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "faulted"}
+
+
+@pytest.mark.parametrize("guard", sorted(GUARDS))
+def test_without_a_guard_the_bits_differ(guard: str) -> None:
+    status, result = demo("--seed", "11", "--without", guard)
+    assert status == 1
+    assert not result["pass"]
+    assert result["fingerprints"][0] != result["fingerprints"][1]
+    assert None not in result["fingerprints"]
+
+
+def test_without_the_tree_the_bits_differ_on_torch_too() -> None:
+    status, result = demo("--engine", "torch", "--seed", "11", "--without", "tree")
+    assert status == 1
+    assert None not in result["fingerprints"]
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_faults_hit_in_the_middle_of_an_epoch_and_between_saves(engine: str) -> None:
+    seen = set()
+    for seed in range(200):
+        for phase in plan(engine, 72, 12, seed):
+            if phase.fault:
+                seen.add((phase.fault, phase.stop))
+                assert phase.stop % SAVE_EVERY in (1, 2)
+                assert 0 < phase.stop % 12 < 10
+    assert len(seen) > 10
+    assert plan(engine, 72, 12, 5) == plan(engine, 72, 12, 5)
+
+
+def test_the_shipped_digits_have_the_form_of_mnist() -> None:
+    digits = load_digits()
+    assert digits.train["image"].shape == (1437, 28, 28, 1)
+    assert digits.test["image"].shape == (360, 28, 28, 1)
+    assert digits.train["image"].dtype == np.float32
+    assert 0 == digits.train["image"].min() < digits.train["image"].max() == 1
+
+
+def test_a_data_path_that_is_not_mnist_is_refused_before_training(tmp_path: Path) -> None:
+    wrong = tmp_path / "train-images-idx3-ubyte.gz"
+    wrong.write_bytes(gzip.compress(b"<html>not found</html>"))
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b""))
+    status, result = demo("--data", str(tmp_path))
+    assert status == 1
+    assert result["kind"] == "DataError"
+    assert "wrong magic number" in result["error"]
+    assert wrong.name in result["error"]
+
+
+def test_wrong_usage_has_status_2() -> None:
+    command = [sys.executable, "-m", "perdure.cli", "demo", "--engine", "tensorflow"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'tensorflow' is not one of 'jax', 'torch'" in done.stderr

@@ -30,13 +30,19 @@ def demo(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(engine: str, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(
+    engine: str, tmp_path: Path
+) -> None:
     status, result = demo("--engine", engine, "--seed", "11", "--directory", str(tmp_path))
     assert status == 0
     assert result["pass"]
     plain, started, resumed, finished = result["phases"]
     assert plain["fingerprint"] == finished["fingerprint"] == result["fingerprints"][0]
-    assert (started["ended"], resumed["ended"], finished["ended"]) == ("SIGKILL", "exit 75", "exit 0")
+    assert (started["ended"], resumed["ended"], finished["ended"]) == (
+        "SIGKILL",
+        "exit 75",
+        "exit 0",
+    )
     assert started["topology"] == ("4 devices" if engine == "jax" else "4 processes")
     assert resumed["topology"] == "2 processes"
     assert resumed["resumed_from"] == resumed["from"] < started["to"]

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import perdure.distribute.step
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
 from perdure.distribute.jax_engine import JaxEngine
@@ -261,9 +260,10 @@ class Strided(ArrayDataset):
 
 def controls(devices: int) -> dict[str, str]:
     out = {}
-    perdure.distribute.step.Reduction = Psum  # type: ignore[misc]
-    out["psum"] = train(MirroredStrategy(devices, REPLICAS), "cnn")
-    perdure.distribute.step.Reduction = Reduction  # type: ignore[misc]
+    strategy = MirroredStrategy(devices, REPLICAS)
+    plan = strategy._plan
+    plan.reduction = lambda: Psum(plan)
+    out["psum"] = train(strategy, "cnn")
     engine = DeviceRng(devices, SingleProcess(), 8)
     out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
     data = dataset()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-import perdure.distribute.step
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, Strategy, nest
 from perdure.distribute.reduction import Reduction
@@ -151,9 +150,6 @@ class Strided(ArrayDataset):
 
 def controls(strategy: Any) -> dict[str, str]:
     out = {}
-    perdure.distribute.step.Reduction = AllReduce  # type: ignore[misc]
-    out["all_reduce"] = train(strategy, "cnn")
-    perdure.distribute.step.Reduction = Reduction  # type: ignore[misc]
     engine = ProcessRng(None, strategy.processes, None)
     engine.first = strategy.local_replicas[0]
     out["rng by process"] = train(Strategy(engine, REPLICAS), "cnn")
@@ -163,6 +159,9 @@ def controls(strategy: Any) -> dict[str, str]:
     )
     strided.processes = strategy.processes.count
     out["strided rows"] = train(strategy, "cnn", strided)
+    plan = strategy._plan
+    plan.reduction = lambda: AllReduce(plan)
+    out["all_reduce"] = train(strategy, "cnn")
     return out
 
 

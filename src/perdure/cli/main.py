@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -27,10 +26,11 @@ class _Commands(click.Group):
         return import_module(f"perdure.cli.{cmd_name}").command
 
     def invoke(self, ctx: click.Context) -> Any:
+        as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
         except PerdureError as error:
-            if "--json" in sys.argv:
+            if as_json:
                 click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
             click.echo(f"perdure: {error}", err=True)
             ctx.exit(2 if isinstance(error, (NotARunError, StepNotFoundError)) else 1)

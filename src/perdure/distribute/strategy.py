@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.processes import Processes
-from perdure.distribute.reduction import Plan, Reduction
+from perdure.distribute.reduction import Plan
 from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError, TopologyError
@@ -153,7 +153,7 @@ class Strategy:
             sizes.append(1 if axis is None else leaf.shape[axis])
             return leaf if axis is None else leaf.sum(axis)
 
-        reduction = Reduction(self._plan)
+        reduction = self._plan.reduction()
         for device, (start, stop) in enumerate(self._plan.local):
             for replica in range(start, stop):
                 sizes.clear()

@@ -1,0 +1,187 @@
+"""The foundation, proved on the demo's own training programs. About half an hour on two cores.
+
+Run by `make proof-foundation`; ARGS='--data PATH' adds the accuracy on MNIST.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from report import Row, finish, row
+
+from perdure.checkpoint import CheckpointManager
+from perdure.demo.plan import GUARDS
+from perdure.store import Run, check
+from perdure.supervise import Group
+
+DEMOS = 5
+KILL_STEPS = 30
+TOPOLOGY_STEPS = 12
+FLIPS = 200
+ACCURACY = 0.97
+
+
+def train(
+    engine: str,
+    directory: Path,
+    steps: int,
+    devices: int = 1,
+    processes: int = 1,
+    kill_at: int | None = None,
+) -> int:
+    """One start of a training program; SIGKILL after step `kill_at`. Gives the last step done."""
+    command = [sys.executable, "-m", f"perdure.demo.train_{engine}"]
+    command += ["--run", str(directory), "--steps", str(steps), "--devices", str(devices)]
+    environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    done = 0
+    with Group(command, processes, environment) as group:
+        for worker, event in group.events():
+            if worker == 0 and event["event"] == "step":
+                done = event["step"]
+                if done == kill_at:
+                    group.kill()
+        group.require(group.wait(), [0] if kill_at is None else [-9])
+    return done
+
+
+def fingerprint(directory: Path, step: int) -> str:
+    """Of a committed checkpoint."""
+    return Run(directory).manifest(step).fingerprint
+
+
+def demo(*arguments: str) -> tuple[int, Any]:
+    """`perdure demo --json`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure.cli", "demo", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def demos(engine: str) -> Iterator[bool]:
+    """Line 1: random kill points."""
+    for seed in random.Random(engine).sample(range(10**6), DEMOS):
+        status, result = demo("--engine", engine, "--seed", str(seed))
+        yield status == 0 and result["pass"]
+
+
+def guards(engine: str) -> Iterator[bool]:
+    """Line 2: with one guard taken out the demo ends with FAIL."""
+    for guard in GUARDS:
+        status, result = demo("--engine", engine, "--without", guard, "--epochs", "2")
+        yield status == 1 and not result["pass"] and None not in result["fingerprints"]
+
+
+def topologies(engine: str, work: Path) -> Iterator[bool]:
+    """Line 3: one fingerprint, whatever the devices and processes."""
+    shapes = {
+        "jax": [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (2, 2)],
+        "torch": [(1, 1), (1, 2), (1, 3), (1, 4)],
+    }[engine]
+    prints = []
+    for devices, processes in shapes:
+        directory = work / f"{engine}-{devices}-{processes}"
+        train(engine, directory, TOPOLOGY_STEPS, devices, processes)
+        prints.append(fingerprint(directory, TOPOLOGY_STEPS))
+        yield prints[-1] == prints[0]
+
+
+def kills(engine: str, work: Path) -> Iterator[bool]:
+    """Line 4: SIGKILL after every single step, one run each."""
+    plain = work / f"{engine}-plain"
+    train(engine, plain, KILL_STEPS)
+    expected = fingerprint(plain, KILL_STEPS)
+    for step in range(1, KILL_STEPS):
+        directory = work / f"{engine}-kill-{step}"
+        train(engine, directory, KILL_STEPS, kill_at=step)
+        train(engine, directory, KILL_STEPS)
+        yield fingerprint(directory, KILL_STEPS) == expected
+    # A kill after the last step finds the run between its last save and its end.
+    directory = work / f"{engine}-kill-{KILL_STEPS}"
+    train(engine, directory, KILL_STEPS, kill_at=KILL_STEPS)
+    train(engine, directory, KILL_STEPS)
+    yield fingerprint(directory, KILL_STEPS) == expected
+
+
+def flips(work: Path, restores: list[bool]) -> Iterator[bool]:
+    """Line 5: single flipped bits at random places of packs and manifests."""
+    source = work / "flips"
+    train("jax", source, 15)
+    chance = random.Random(5)
+    files = sorted([*(source / "packs").iterdir(), *(source / "checkpoints").iterdir()])
+    sizes = [path.stat().st_size for path in files]
+    steps = Run(source).steps()
+    for number in range(FLIPS):
+        # Half by size, which hits packs, and half by file, so that manifests get their share.
+        victim = chance.choices(files, sizes if number % 2 else None)[0]
+        copy = work / "flipped"
+        shutil.copytree(source, copy)
+        target = copy / victim.relative_to(source)
+        data = bytearray(target.read_bytes())
+        bit = chance.randrange(len(data) * 8)
+        data[bit // 8] ^= 1 << bit % 8
+        target.write_bytes(data)
+        report = check(Run(copy))
+        yield not report.ok
+        restores.append(_restore_falls_back(copy, report.good, steps, victim.name))
+        shutil.rmtree(copy)
+
+
+def _restore_falls_back(copy: Path, good: tuple[int, ...], steps: list[int], victim: str) -> bool:
+    """The newest checkpoint whose chunks are whole is restored, and a warning names the file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CheckpointManager(copy) as manager:
+            _, step = manager.restore()
+    told = any(victim in str(warning.message) for warning in caught)
+    # A flip in a pack's index is found by the check, and costs no checkpoint its chunks.
+    return step == steps[-1] or (step == max(good) and told)
+
+
+def rows(data: str | None) -> Iterator[Row]:
+    """Every line of the proof."""
+    with tempfile.TemporaryDirectory(prefix="perdure-proof-") as name:
+        work = Path(name)
+        for engine in ("jax", "torch"):
+            yield row(f"{engine}: demos with random kill points that end with PASS", demos(engine))
+            yield row(f"{engine}: demos without one guard that end with FAIL", guards(engine))
+            yield row(
+                f"{engine}: topologies with the fingerprint of one device", topologies(engine, work)
+            )
+            yield row(
+                f"{engine}: runs of {KILL_STEPS} steps, killed after each, that end equal",
+                kills(engine, work),
+            )
+        restores: list[bool] = []
+        yield row("flipped bits in packs and manifests that are found", flips(work, restores))
+        yield row("restores after them that took the newest good checkpoint", restores)
+        if data is not None:
+            accuracies: list[float] = []
+            yield row(f"MNIST demos with test accuracy above {ACCURACY}", mnist(data, accuracies))
+            print(f"       test accuracy: {', '.join(f'{value:.2%}' for value in accuracies)}")
+
+
+def mnist(data: str, accuracies: list[float]) -> Iterator[bool]:
+    """Line 7: 10 epochs, V=8, global batch 128."""
+    for engine in ("jax", "torch"):
+        status, result = demo("--engine", engine, "--data", data, "--epochs", "10", "--seed", "1")
+        accuracies.append(result["accuracy"][0])
+        yield status == 0 and result["accuracy"][0] > ACCURACY
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", help="MNIST files, for the accuracy")
+    finish("foundation", rows(parser.parse_args().data))

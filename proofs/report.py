@@ -1,0 +1,42 @@
+"""What every proof prints and writes: rows `{what, tried, held, met}`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypedDict
+
+
+class Row(TypedDict):
+    """`held` of `tried` cases came out as promised; `met` says whether that is enough."""
+
+    what: str
+    tried: int
+    held: int
+    met: bool
+
+
+def row(what: str, outcomes: Iterable[bool]) -> Row:
+    """A row that is met when there were cases and all of them held."""
+    results = list(outcomes)
+    return {
+        "what": what,
+        "tried": len(results),
+        "held": sum(results),
+        "met": bool(results) and all(results),
+    }
+
+
+def finish(name: str, rows: Iterator[Row]) -> None:
+    """Print each row as it is known, write `build/proof-NAME.json`, exit 1 if one is not met."""
+    done: list[Row] = []
+    for each in rows:
+        done.append(each)
+        verdict = "met" if each["met"] else "NOT MET"
+        print(f"{each['held']:>6} of {each['tried']:<6} {verdict:<8} {each['what']}", flush=True)
+    target = Path("build") / f"proof-{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(done, indent=1) + "\n")
+    sys.exit(0 if done and all(each["met"] for each in done) else 1)

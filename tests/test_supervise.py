@@ -14,7 +14,8 @@ from perdure.supervise import Ended, Group
 SAYS = """
 import json, os, sys
 print("not json")
-print(json.dumps({"event": "env", "config": json.loads(os.environ.get("TF_CONFIG", "null"))}), flush=True)
+config = json.loads(os.environ.get("TF_CONFIG", "null"))
+print(json.dumps({"event": "env", "config": config}), flush=True)
 print("a complaint", file=sys.stderr, flush=True)
 sys.exit(int(sys.argv[1]))
 """
@@ -69,10 +70,8 @@ def test_an_unexpected_end_shows_the_log() -> None:
 )
 def test_signals_reach_every_worker(how: str, status: int, text: str) -> None:
     with Group([sys.executable, "-c", WAITS], workers=3) as group:
-        ready = 0
-        for _ in group.events():
-            ready += 1
-            if ready == 3:
+        for number, _ in enumerate(group.events(), 1):
+            if number == 3:
                 getattr(group, how)()
         ended = group.wait()
         assert ended.statuses == (status,) * 3

@@ -41,9 +41,7 @@ def gradients(
         if parameter.requires_grad:
             names.append(name)
             parameters.append(parameter)
-    found = dict(
-        zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)
-    )
+    found = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
     missing = [name for name, grad in found.items() if grad is None]
     if missing and unused == "error":
         raise StateError(

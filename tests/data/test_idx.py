@@ -56,7 +56,9 @@ def test_one_file_finds_its_labels_even_if_only_one_is_zipped(tmp_path: Path) ->
     assert (len(x), len(y)) == (3, 3)
 
 
-@pytest.mark.parametrize("names", [("x_train", "y_train", "x_test", "y_test"), ("images", "labels")])
+@pytest.mark.parametrize(
+    "names", [("x_train", "y_train", "x_test", "y_test"), ("images", "labels")]
+)
 def test_npz(tmp_path: Path, names: tuple[str, ...]) -> None:
     arrays = {n: images(2) if n[0] in "xi" else labels(2).astype(np.int64) for n in names}
     np.savez(tmp_path / "m.npz", **arrays)  # type: ignore[arg-type]

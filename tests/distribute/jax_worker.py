@@ -220,23 +220,26 @@ class Psum(Reduction):
         self._sums[device] = value if old is None else self._engine.add(old, value)
 
     def total(self, *, check: bool) -> Any:
-        devices = self._engine.devices
-        mesh = jax.sharding.Mesh(np.array(devices), ("d",))
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+        devices = tuple(self._engine.devices)
+        whole = jax.tree.map(
+            lambda *parts: np.stack([np.asarray(part) for part in parts]), *self._sums
+        )
+        summed = _psum(devices)(whole)
+        return jax.device_put(jax.tree.map(np.asarray, summed), devices[0])
 
-        def across(*parts: Any) -> Any:
-            whole = jax.make_array_from_single_device_arrays(
-                (len(parts), *parts[0].shape), split, [part[None] for part in parts]
-            )
-            spec = jax.sharding.PartitionSpec
-            summed = jax.jit(
-                jax.shard_map(
-                    lambda x: jax.lax.psum(x[0], "d"), mesh=mesh, in_specs=spec("d"), out_specs=spec()
-                )
-            )(whole)
-            return jax.device_put(np.asarray(summed), devices[0])
 
-        return jax.tree.map(across, *self._sums)
+@functools.cache
+def _psum(devices: tuple[Any, ...]) -> Any:
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+    spec = jax.sharding.PartitionSpec
+    return jax.jit(
+        jax.shard_map(
+            lambda tree: jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], "d"), tree),
+            mesh=mesh,
+            in_specs=spec("d"),
+            out_specs=spec(),
+        )
+    )
 
 
 class DeviceRng(JaxEngine):
@@ -302,9 +305,7 @@ def main() -> None:
         out["recipe"] = strategy.recipe(dataset())
         total = strategy.reduce(
             "sum",
-            strategy.run(
-                lambda key: (jax.random.normal(key, (5,)), 1), (strategy.keys(STEPS),)
-            ),
+            strategy.run(lambda key: (jax.random.normal(key, (5,)), 1), (strategy.keys(STEPS),)),
         )
         out[str(devices)]["reduce"] = digest(total)
     if args.processes == 1 and len(jax.devices()) == 8:

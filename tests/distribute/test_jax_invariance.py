@@ -24,9 +24,7 @@ def alone() -> Any:
 
 @pytest.fixture(scope="module")
 def pair() -> Any:
-    return group.results(
-        "jax_worker.py", 2, "--devices", "1,2", env={"JAX_NUM_CPU_DEVICES": "2"}
-    )
+    return group.results("jax_worker.py", 2, "--devices", "1,2", env={"JAX_NUM_CPU_DEVICES": "2"})
 
 
 @pytest.mark.parametrize("devices", DEVICES)

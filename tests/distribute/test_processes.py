@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from perdure.distribute.processes import KeyValueProcesses, SingleProcess
+from perdure.checkpoint.processes import SingleProcess
+from perdure.distribute.processes import KeyValueProcesses
 
 
 class Shelf:

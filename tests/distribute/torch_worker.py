@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 from perdure.data import ArrayDataset
@@ -193,7 +193,9 @@ def main() -> None:
     out["reduce"] = total.numpy().tobytes().hex()
     out["agree"] = [
         strategy.processes.any(args.process == 1),
-        strategy.processes.channel("save").broadcast(b"from 0" if args.process == 0 else None).decode(),
+        strategy.processes.channel("save")
+        .broadcast(b"from 0" if args.process == 0 else None)
+        .decode(),
         [part.decode() for part in strategy.processes.gather(str(args.process).encode())],
     ]
     out["controls"] = controls(strategy)

@@ -109,7 +109,7 @@ class ArrayDataset:
             header = f"{name}\0{array.dtype.name} {array.dtype.str}\0{array.shape}\0".encode()
             digest.update(len(header).to_bytes(8, "little") + header)
             # As bytes, because dtypes such as bfloat16 do not offer the buffer protocol.
-            digest.update(array.reshape(-1).view(np.uint8))
+            digest.update(array.reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
     def recipe(self) -> dict[str, str | int | bool]:

@@ -37,8 +37,8 @@ def init(seed: int) -> Any:
     return Checkpoint(model=model, optimizer=optimizer, step=0, loss=loss)
 
 
-def grad(state: Any, batch: Any, key: Any) -> Any:
-    """Sums over the examples of one logical replica."""
+def grad(state: Any, batch: Any, _key: Any) -> Any:
+    """Sums over the examples of one logical replica; dropout draws from the seeded generator."""
     logits = state.model.train()(batch["image"].permute(0, 3, 1, 2))
     each = cross_entropy(logits, batch["label"].long(), reduction="none")
     loss = (each * batch["weight"]).sum()

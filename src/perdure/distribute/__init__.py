@@ -3,6 +3,7 @@
 The strategies themselves are made by an engine: `perdure.jax` and `perdure.torch`.
 """
 
+from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute.cluster import (
     Cluster,
     ClusterResolver,
@@ -10,7 +11,6 @@ from perdure.distribute.cluster import (
     TFConfigClusterResolver,
     resolve,
 )
-from perdure.distribute.processes import Processes, SingleProcess
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.values import PerReplica
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from perdure.distribute.processes import Processes
+from perdure.checkpoint.processes import Processes
 
 Scalar = str | int | float | bool
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -17,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import jax_group
 from perdure.distribute.cluster import Cluster, ClusterResolver, resolve
 from perdure.distribute.engine import Grad, Scalar, Stream, Update
 from perdure.distribute.jax_threads import pin
-from perdure.distribute.processes import Processes, SingleProcess
 from perdure.distribute.strategy import Strategy
 from perdure.errors import StateError, TopologyError
 
@@ -48,14 +49,15 @@ class JaxEngine:
         self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def recipe(self) -> dict[str, Scalar]:
+        config: Any = jax.config
         return {
             "engine": "jax",
-            "engine_version": f"jax {jax.__version__}, jaxlib {jax.lib.__version__}",
+            "engine_version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
             "platform": self.devices[0].platform,
             "threads": self._threads,
-            "x64": bool(jax.config.jax_enable_x64),
-            "matmul_precision": str(jax.config.jax_default_matmul_precision),
-            "threefry_partitionable": bool(jax.config.jax_threefry_partitionable),
+            "x64": bool(config.jax_enable_x64),
+            "matmul_precision": str(config.jax_default_matmul_precision),
+            "threefry_partitionable": bool(config.jax_threefry_partitionable),
         }
 
     def place(self, state: Any) -> list[Any]:
@@ -158,7 +160,9 @@ def _update_program(fn: Update) -> Callable[..., Any]:
     def update(state: Any, total: Any) -> tuple[Any, Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise StateError(f"{_called(fn)} must return (state, logs), got {type(result).__name__}")
+            raise StateError(
+                f"{_called(fn)} must return (state, logs), got {type(result).__name__}"
+            )
         new, logs = jax.tree.map(_without_weak_type, result)
         _same_form(fn, state, new)
         return new, logs

@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute.cluster import Cluster
-from perdure.distribute.processes import KeyValueProcesses, Processes, SingleProcess, lost
+from perdure.distribute.processes import KeyValueProcesses, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
 
 HEARTBEAT_S = 10
@@ -52,7 +53,7 @@ def _members(process_id: int, num_processes: int) -> Processes:
 
 
 def _initialize(cluster: Cluster, local_device_ids: Sequence[int] | None) -> None:
-    limits = {
+    limits: dict[str, Any] = {
         "initialization_timeout": INITIALIZATION_S,
         "heartbeat_timeout_seconds": HEARTBEAT_S,
         "shutdown_timeout_seconds": SHUTDOWN_S,
@@ -183,7 +184,9 @@ def _unpack(
     avals: tuple[tuple[tuple[int, ...], Any], ...],
     counts: tuple[int, ...],
 ) -> list[list[list[Any]]]:
-    processes = [[[None] * len(avals) for _ in range(count)] for count in counts]
+    processes: list[list[list[Any]]] = [
+        [[None] * len(avals) for _ in range(count)] for count in counts
+    ]
     for bucket, numbers in zip(buckets, _widths(avals).values(), strict=True):
         for process, count in enumerate(counts):
             for row in range(count):

@@ -58,8 +58,8 @@ def structure(value: Any) -> Hashable:
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, dict):
         return sorted(value.items(), key=lambda item: str(item[0]))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        return list(zip(fields, value, strict=True))
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from perdure.checkpoint.processes import given
 from perdure.errors import WorkerLostError
 
 # gRPC refuses messages above 4 MiB.
@@ -23,68 +24,6 @@ LOST = (
     "Save nothing: the group is incomplete. Exit now, and restart the whole group from the last "
     "checkpoint"
 )
-
-
-class Processes(Protocol):
-    """A group of processes that run the same program."""
-
-    @property
-    def index(self) -> int:
-        """Number of this process."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def is_chief(self) -> bool:
-        """True in process 0, which writes."""
-        ...
-
-    def barrier(self) -> None:
-        """Return once every process has called this."""
-        ...
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """The bytes that process 0 passed, in every process."""
-        ...
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every process, by its number, in every process."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """True in every process when it is true in one."""
-        ...
-
-    def channel(self, name: str) -> Processes:
-        """The same group, with operations that are independent of those of other channels."""
-        ...
-
-
-class SingleProcess:
-    """A group of one."""
-
-    index = 0
-    count = 1
-    is_chief = True
-
-    def barrier(self) -> None:
-        return None
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        return _given(data)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def channel(self, name: str) -> SingleProcess:
-        return self
 
 
 class KeyValueStore(Protocol):
@@ -143,8 +82,8 @@ class KeyValueProcesses:
         self._round += 1
         if not self.is_chief:
             return self._read("0")
-        self._old += self._write("0", _given(data))
-        return _given(data)
+        self._old += self._write("0", given(data))
+        return given(data)
 
     def any(self, flag: bool) -> bool:
         return b"\1" in self.gather(b"\1" if flag else b"\0")
@@ -180,9 +119,3 @@ def lost(what: str, error: BaseException | None = None) -> WorkerLostError:
     """The error for an operation of the group that did not come to its end."""
     reason = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error) else ""
     return WorkerLostError(f"{what} failed: a process of the group is gone{reason}. {LOST}")
-
-
-def _given(data: bytes | None) -> bytes:
-    if data is None:
-        raise TypeError("process 0 must pass the bytes that it broadcasts, got None")
-    return data

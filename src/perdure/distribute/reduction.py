@@ -71,7 +71,7 @@ class Reduction:
         """
         engine, plan = self._engine, self._plan
         home = engine.devices[0]
-        nodes = [item for item in self._stacks[0].roots()]
+        nodes = self._stacks[0].roots()
         for stack in self._stacks[1:]:
             nodes += [(node, engine.put(value, home)) for node, value in stack.roots()]
         nodes = merge(nodes, plan.replicas, engine.add)

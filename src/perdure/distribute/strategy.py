@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from perdure.checkpoint.processes import Processes
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
-from perdure.distribute.processes import Processes
 from perdure.distribute.reduction import Plan
 from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica
@@ -134,7 +134,7 @@ class Strategy:
         return PerReplica(tuple(results), self.local_replicas)
 
     def reduce(self, reduce_op: str, value: PerReplica, axis: int | None = None) -> Any:
-        """"sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
+        """ "sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
 
         With `axis`, over that axis of every replica's value too; the mean is then over all elements.
         A mean of shares that hold padding is wrong: reduce (sum, weight) pairs with "sum".

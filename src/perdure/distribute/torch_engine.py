@@ -16,16 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import nest, torch_buffers, torch_group
 from perdure.distribute.cluster import Cluster, ClusterResolver, resolve
 from perdure.distribute.engine import Grad, Scalar, Stream, Update
-from perdure.distribute.processes import Processes, SingleProcess
 from perdure.distribute.strategy import Strategy
 from perdure.errors import StateError, TopologyError
 
-# Two threads run the tutorial's network in 0.6 of the time of one. OMP_NUM_THREADS does not count:
-# torchrun sets it by the number of processes, which is topology.
-THREADS = 2
+# On 2 cores shared with other programs, one process took 2.5 to 4 times as long for a step of the
+# tutorial's network with two threads as with one (OpenMP's threads spin while they wait for each
+# other). Its gradient alone, on a quieter machine, took 0.6 of the time with two; hence `threads`.
+# OMP_NUM_THREADS does not count: torchrun sets it by the number of processes, which is topology.
+THREADS = 1
 
 
 class TorchEngine:
@@ -89,7 +91,8 @@ class TorchEngine:
         one = [leaf for _, leaf in nest.flatten(left)]
         other = [leaf for _, leaf in nest.flatten(right)]
         with torch.no_grad():
-            return nest.rebuild(left, iter(torch._foreach_add(one, other)))
+            sums = torch._foreach_add(one, other)  # pyright: ignore[reportPrivateImportUsage]
+        return nest.rebuild(left, iter(sums))
 
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
@@ -169,7 +172,7 @@ class MirroredStrategy(Strategy):
     """One process with one device.
 
     `devices`: None (the CPU), a device, or a list of one. For more devices start more processes, with
-    MultiWorkerMirroredStrategy. `threads` is part of the recipe (default 2).
+    MultiWorkerMirroredStrategy. `threads` is part of the recipe (default 1).
     """
 
     def __init__(

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import nest
 from perdure.distribute.cluster import Cluster
-from perdure.distribute.processes import KeyValueProcesses, Processes, SingleProcess, lost
+from perdure.distribute.processes import KeyValueProcesses, lost
 from perdure.errors import ClusterError
 
 JOIN = timedelta(seconds=120)
@@ -43,7 +45,7 @@ def _members(cluster: Cluster) -> Processes:
         )
     host, port = cluster.host_port
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host, port, cluster.num_processes, cluster.is_chief, JOIN, wait_for_workers=True
         )
         dist.init_process_group(
@@ -60,7 +62,7 @@ def _members(cluster: Cluster) -> Processes:
         ) from error
     atexit.register(_leave, store, cluster)
     return KeyValueProcesses(
-        lambda: _Store(dist.TCPStore(host, port, is_master=False, timeout=WAIT)),
+        lambda: _Store(TCPStore(host, port, is_master=False, timeout=WAIT)),
         cluster.process_id,
         cluster.num_processes,
     )

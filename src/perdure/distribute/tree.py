@@ -1,9 +1,9 @@
 """The reduction tree, as a pure function of the number of leaves.
 
 Owns the order of every addition. Invariant: over V leaves there is one binary tree; whoever adds
-which part of it, the bracketing of the total is the same. A node is (level, index) and covers the
-leaves [index * 2**level, (index + 1) * 2**level) below V. A node whose sibling would lie beyond V is
-promoted to its parent as it is. Zeros are never added: -0.0 + 0.0 loses the sign.
+which part of it, the bracketing of the total is the same. A node is (level, number) and covers
+the leaves [number * 2**level, (number + 1) * 2**level) below V. A node whose sibling would lie
+beyond V is promoted to its parent as it is. Zeros are never added: -0.0 + 0.0 loses the sign.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Node(NamedTuple):
     """A place in the tree. Leaves have level 0."""
 
     level: int
-    index: int
+    number: int
 
     def span(self, leaves: int) -> tuple[int, int]:
         """The leaves below this node, as a half-open range."""
-        return self.index << self.level, min((self.index + 1) << self.level, leaves)
+        return self.number << self.level, min((self.number + 1) << self.level, leaves)
 
 
 class ShiftReduce(Generic[T]):
@@ -61,16 +61,16 @@ class ShiftReduce(Generic[T]):
     def _settle(self) -> None:
         stack = self._stack
         while True:
-            (level, index), value = stack[-1]
-            parent = Node(level + 1, index >> 1)
-            if index % 2:
+            (level, number), value = stack[-1]
+            parent = Node(level + 1, number >> 1)
+            if number % 2:
                 # A right child: it merges if its left sibling is the whole entry below it.
-                if len(stack) < 2 or stack[-2][0] != (level, index - 1):
+                if len(stack) < 2 or stack[-2][0] != (level, number - 1):
                     return
                 stack.pop()
                 _, left = stack.pop()
                 value = self._add(left, value)
-            elif (index + 1) << level < self._leaves or (1 << level) >= self._leaves:
+            elif (number + 1) << level < self._leaves or (1 << level) >= self._leaves:
                 return  # it waits for its sibling, or it is the root
             else:
                 stack.pop()

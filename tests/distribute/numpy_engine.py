@@ -1,0 +1,64 @@
+"""An engine of a few lines, on numpy: the seam is all that a strategy needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from perdure.distribute import SingleProcess, nest
+from perdure.distribute.engine import Scalar, Stream
+
+
+class NumpyEngine:
+    def __init__(self, devices: int) -> None:
+        self.processes = SingleProcess()
+        self.devices = tuple(range(devices))
+        self.devices_per_process = (devices,)
+        self.calls: list[tuple[str, Any]] = []
+
+    def recipe(self) -> dict[str, Scalar]:
+        return {"engine": "numpy"}
+
+    def place(self, state: Any) -> list[Any]:
+        return [state] * len(self.devices)
+
+    def collect(self, values: list[Any]) -> Any:
+        assert all(self.describe(value) == self.describe(values[0]) for value in values)
+        return values[0]
+
+    def put(self, value: Any, device: Any) -> Any:
+        return value
+
+    def grad(self, fn: Any, state: Any, share: Any, stream: Stream) -> Any:
+        self.calls.append(("grad", stream))
+        return fn(state, share, self.key(stream))
+
+    def add(self, left: Any, right: Any) -> Any:
+        self.calls.append(("add", None))
+        pairs = zip(nest.flatten(left), nest.flatten(right), strict=True)
+        return nest.rebuild(left, iter([a + b for (_, a), (_, b) in pairs]))
+
+    def update(self, fn: Any, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
+        self.calls.append(("update", stream))
+        return fn(state, total)
+
+    def exchange(self, roots: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
+        raise AssertionError("a group of one has nobody to exchange with")
+
+    def call(self, fn: Callable[..., Any], device: Any, args: Any, kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    def key(self, stream: Stream) -> Any:
+        return np.random.default_rng(stream)
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        return nest.transform(lambda leaf: fn(np.asarray(leaf)), value)
+
+    def signature(self, value: Any) -> Hashable:
+        return nest.structure(value), tuple(sorted(self.describe(value).items()))
+
+    def describe(self, value: Any) -> dict[str, str]:
+        arrays = [(path, np.asarray(leaf)) for path, leaf in nest.flatten(value)]
+        return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in arrays}

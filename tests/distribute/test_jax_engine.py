@@ -1,0 +1,146 @@
+"""The JAX engine on one device: states of every kind, the thread pool, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from perdure.data import ArrayDataset
+from perdure.distribute.jax_threads import pin
+from perdure.errors import StateError, TopologyError
+from perdure.jax import MirroredStrategy, OneDeviceStrategy
+
+V = 4
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.arange(32, dtype=np.float32), 2 * V)
+
+
+def grad(state: Any, batch: Any, key: Any) -> Any:
+    x, weight = batch
+    return {"s": (x * weight).sum() + jax.random.normal(key), "n": weight.sum()}
+
+
+def update(state: Any, total: Any) -> Any:
+    # `1.0` and `step` would make weak types, which a checkpoint does not keep.
+    scale = jnp.where(state["step"] > 1, 1.0, 2.0)
+    new = dict(state, w=state["w"] + total["s"] / total["n"], step=state["step"] + 1, scale=scale)
+    return new, {"n": total["n"]}
+
+
+def first_state() -> dict[str, Any]:
+    return {"w": jnp.zeros(()), "step": 0, "scale": 1.0, "key": jax.random.key(3), "none": None}
+
+
+def test_a_state_of_python_scalars_and_keys_becomes_arrays_that_stay() -> None:
+    strategy = MirroredStrategy(1, V)
+    traced = []
+
+    def counted(state: Any, batch: Any, key: Any) -> Any:
+        traced.append(state["step"].aval)
+        return grad(state, batch, key)
+
+    train_step = strategy.step(counted, update)
+    state, data = first_state(), dataset()
+    for step in range(3):
+        state, logs = train_step(state, strategy.batch(data, step))
+        assert float(logs["n"]) == 8
+        # As a restore would: bits without weak types.
+        state = jax.tree.map(
+            lambda leaf: (
+                leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+            ),
+            state,
+        )
+    assert state["step"].dtype == np.int32
+    assert int(state["step"]) == 3
+    assert len(traced) == 1, "a resumed state is the same program"
+    assert not traced[0].weak_type
+
+
+def test_keys_are_those_of_fold_in() -> None:
+    strategy = OneDeviceStrategy(replicas=V, seed=2**33 + 5)
+    key = jax.random.wrap_key_data(jnp.array([2, 5], jnp.uint32), impl="threefry2x32")
+    for replica, found in enumerate(strategy.keys(7).values):
+        expected = jax.random.fold_in(jax.random.fold_in(key, 7), replica)
+        assert (jax.random.key_data(found) == jax.random.key_data(expected)).all()
+    small = OneDeviceStrategy(replicas=V, seed=5).keys(0).values[0]
+    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 0), 0)
+    assert (jax.random.key_data(small) == jax.random.key_data(expected)).all()
+
+
+def test_run_and_reduce() -> None:
+    strategy = MirroredStrategy(1, V)
+    values = strategy.run(lambda batch: batch[0].sum(), (strategy.batch(dataset(), 0),))
+    x, _ = dataset().batch(0)
+    assert float(strategy.reduce("sum", values)) == x.sum()
+    assert float(strategy.reduce("mean", values)) == x.sum() / V
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (lambda s, _: (dict(s, w=s["w"][None]), {}), "w: float32[] became float32[1]"),
+        (lambda s, _: ({"w": s["w"]}, {}), "key: key<fry>[] became nothing"),
+        (lambda s, _: s, "must return (state, logs), got dict"),
+    ],
+)
+def test_an_update_that_changes_the_form_of_the_state(fn: Any, says: str) -> None:
+    strategy = MirroredStrategy(1, V)
+    with pytest.raises(StateError) as error:
+        strategy.step(grad, fn)(first_state(), strategy.batch(dataset(), 0))
+    assert says in str(error.value)
+
+
+def test_what_is_refused() -> None:
+    strategy = MirroredStrategy(1, V)
+    batch = strategy.batch(dataset(), 0)
+    with pytest.raises(StateError) as error:
+        strategy.step(grad, update)({"w": jnp.zeros(()), "name": "net"}, batch)
+    assert "name: every leaf of a state must be an array or a number, found str" in str(error.value)
+    with pytest.raises(StateError) as error:
+        strategy.step(lambda *_: {}, update)({"w": jnp.zeros(())}, batch)
+    assert "returned no contributions" in str(error.value)
+    with pytest.raises(TopologyError) as error:
+        MirroredStrategy(64)
+    assert "64 devices were asked for" in str(error.value)
+    assert "JAX_NUM_CPU_DEVICES=64" in str(error.value)
+    device = jax.devices()[0]
+    for devices in ([], [device, device], ["cpu:0"]):
+        with pytest.raises(TopologyError):
+            MirroredStrategy(devices)
+
+
+def test_the_pool_is_pinned_before_the_start() -> None:
+    environ: dict[str, str] = {}
+    assert pin(None, environ, started=False) == 8
+    assert environ == {"PJRT_NPROC": "8"}
+    assert pin(None, environ, started=True) == 8
+    assert pin(8, environ, started=True) == 8
+    assert pin(3, fresh := {}, started=False) == 3
+    assert fresh == {"PJRT_NPROC": "3"}
+    assert pin(None, {"PJRT_NPROC": "5"}, started=False) == 5
+
+
+def test_a_pool_that_is_not_what_was_asked_for() -> None:
+    with pytest.raises(TopologyError) as error:
+        pin(4, {"PJRT_NPROC": "8"}, started=False)
+    assert "threads=4 contradicts PJRT_NPROC=8" in str(error.value)
+    with pytest.raises(TopologyError) as error:
+        pin(4, {}, started=True)
+    assert "comes too late" in str(error.value)
+    for threads, environ in [(0, {}), (None, {"PJRT_NPROC": "many"})]:
+        with pytest.raises(TopologyError):
+            pin(threads, environ, started=False)
+
+
+def test_a_pool_that_nobody_pinned_is_in_the_recipe() -> None:
+    with pytest.warns(RuntimeWarning, match="before the strategy was made"):
+        found = pin(None, {}, started=True)
+    assert isinstance(found, str)
+    assert found.startswith("unpinned:")

@@ -1,0 +1,180 @@
+"""The strategy on a numpy engine: what it calls, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy_engine import NumpyEngine
+
+from perdure.data import ArrayDataset
+from perdure.distribute import PerReplica, Strategy
+from perdure.distribute.engine import Stream
+from perdure.errors import DataError, StateError, TopologyError
+
+V = 6
+
+
+def strategy(devices: int = 1, replicas: int | None = V, seed: int = 0) -> Strategy:
+    return Strategy(NumpyEngine(devices), replicas, seed=seed)
+
+
+def dataset(batch: int = 2 * V) -> ArrayDataset:
+    return ArrayDataset({"x": np.random.default_rng(0).normal(size=(50, 3))}, batch)
+
+
+def grad(state: Any, batch: Any, key: Any) -> Any:
+    noise = key.normal(size=3)
+    weighted = (batch["x"] * state["w"] + noise) * batch["weight"][:, None]
+    return {"w": weighted.sum(0), "loss": (weighted.sum(), batch["weight"].sum())}
+
+
+def update(state: Any, total: Any) -> Any:
+    loss, weight = total["loss"]
+    return {"w": state["w"] - 0.1 * total["w"] / weight}, {"loss": loss / weight}
+
+
+def train(own: Strategy) -> bytes:
+    state, train_step, data = {"w": np.ones(3)}, own.step(grad, update), dataset()
+    logs: Any = None
+    for step in range(7):
+        state, logs = train_step(state, own.batch(data, step))
+    return state["w"].tobytes() + logs["loss"].tobytes()
+
+
+def test_one_result_for_any_number_of_devices() -> None:
+    assert len({train(strategy(devices)) for devices in range(1, V + 1)}) == 1
+
+
+def test_seed_and_replicas_are_in_the_result() -> None:
+    results = [train(strategy()), train(strategy(seed=1)), train(strategy(replicas=3))]
+    assert len(set(results)) == 3
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_each_replica_once_each_device_once(devices: int) -> None:
+    own = strategy(devices, seed=5)
+    engine: Any = own._engine
+    own.step(grad, update)({"w": np.ones(3)}, own.batch(dataset(), 3))
+    streams = [stream for verb, stream in engine.calls if verb == "grad"]
+    assert sorted(streams) == [Stream(5, 3, replica) for replica in range(V)]
+    verbs = [verb for verb, _ in engine.calls]
+    assert verbs.count("add") == V - 1
+    assert verbs[-devices:] == ["update"] * devices
+
+
+def test_recipe_is_flat_json_without_topology() -> None:
+    recipe = strategy(seed=4).recipe(dataset())
+    assert json.loads(json.dumps(recipe)) == recipe
+    assert {"replicas": V, "seed": 4, "tree": 1, "engine": "numpy", "data_seed": 0}.items() <= (
+        recipe.items()
+    )
+    assert all(isinstance(value, (str, int, float, bool)) for value in recipe.values())
+    assert strategy(3, seed=4).recipe(dataset()) == recipe
+
+
+def test_replicas_are_the_devices_unless_said() -> None:
+    assert strategy(3, None).num_replicas_in_sync == 3
+    own = strategy(3)
+    assert (own.num_replicas_in_sync, own.local_replicas) == (V, tuple(range(V)))
+    assert own.is_chief
+    assert own.processes.count == 1
+
+
+def test_run_splits_what_is_per_replica_and_passes_the_rest() -> None:
+    own = strategy(2)
+    batch = own.batch(dataset(), 0)
+    out = own.run(lambda b, _, *, plus: b["x"].sum() + plus, (batch, own.keys(0)), {"plus": 1})
+    assert out.values == tuple(share["x"].sum() + 1 for share in batch.values)
+    assert own.local_results(out) == out.values
+    assert own.local_results(5) == (5,)
+
+
+def test_reduce() -> None:
+    class Pair(NamedTuple):
+        total: Any
+        weight: Any
+
+    results = []
+    for devices in (1, 2, 4, V):
+        own = strategy(devices)
+        values = own.run(lambda key: key.normal(size=(2, 3)), (own.keys(1),))
+        results.append(
+            (
+                own.reduce("sum", values).tobytes(),
+                own.reduce("MEAN", values).tobytes(),
+                own.reduce("sum", values, axis=0).tobytes(),
+                own.reduce("mean", values, axis=1).tobytes(),
+            )
+        )
+    assert len(set(results)) == 1
+    own = strategy(2)
+    ones = PerReplica(tuple(np.ones((2, 3)) * r for r in range(V)), own.local_replicas)
+    assert own.reduce("sum", ones, axis=0).tolist() == [30.0] * 3
+    assert own.reduce("mean", ones, axis=0).tolist() == [2.5] * 3
+    assert own.reduce("mean", ones).tolist() == [[2.5] * 3] * 2
+    pairs = PerReplica(tuple(Pair(float(r), 2) for r in range(V)), own.local_replicas)
+    assert own.reduce("sum", pairs) == Pair(15.0, 12)
+
+
+def test_a_replica_with_another_structure_is_named_with_its_paths() -> None:
+    own = strategy(3)
+    odd = [{"a": np.ones(2), "b": (1.0,)} for _ in range(V)]
+    odd[4] = {"a": np.ones(3), "c": 1.0}  # type: ignore[dict-item]
+    with pytest.raises(StateError) as error:
+        own.reduce("sum", PerReplica(tuple(odd), own.local_replicas))
+    assert str(error.value) == (
+        "logical replica 4 gives another structure than replica 0: "
+        "a: float64[2] in replica 0, float64[3] in replica 4; "
+        "b/0: float64[] in replica 0, nothing in replica 4; "
+        "c: nothing in replica 0, float64[] in replica 4"
+    )
+
+    calls = []
+
+    def uneven(state: Any, batch: Any, key: Any) -> Any:
+        calls.append(key)
+        return {"w": np.ones(3)} if len(calls) != 3 else {"w": np.ones(3), "extra": np.ones(1)}
+
+    own = strategy(1)
+    with pytest.raises(StateError) as error:
+        own.step(uneven, update)({"w": np.ones(3)}, own.batch(dataset(), 0))
+    assert "extra: nothing in replica 0, float64[1] in replica 2" in str(error.value)
+
+
+def test_a_batch_that_v_does_not_divide() -> None:
+    with pytest.raises(TopologyError) as error:
+        strategy().batch(dataset(20), 0)
+    assert "a global batch of 20 does not divide into 6 logical replicas" in str(error.value)
+    assert "18 and 24" in str(error.value)
+
+
+def test_more_devices_than_replicas() -> None:
+    with pytest.raises(TopologyError) as error:
+        strategy(V + 1)
+    assert "6 logical replicas cannot occupy 7 devices" in str(error.value)
+    assert "Use at most 6 devices" in str(error.value)
+
+
+def test_other_refusals() -> None:
+    own = strategy()
+    train_step = own.step(grad, update)
+    for batch in ({"x": 1}, own.run(lambda: 1), strategy(replicas=3).batch(dataset(), 0)):
+        with pytest.raises(TopologyError) as error:
+            train_step({"w": np.ones(3)}, batch)  # type: ignore[arg-type]
+        assert "expect" in str(error.value)
+    with pytest.raises(TopologyError):
+        own.run(lambda key: key, (strategy(replicas=3).keys(0),))
+    with pytest.raises(TopologyError) as error:
+        own.reduce("max", own.keys(0))
+    assert '"sum" or "mean"' in str(error.value)
+    with pytest.raises(TopologyError):
+        own.reduce("sum", np.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(DataError):
+        own.batch(dataset(), -1)
+    with pytest.raises(TopologyError):
+        strategy(seed=-1)
+    with pytest.raises(ValueError, match="one value for each"):
+        PerReplica((1,), (0, 1))

@@ -1,0 +1,200 @@
+"""The PyTorch engine: buffers and random numbers per logical replica, gradients as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from perdure.data import ArrayDataset
+from perdure.distribute import torch_buffers
+from perdure.errors import StateError, TopologyError
+from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
+
+V = 3
+
+
+class Counting(nn.Module):
+    """Buffers of every kind: changed, constant, of integers and of bool."""
+
+    scale: nn.Parameter
+    table: torch.Tensor
+    seen: torch.Tensor
+    mean: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.tensor([0.1, 0.7]))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: Any) -> Any:
+        self.seen += 1
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)  # another tensor, not a write
+        return x * self.scale * self.table
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32), 2 * V)
+
+
+def grad(state: Any, batch: Any, key: Any) -> Any:
+    x, weight = batch
+    module = torch_buffers.modules(state)[0][1]
+    loss = (module(x).sum(1) * weight).sum()
+    return {"grads": gradients(loss, module), "weight": weight.sum()}
+
+
+def update(state: Any, total: Any) -> Any:
+    apply_gradients(torch_buffers.modules(state)[0][1], total["grads"], 1 / total["weight"])
+    return state, {}
+
+
+def test_buffers_are_means_over_logical_replicas() -> None:
+    strategy, module = MirroredStrategy(replicas=V), Counting()
+    train_step = strategy.step(grad, update)
+    expected = torch.zeros(2)
+    for step in range(2):
+        batch = strategy.batch(dataset(), step)
+        parts = [0.5 * expected + 0.5 * torch.from_numpy(x).mean(0) for x, _ in batch.values]
+        expected = ((parts[0] + parts[1]) + parts[2]) / V
+        train_step({"model": module}, batch)
+    assert torch.equal(module.mean, expected)
+    assert module.seen.item() == 2
+    # Three times 0.1, divided by 3, is not 0.1 in float32: what nobody changes is left alone.
+    assert torch.equal(module.table, torch.tensor([0.1, 0.7]))
+    assert module.mask.tolist() == [True, False]
+
+
+def test_modules_are_found_wherever_they_are() -> None:
+    @dataclass
+    class Data:
+        net: nn.Module
+        step: int = 0
+
+    net, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    state = {"a": [Data(net), optimizer], "b": (SimpleNamespace(m=other, again=net), "text")}
+    found = torch_buffers.modules(state)
+    assert [(path, module) for path, module in found] == [("a.0.net", net), ("b.0.m", other)]
+
+
+def test_grad_may_not_change_what_has_no_mean() -> None:
+    def writes_parameter(state: Any, batch: Any, key: Any) -> Any:
+        with torch.no_grad():
+            state["model"].scale.add_(1)
+        return {"w": batch[1].sum()}
+
+    def writes_mask(state: Any, batch: Any, key: Any) -> Any:
+        state["model"].mask.fill_(True)
+        return {"w": batch[1].sum()}
+
+    strategy, module = MirroredStrategy(replicas=V), Counting()
+    for fn, says in [
+        (writes_parameter, "model.scale: grad changed this parameter"),
+        (writes_mask, "model.mask: grad changed this buffer of bool"),
+    ]:
+        with pytest.raises(StateError) as error:
+            strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
+        assert says in str(error.value)
+    assert module.mask.tolist() == [True, False]
+
+
+def test_backward_in_grad_finds_gradients_of_one_replica() -> None:
+    def with_backward(state: Any, batch: Any, key: Any) -> Any:
+        (state["model"](batch[0]).sum(1) * batch[1]).sum().backward()
+        own = {n: p.grad for n, p in state["model"].named_parameters()}
+        return {"grads": own, "weight": batch[1].sum()}
+
+    found = []
+    for fn in (grad, with_backward):
+        strategy, module = MirroredStrategy(replicas=V), Counting()
+        strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
+        assert module.scale.grad is not None
+        found.append(module.scale.grad.tolist())
+    assert found[0] == found[1]
+
+
+def test_random_numbers_depend_on_seed_step_and_replica() -> None:
+    def draws(seed: int) -> list[Any]:
+        seen: list[Any] = []
+
+        def grad(state: Any, batch: Any, key: Any) -> Any:
+            seen.append((torch.rand(2).tolist(), torch.rand(2, generator=key).tolist()))
+            return {"w": batch[1].sum()}
+
+        strategy = MirroredStrategy(replicas=V, seed=seed)
+        train_step = strategy.step(grad, lambda *_: (torch.rand(2), {}))
+        for step in range(2):
+            seen.append(train_step(None, strategy.batch(dataset(), step))[0].tolist())
+        return seen
+
+    torch.manual_seed(1)
+    first = torch.rand(1).item()
+    torch.manual_seed(1)
+    one = draws(0)
+    assert torch.rand(1).item() == first, "the user's own generator is as it was"
+    assert one == draws(0)
+    assert one != draws(1)
+    assert len({str(draw) for draw in one}) == len(one)
+    # `key` and the global generator are seeded alike.
+    assert all(a == b for a, b in (pair for pair in one if isinstance(pair, tuple)))
+
+
+def test_one_tensor_at_two_places_is_added_once_at_each() -> None:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        weight = batch[1].sum()
+        return {"a": (weight, weight), "b": weight}
+
+    strategy = MirroredStrategy(replicas=V)
+    step = strategy.step(grad, lambda state, total: (state, total))
+    _, total = step(None, strategy.batch(dataset(), 0))
+    assert [total["a"][0].item(), total["a"][1].item(), total["b"].item()] == [6, 6, 6]
+
+
+def test_gradients_never_invent_zeros() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1, bias=False)})
+    loss = module["used"](torch.ones(1, 1)).sum()
+    with pytest.raises(StateError) as error:
+        gradients(loss, module)
+    assert "the loss does not depend on unused.weight" in str(error.value)
+    loss = module["used"](torch.ones(1, 1)).sum()
+    assert gradients(loss, module, unused="zeros")["unused.weight"].tolist() == [[0.0]]
+    module["unused"].requires_grad_(False)
+    loss = module["used"](torch.ones(1, 1)).sum()
+    assert sorted(gradients(loss, module)) == ["used.bias", "used.weight"]
+    with pytest.raises(StateError) as error:
+        apply_gradients(module, {"other": torch.ones(1)})
+    assert "gradients for other" in str(error.value)
+
+
+def test_what_is_refused() -> None:
+    strategy = OneDeviceStrategy(replicas=V)
+    batch = strategy.batch(dataset(), 0)
+    with pytest.raises(StateError) as error:
+        strategy.step(lambda *_: {"loss": 1.5}, update)(None, batch)
+    assert "loss: contributions must be tensors, found float" in str(error.value)
+    with pytest.raises(StateError) as error:
+        strategy.step(lambda _s, b, _k: b[1].sum(), lambda s, _: s)({}, batch)
+    assert "must return (state, logs), got dict" in str(error.value)
+    for devices in (2, ["cpu", "cpu"]):
+        with pytest.raises(TopologyError) as error:
+            MirroredStrategy(devices)
+        assert "one device per process" in str(error.value)
+    with pytest.raises(TopologyError):
+        MirroredStrategy(threads=0)
+
+
+def test_recipe_records_what_decides_bits() -> None:
+    recipe = MirroredStrategy(replicas=V, threads=2).recipe()
+    assert recipe["threads"] == 2
+    assert recipe["deterministic"] is True
+    assert MirroredStrategy(replicas=V).recipe()["threads"] == 1

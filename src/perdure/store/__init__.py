@@ -1,5 +1,6 @@
 """Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
 
+from perdure.store.collect import Collected, CollectPlan, Request
 from perdure.store.format import Manifest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
@@ -9,6 +10,8 @@ from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, Report, check
 
 __all__ = [
+    "CollectPlan",
+    "Collected",
     "Leaf",
     "Loaded",
     "LocalStorage",
@@ -16,6 +19,7 @@ __all__ = [
     "MemoryStorage",
     "Problem",
     "Report",
+    "Request",
     "Run",
     "Sink",
     "Storage",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import Operations, contents, make_leaves, run_on
+from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure.errors import CorruptionError, PruneError, StoreError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
 from perdure.store.format import MAX_STEP, manifest_name
 
-Leaves = dict[str, Leaf]
 EVERYTHING = Request(orphans_to=MAX_STEP, compact_from=0, everywhere=True)
 
 
@@ -19,20 +18,9 @@ def leaf(seed: int, size: int) -> Leaf:
     return make_leaves(seed, (size,))["model/layer0"]
 
 
-def states() -> dict[int, Leaves]:
-    """Steps 2 to 4 read little of what step 1 wrote."""
-    base = leaf(1, 2000)
-    return {
-        1: {"base": base, "bulk": leaf(10, 50_000)},
-        2: {"base": base, "own": leaf(2, 3000)},
-        3: {"base": base, "own": leaf(3, 3000)},
-        4: {"base": base, "own": leaf(3, 3000), "more": leaf(4, 100)},
-    }
-
-
 def filled(place: Path | MemoryStorage) -> Run:
     run = run_on(place)
-    for step, leaves in states().items():
+    for step, leaves in sharing_states().items():
         run.save(step, leaves, metrics={"loss": step / 2})
     return run
 
@@ -60,14 +48,14 @@ def test_a_pack_that_is_mostly_dead_is_compacted(place: Path | MemoryStorage) ->
         assert sum(held.packs.values()) - sum(after.packs.values()) == plan.freed > 45_000
         assert check(run).problems == ()
         for step in (2, 3, 4):
-            assert contents(run.load(step).leaves) == contents(states()[step])
+            assert contents(run.load(step).leaves) == contents(sharing_states()[step])
             renewed = run.manifest(step)
             assert renewed.fingerprint == before[step].fingerprint
             assert renewed.created == before[step].created
             assert renewed.metrics == {"loss": step / 2}
             assert renewed != before[step]
         assert run.plan(EVERYTHING).empty, "what was compacted is not compacted again"
-        run.save(5, states()[2])
+        run.save(5, sharing_states()[2])
         assert run.contents().packs == after.packs, "moved chunks are found by deduplication"
 
 
@@ -129,7 +117,7 @@ def test_a_plan_of_yesterday_is_refused(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(7, make_leaves(7))
         held = run.contents()
-        run.save(8, states()[1])
+        run.save(8, sharing_states()[1])
         with pytest.raises(StoreError, match="changed since the plan was made; nothing was del"):
             run.execute(plan)
         assert run.steps() == [1, 2, 3, 4, 7, 8]
@@ -179,7 +167,7 @@ def test_a_reader_that_holds_an_old_manifest_reads_the_new_one(tmp_path: Path) -
 
     happens = [compact]
     reader = Run(Interrupted(tmp_path, happens))
-    assert contents(reader.load(3).leaves) == contents(states()[3])
+    assert contents(reader.load(3).leaves) == contents(sharing_states()[3])
     assert not happens, "the prune came in between"
 
 
@@ -210,6 +198,6 @@ def test_a_writer_that_comes_back_does_not_trust_what_it_remembers(tmp_path: Pat
     run.close()
     with run_on(tmp_path) as other:
         other.execute(other.plan(prune({1, 2, 3, 4})))
-    run.save(6, states()[1])
+    run.save(6, sharing_states()[1])
     assert check(run).problems == ()
     run.close()

@@ -5,6 +5,7 @@ from perdure.store.format import Manifest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
 from perdure.store.memory import MemoryStorage
+from perdure.store.repair import Repaired, repair
 from perdure.store.run import Loaded, Run
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, Report, check
@@ -18,10 +19,12 @@ __all__ = [
     "Manifest",
     "MemoryStorage",
     "Problem",
+    "Repaired",
     "Report",
     "Request",
     "Run",
     "Sink",
     "Storage",
     "check",
+    "repair",
 ]

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -32,6 +32,7 @@ from perdure.store.collect import (
     execute_collect,
     plan_collect,
 )
+from perdure.store.compact import compact
 from perdure.store.contents import (
     Catalog,
     Contents,
@@ -315,16 +316,25 @@ class Run:
         Its packs stay: parts of them may be good, and other checkpoints may read from them.
         """
         self.begin_writing()
-        taken = set(self.storage.list(QUARANTINE))
-        number = next(n for n in range(len(taken) + 1) if _bad_name(step, n) not in taken)
-        target = _bad_name(step, number)
-        note = {"step": step, "found": time_text(self._clock()), "reason": reason}
-        self.storage.replace(
-            target.removesuffix(".json") + ".reason.json", json.dumps(note).encode() + b"\n"
-        )
-        self.storage.move(manifest_name(step), target)
+        target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
         return target
+
+    def quarantine_pack(self, pack: str, reason: str) -> str:
+        """Move a damaged pack out of the way; returns its new name. No checkpoint may need it."""
+        self.begin_writing()
+        return self._set_aside(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
+
+    def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
+        """Copy the chunks that checkpoints read from `packs` into a new pack, and read from there.
+
+        Returns the manifests that were replaced, and the packs that could not be left because a
+        chunk that is needed is damaged, with the reason. The old packs stay where they are.
+        """
+        self.begin_writing()
+        done = compact(self.storage, self.contents().manifests, packs)
+        self._catalog.replace(done[0])
+        return done
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
@@ -347,6 +357,17 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _set_aside(self, name: str, stem: str, suffix: str, reason: str) -> str:
+        taken = set(self.storage.list(QUARANTINE))
+        number = next(
+            n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
+        )
+        place = f"{QUARANTINE}{stem}-{number}"
+        note = {"name": name, "found": time_text(self._clock()), "reason": reason}
+        self.storage.replace(f"{place}.reason.json", json.dumps(note).encode() + b"\n")
+        self.storage.move(name, place + suffix)
+        return place + suffix
 
     def _check_marker(self, create: bool) -> bool:
         where = f"{self.where}/{MARKER}"
@@ -428,10 +449,6 @@ def _leaf_hashes(leaf: Leaf) -> list[str]:
     if leaf.is_scalar:
         return [hash_bytes(leaf.data)]
     return [hash_bytes(leaf.data[start:stop]) for start, stop in chunk_spans(len(leaf.data))]
-
-
-def _bad_name(step: int, number: int) -> str:
-    return f"{QUARANTINE}{step:012d}-{number}.json"
 
 
 def _entries(storage: Storage) -> list[str] | None:

@@ -67,6 +67,7 @@ from perdure.store.format import (
 )
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
+from perdure.store.room import require_room
 from perdure.store.storage import Storage
 from perdure.store.writer import write_pack
 
@@ -99,6 +100,7 @@ class Run:
         )
         self._clock = clock
         self._catalog = Catalog(self.storage)
+        self._unsure: set[int] = set()
         self._lock = ExitStack()
         self._writing = False
         self._marked = self._check_marker(create)
@@ -225,6 +227,7 @@ class Run:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
                 return present
+            require_room(self.storage, leaves, self._catalog.held())
             records, packs, located = write_pack(
                 self.storage, step, 0, leaves, self._catalog.held()
             )
@@ -245,6 +248,7 @@ class Run:
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
         except OSError as error:
+            self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, located)
         return manifest
@@ -402,6 +406,10 @@ class Run:
         rows = [(path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found == present.fingerprint:
+            if step in self._unsure:
+                # The name is there, and the sync after it failed: nothing says that it is durable.
+                self.storage.replace(manifest_name(step), encode_manifest(present))
+                self._unsure.discard(step)
             return present
         raise StepExistsError(
             f"{self.where}: step {step} is committed with fingerprint {present.fingerprint[:16]}, this "

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from crash_cases import CASES, assert_whole, prepared
 from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
-from perdure.errors import SaveError
+from perdure.errors import PruneError, SaveError
 from perdure.store import LocalStorage, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
 
@@ -121,10 +122,6 @@ def test_a_run_on_a_disk_that_became_read_only_is_still_read(tmp_path: Path) -> 
 def test_an_operation_that_fails_in_a_prune_or_a_repair_harms_no_checkpoint(
     tmp_path: Path, operation: str, code: int
 ) -> None:
-    from test_crash import CASES, assert_whole, prepared
-
-    from perdure.errors import PruneError
-
     for name in ("compaction", "repair"):
         case = CASES[name]
         path = prepared(tmp_path / name, case)

@@ -31,7 +31,7 @@ def require_room(storage: Storage, leaves: Mapping[str, Leaf], known: Collection
     free = storage.free_bytes()
     if free is None:
         return
-    size = sum(len(leaf.data) for leaf in leaves.values() if not leaf.is_scalar)
+    size = sum(len(leaf.data) for leaf in leaves.values())
     overhead = (
         BYTES_PER_SAVE
         + BYTES_PER_LEAF * len(leaves)
@@ -49,10 +49,13 @@ def require_room(storage: Storage, leaves: Mapping[str, Leaf], known: Collection
 
 def _new_bytes(leaves: Mapping[str, Leaf], known: Collection[str]) -> int:
     fresh: dict[str, int] = {}
+    text = 0
     for leaf in leaves.values():
-        if not leaf.is_scalar:
+        if leaf.is_scalar:
+            text += len(leaf.data)
+        else:
             for start, stop in chunk_spans(len(leaf.data)):
                 digest = hash_bytes(leaf.data[start:stop])
                 if digest not in known:
                     fresh[digest] = stop - start
-    return sum(fresh.values())
+    return sum(fresh.values()) + text

@@ -10,7 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.checkpoint import EXIT_PREEMPTED, Checkpoint, CheckpointManager, Restored, load
+    from perdure.checkpoint import (
+        EXIT_PREEMPTED,
+        Checkpoint,
+        CheckpointManager,
+        ManagerOptions,
+        Restored,
+        Retention,
+        load,
+    )
     from perdure.data import ArrayDataset
     from perdure.errors import PerdureError
     from perdure.store import LocalStorage, MemoryStorage, check
@@ -24,9 +32,11 @@ _HOMES = {
     "Checkpoint": "perdure.checkpoint",
     "CheckpointManager": "perdure.checkpoint",
     "LocalStorage": "perdure.store",
+    "ManagerOptions": "perdure.checkpoint",
     "MemoryStorage": "perdure.store",
     "PerdureError": "perdure.errors",
     "Restored": "perdure.checkpoint",
+    "Retention": "perdure.checkpoint",
     "check": "perdure.store",
     "load": "perdure.checkpoint",
 }
@@ -37,9 +47,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "LocalStorage",
+    "ManagerOptions",
     "MemoryStorage",
     "PerdureError",
     "Restored",
+    "Retention",
     "__version__",
     "check",
     "load",

@@ -9,7 +9,8 @@ PerdureError
 │   ├── LockedError               another live process writes to this run directory
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
-│   └── SaveError                 a save did not commit (disk full, permission, ...)
+│   ├── SaveError                 a save did not commit (disk full, permission, ...)
+│   └── PruneError                deleting or compacting stopped in the middle
 ├── StateError                    the live objects and the checkpoint do not fit together
 │   ├── UnsupportedLeafError      a value that has no exact form on disk
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
@@ -61,6 +62,10 @@ class NoGoodCheckpointError(CorruptionError):
 
 class SaveError(StoreError):
     """A save did not commit. Every earlier checkpoint is still there."""
+
+
+class PruneError(StoreError):
+    """Deleting or compacting stopped in the middle. Every checkpoint that stays is readable."""
 
 
 class StateError(PerdureError):

@@ -24,6 +24,21 @@ def make_leaves(seed: int, sizes: tuple[int, ...] = (1000, 40, 0)) -> dict[str, 
     return leaves
 
 
+def sharing_states() -> dict[int, dict[str, Leaf]]:
+    """Four steps; the later ones read little of what step 1 wrote, and its bulk no more."""
+
+    def leaf(seed: int, size: int) -> Leaf:
+        return make_leaves(seed, (size,))["model/layer0"]
+
+    base = leaf(1, 2000)
+    return {
+        1: {"base": base, "bulk": leaf(10, 50_000)},
+        2: {"base": base, "own": leaf(2, 3000)},
+        3: {"base": base, "own": leaf(3, 3000)},
+        4: {"base": base, "own": leaf(3, 3000), "more": leaf(4, 100)},
+    }
+
+
 def contents(leaves: dict[str, Leaf]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """What must come back exactly."""
     return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
@@ -38,6 +53,7 @@ class Operations:
         fail: Callable[[int, str, str], OSError | None] = lambda *_: None,
     ) -> None:
         self.done: list[tuple[str, str]] = []
+        self.paths: list[tuple[str, str]] = []
         self.crash_at = crash_at
         self.fail = fail
         self.fired = 0
@@ -52,6 +68,7 @@ class Operations:
             self.fired += 1
             raise error
         self.done.append((operation, Path(path).name))
+        self.paths.append((operation, path))
 
 
 def run_on(path: Path | MemoryStorage, before: Operations | None = None) -> Run:

@@ -2,107 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import Crash, Operations, contents, make_leaves, run_on
-
-from perdure.store import Run, check
-
-SIZES = (3000, 40, 0)
-LARGE = (9 * 1024 * 1024, 40)
+from crash_cases import CASES, assert_whole, crashes, durable, operations_of, prepared
+from helpers import Crash, run_on
 
 
-def save(run: Run) -> None:
-    run.save(3, make_leaves(3, SIZES))
-
-
-def save_large(run: Run) -> None:
-    run.save(3, make_leaves(3, LARGE))
-
-
-def delete(run: Run) -> None:
-    run.delete([1])
-
-
-def quarantine(run: Run) -> None:
-    run.quarantine(2, "a reason")
-
-
-def prepared(path: Path) -> Path:
-    with run_on(path) as run:
-        run.save(1, make_leaves(1, SIZES))
-        run.save(2, make_leaves(2, SIZES))
-    return path
-
-
-def operations_of(path: Path, action: Callable[[Run], None]) -> list[tuple[str, str]]:
-    recorder = Operations()
-    with run_on(path, recorder) as run:
-        action(run)
-    return recorder.done
-
-
-@pytest.mark.parametrize("action", [save, save_large, delete, quarantine])
+@pytest.mark.parametrize("name", CASES)
 def test_a_crash_at_any_operation_loses_nothing_that_was_committed(
-    tmp_path: Path, action: Callable[[Run], None]
+    tmp_path: Path, name: str
 ) -> None:
-    total = len(operations_of(prepared(tmp_path / "counted"), action))
-    assert total >= 2
+    survived = 0
+    for path in crashes(tmp_path, CASES[name]):
+        assert_whole(path, CASES[name])
+        survived += 1
+    assert survived >= 2
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import crash_cases
+from helpers import run_on
+
+left = int(sys.argv[3])
+
+def before(operation, path):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+
+run = run_on(crash_cases.Path(sys.argv[2]), before)
+crash_cases.CASES[sys.argv[4]].act(run)
+"""
+
+
+@pytest.mark.parametrize("name", ["prune", "compaction"])
+def test_a_process_killed_at_any_operation_of_a_prune_loses_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    total = len(operations_of(prepared(tmp_path / "counted", case), case).done)
     for number in range(total):
-        path = prepared(tmp_path / f"crash{number}")
-        crash = Operations(crash_at=number)
-        run = run_on(path, crash)
-        with pytest.raises(Crash):
-            action(run)
-        run.close()
-        assert crash.fired
-        report = check(Run(path))
-        assert report.ok, report.problems
-        expected = {"delete": {2}, "quarantine": {1}}.get(action.__name__, {1, 2})
-        assert expected <= set(report.good)
-        for step in report.good:
-            sizes = LARGE if action is save_large and step == 3 else SIZES
-            loaded = Run(path).load(step)
-            assert contents(loaded.leaves) == contents(make_leaves(step, sizes))
-        with run_on(path) as again:
-            again.save(4, make_leaves(4))
-            assert not again.leftovers()
-            assert check(again).ok
+        path = prepared(tmp_path / f"kill{number}", case)
+        arguments = [str(Path(__file__).parent), str(path), str(number), name]
+        killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=os.environ)
+        assert killed.returncode == -9
+        assert_whole(path, case)
 
 
-def durable(operations: list[tuple[str, str]]) -> bool:
-    """Whether each name is given to a synced file, and the directory synced before the next one."""
-    synced: set[str] = set()
-    unsynced_name = False
-    for operation, name in operations:
-        if operation == "fsync":
-            synced.add(name.removesuffix(".tmp"))
-        elif operation == "write":
-            synced.discard(name.removesuffix(".tmp"))
-        elif operation in ("link", "rename"):
-            if name not in synced or unsynced_name:
-                return False
-            unsynced_name = True
-        elif operation == "fsync_dir":
-            unsynced_name = False
-    return not unsynced_name
-
-
-@pytest.mark.parametrize("action", [save, save_large])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("left_out", ["nothing", "fsync", "fsync_dir"])
-def test_the_order_of_a_save_is_durable_and_the_check_sees_a_sync_left_out(
-    tmp_path: Path, action: Callable[[Run], None], left_out: str
+def test_the_order_is_durable_and_the_check_sees_a_sync_left_out(
+    tmp_path: Path, name: str, left_out: str
 ) -> None:
-    done = operations_of(prepared(tmp_path), action)
+    case = CASES[name]
+    done = operations_of(prepared(tmp_path, case), case).paths
     kept = [entry for entry in done if entry[0] != left_out]
+    if name in ("delete", "prune") and left_out == "fsync":
+        assert kept == done, "deleting writes no file"
+        return
     assert durable(kept) == (left_out == "nothing")
     assert (len(kept) < len(done)) == (left_out != "nothing")
 
 
+def position(done: list[tuple[str, str]], operation: str, part: str, last: bool = False) -> int:
+    found = [at for at, (op, path) in enumerate(done) if op == operation and part in path]
+    return found[-1 if last else 0]
+
+
 def test_the_pack_is_durable_before_the_manifest_can_be_seen(tmp_path: Path) -> None:
-    done = operations_of(prepared(tmp_path), save)
-    names = [(operation, Path(name).suffix) for operation, name in done]
-    pack, manifest = names.index(("link", ".pack")), names.index(("link", ".json"))
-    assert ("fsync_dir", "") in names[pack:manifest]
+    done = operations_of(prepared(tmp_path, CASES["save"]), CASES["save"]).paths
+    pack, manifest = position(done, "link", ".pack"), position(done, "link", ".json")
+    assert pack < position(done, "fsync_dir", "packs") < manifest
+
+
+def test_compaction_moves_first_then_names_then_deletes(tmp_path: Path) -> None:
+    case = CASES["compaction"]
+    done = operations_of(prepared(tmp_path, case), case).paths
+    order = [
+        position(done, "unlink", "000000000001.json"),
+        position(done, "link", "packs/000000000004-"),
+        position(done, "rename", "000000000002.json"),
+        position(done, "rename", "000000000004.json"),
+        position(done, "unlink", "packs/000000000001-"),
+    ]
+    assert order == sorted(order)
+
+
+def test_the_crash_test_sees_a_pack_that_goes_before_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: with the order turned round, a crash in the middle harms a checkpoint."""
+    case = CASES["compaction"]
+    path = prepared(tmp_path, case)
+
+    def packs_first(storage, held, plan):
+        for name in plan.compact:
+            storage.delete("packs/" + name)
+        raise Crash
+
+    monkeypatch.setattr("perdure.store.run.execute_collect", packs_first)
+    run = run_on(path)
+    with pytest.raises(Crash):
+        case.act(run)
+    run.close()
+    with pytest.raises(AssertionError):
+        assert_whole(path, case)

@@ -1,16 +1,19 @@
 """When to save, what to keep, saving in the background, restoring."""
 
 from perdure.checkpoint.checkpoint import Checkpoint, load
-from perdure.checkpoint.manager import CheckpointManager, Restored
+from perdure.checkpoint.manager import CheckpointManager, ManagerOptions, Restored
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.checkpoint.processes import Processes, SingleProcess
+from perdure.checkpoint.retention import Retention
 
 __all__ = [
     "EXIT_PREEMPTED",
     "Checkpoint",
     "CheckpointManager",
+    "ManagerOptions",
     "Processes",
     "Restored",
+    "Retention",
     "SingleProcess",
     "load",
 ]

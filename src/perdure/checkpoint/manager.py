@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsFloat
 
 from perdure.checkpoint.background import Background
 from perdure.checkpoint.preemption import EXIT_PREEMPTED, PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
-from perdure.checkpoint.retention import steps_to_delete
+from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention, ranked
 from perdure.errors import (
     NotARunError,
     PerdureError,
+    PruneError,
     RecipeMismatchError,
+    SaveError,
     StepNotFoundError,
     StoreError,
 )
@@ -36,12 +41,32 @@ class Restored(NamedTuple):
     step: int
 
 
+@dataclass(frozen=True)
+class ManagerOptions:
+    """What a manager does beyond saving at an interval and keeping the newest.
+
+    `retention` says what stays besides the newest `max_to_keep`. `on_error` is what a save that does
+    not commit (disk full, permission, ...) means: "raise" it at the next call, or "continue" with a
+    warning and try again at the next save; the last good checkpoint stays in both. `clock` gives
+    seconds since 1970.
+    """
+
+    retention: Retention = field(default_factory=Retention)
+    on_error: Literal["raise", "continue"] = "raise"
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "continue"):
+            raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")
+
+
 class CheckpointManager:
     """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
 
     `directory` becomes a run directory at the first save; it must be empty, missing, or one
     already. `save_interval_steps` spaces the saves, `max_to_keep` (5, as in TensorFlow; None keeps
-    all) bounds how many stay. `recipe` (from `strategy.recipe(dataset)`) is recorded in every
+    all) bounds how many stay; `options` has the rest of it (best by a metric, one an hour, ...) and
+    what a failed save means. `recipe` (from `strategy.recipe(dataset)`) is recorded in every
     checkpoint, and a checkpoint of another recipe is refused, save for the fields in `allow`.
     In a group of processes pass `processes=strategy.processes`.
     """
@@ -52,6 +77,7 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = 5,
         save_interval_steps: int = 1,
+        options: ManagerOptions | None = None,
         recipe: Mapping[str, RecipeValue] | None = None,
         allow: tuple[str, ...] = (),
         processes: Processes | None = None,
@@ -62,7 +88,8 @@ class CheckpointManager:
             raise StoreError(
                 f"save_interval_steps: expected at least 1, found {save_interval_steps}."
             )
-        self._run = Run(directory, create=True)
+        self._options = options or ManagerOptions()
+        self._run = Run(directory, create=True, clock=self._options.clock)
         self._max_to_keep = max_to_keep
         self._interval = save_interval_steps
         self._recipe = dict(recipe or {})
@@ -70,6 +97,8 @@ class CheckpointManager:
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
         self._flag = PreemptionFlag()
+        self._notes: list[str] = []
+        self._told: set[str] = set()
 
     @property
     def directory(self) -> str:
@@ -85,6 +114,41 @@ class CheckpointManager:
         steps = self._run.steps()
         return steps[-1] if steps else None
 
+    def best_step(self) -> int | None:
+        """The committed step that is best by the retention's metric, None where none has it."""
+        retention = self._options.retention
+        if retention.best_metric is None:
+            raise StoreError(
+                f"{self.directory}: expected a metric to judge by, found none; name it: "
+                f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
+            )
+        held = candidates(self._run.contents())
+        best = ranked(held, retention.best_metric, retention.best_mode)
+        return best[0].step if best else None
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics that `step` was saved with; None stands for NaN or an infinity."""
+        return dict(self._run.manifest(step).metrics)
+
+    def pin(self, step: int) -> None:
+        """Keep `step` whatever retention says, until `unpin`; durable on return, in every later run.
+
+        Raises `StepNotFoundError` where there is none. May be called twice.
+        """
+        self._settle(wait=True)
+        if self._processes.index == 0:
+            self._run.pin(step)
+
+    def unpin(self, step: int) -> None:
+        """Let retention decide about `step` again. May be called twice."""
+        self._settle(wait=True)
+        if self._processes.index == 0:
+            self._run.unpin(step)
+
+    def pinned_steps(self) -> list[int]:
+        """Steps that were pinned."""
+        return sorted(self._run.pinned())
+
     def fingerprint(self, step: int) -> str:
         """Fingerprint of a committed checkpoint: equal fingerprints are equal bits."""
         return self._run.manifest(step).fingerprint
@@ -93,27 +157,43 @@ class CheckpointManager:
         """Whether `save` would save at this step without `force`."""
         return step % self._interval == 0
 
-    def save(self, step: int, state: Any, *, force: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        *,
+        force: bool = False,
+    ) -> bool:
         """Save `state` as `step` if it is time, or in any case with `force`; True if it is saved.
 
-        Returns as soon as `state` may change again; the checkpoint is durable once
-        `wait_until_finished` or `close` returns. Raises what the save before this one raised, and
-        `LockedError` when another process writes there. In a group only the chief writes.
+        `metrics` are recorded with it, for retention and for people. Returns as soon as `state` may
+        change again; the checkpoint is durable once `wait_until_finished` or `close` returns. Raises
+        what the save before this one raised (or warns, see `ManagerOptions`), and `LockedError` when
+        another process writes there. In a group only the chief writes.
         """
-        self._background.check()
+        self._settle(wait=False)
         if not (force or self.should_save(step)):
             return False
         if self._processes.index != 0:
             return True
-        self._background.wait()
-        self._run.begin_writing()
+        self._settle(wait=True)
+        try:
+            self._run.begin_writing()
+        except SaveError as error:
+            self._tolerate(error)
+            return False
         leaves = snapshot(state)
-        self._background.submit(lambda: self._commit(step, leaves))
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._background.submit(lambda: self._commit(step, leaves, numbers))
         return True
 
     def wait_until_finished(self) -> None:
-        """Wait for the save under way; what it saved is durable then. Raises what it raised."""
-        self._background.wait()
+        """Wait for the save under way; what it saved is durable then. Raises what it raised.
+
+        Under `on_error="continue"` a failed save is a warning here too, and `all_steps` lacks it.
+        """
+        self._settle(wait=True)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save runs in the background."""
@@ -155,22 +235,31 @@ class CheckpointManager:
         return self._processes.any(self._flag.raised)
 
     def save_and_exit(self, step: int, state: Any) -> NoReturn:
-        """Save `state` as `step`, wait until it is durable, and leave with exit status 75."""
-        self.save(step, state, force=True)
+        """Save `state` as `step`, wait until it is durable, and leave with exit status 75.
+
+        Raises what the save raised, whatever `on_error` says: status 75 means that it is saved.
+        """
+        self._settle(wait=True)
+        if self._processes.index == 0:
+            self._run.begin_writing()
+            leaves = snapshot(state)
+            self._background.submit(lambda: self._commit(step, leaves, {}))
+            self._background.wait()
         self.close()
         self._processes.barrier()
         raise SystemExit(EXIT_PREEMPTED)
 
     def delete(self, step: int) -> None:
-        """Delete one checkpoint. Raises `StepNotFoundError` where there is none."""
-        self._background.wait()
+        """Delete one checkpoint. Raises `StepNotFoundError` where there is none, `StoreError` for a
+        pinned one."""
+        self._settle(wait=True)
         if not self._run.delete([step]):
             self._run.manifest(step)
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised."""
         try:
-            self._background.wait()
+            self._settle(wait=True)
         finally:
             self._flag.remove()
             self._run.close()
@@ -181,13 +270,41 @@ class CheckpointManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _commit(self, step: int, leaves: Mapping[str, Leaf]) -> None:
-        self._run.save(step, leaves, self._recipe)
-        if gone := steps_to_delete(self._run.steps(), self._max_to_keep):
-            self._run.delete(gone)
+    def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
+        self._run.save(step, leaves, self._recipe, metrics)
+        if self._max_to_keep is None:
+            return
+        plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
+        if plan.store.held_back:
+            self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
+        for pack, why in execute_prune(self._run, plan).damaged.items():
+            self._notes.append(
+                f"{self.directory}: {pack} was not compacted: {why} Run `perdure verify --repair`."
+            )
+
+    def _settle(self, *, wait: bool) -> None:
+        """Deal with what the background said: raise it, or warn where that was asked for."""
+        try:
+            if wait:
+                self._background.wait()
+            else:
+                self._background.check()
+        except (SaveError, PruneError) as error:
+            self._tolerate(error)
+        if not self._background.busy:
+            notes, self._notes = self._notes, []
+            for note in notes:
+                if note not in self._told:
+                    self._told.add(note)
+                    warnings.warn(note, stacklevel=4)
+
+    def _tolerate(self, error: StoreError) -> None:
+        if self._options.on_error == "raise":
+            raise error
+        warnings.warn(f"{error} Training goes on; the next save tries again.", stacklevel=4)
 
     def _restore(self, step: int | None, like: Any) -> Restored | None:
-        self._background.wait()
+        self._settle(wait=True)
         loaded = self._load_together(step)
         if loaded is None:
             return None

@@ -1,42 +1,157 @@
-"""Deleting checkpoints: a plan first, then its execution in an order that is safe at any instant.
+"""Deleting checkpoints and giving back the room of what nobody needs: a plan, then its execution.
 
-Invariant: a manifest goes before its packs, and a pack goes only when no manifest that stays, and
-no quarantined one, reads from it. Nothing else is ever deleted.
+Invariant: at any instant every checkpoint that stays is readable. A manifest goes before its packs;
+a pack goes only when no manifest that stays, and no quarantined one, reads from it; a pack that is
+mostly dead goes only when its live chunks are durable elsewhere and every manifest names them there.
+While a manifest is unreadable no pack goes. Nothing else is ever deleted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from perdure.store.format import PACKS, Manifest, manifest_name
+from perdure.errors import StoreError
+from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
+from perdure.store.contents import Contents
+from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
 from perdure.store.storage import Storage
+
+DEAD_SHARE = 0.5
+"""A pack is compacted when more than this share of its bytes would be given back."""
 
 
 @dataclass(frozen=True)
-class DeletePlan:
-    """Steps whose manifests go, and the packs that nobody needs afterwards."""
+class Request:
+    """What shall be deleted: the input of a plan.
 
-    steps: tuple[int, ...]
-    packs: tuple[str, ...]
-
-
-def plan_delete(
-    manifests: Mapping[int, Manifest], steps: Iterable[int], packs: Collection[str]
-) -> DeletePlan:
-    """What deleting `steps` means, given every readable manifest and the packs present.
-
-    A pack that no manifest mentions at all is left alone: it may belong to a save in progress.
+    `orphans_to`: packs that no manifest mentions go too when the step of their save is not above it;
+    later ones may belong to a save in progress. `compact_from`: packs that are mostly dead are
+    compacted when that gives back at least so many bytes; None leaves them. `everywhere` looks at
+    every pack for that, otherwise only at those that a checkpoint being deleted reads from.
     """
-    gone = sorted(set(steps))
-    kept = {pack.name for step, man in manifests.items() if step not in gone for pack in man.packs}
-    freed = {pack.name for step in gone if step in manifests for pack in manifests[step].packs}
-    return DeletePlan(tuple(gone), tuple(sorted((freed - kept) & set(packs))))
+
+    steps: frozenset[int] = frozenset()
+    orphans_to: int = -1
+    compact_from: int | None = None
+    everywhere: bool = False
 
 
-def execute_delete(storage: Storage, plan: DeletePlan) -> None:
-    """Carry out a plan. May be repeated after a crash at any point."""
+@dataclass(frozen=True)
+class CollectPlan:
+    """What will happen, in this order: manifests of `steps` go, then `packs` and `orphans`; then the
+    live chunks of `compact` are copied into one new pack, the manifests of `rewrite` are replaced by
+    ones that read from there, and the packs of `compact` go.
+
+    `freed` bytes are given back, `copied` of them are written again first. `held_back` says why
+    packs that nobody needs stay.
+    """
+
+    request: Request
+    steps: tuple[int, ...] = ()
+    packs: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()
+    compact: tuple[str, ...] = ()
+    rewrite: tuple[int, ...] = ()
+    freed: int = 0
+    copied: int = 0
+    held_back: str | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.steps or self.packs or self.orphans or self.compact)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an execution did: manifests that were replaced, and packs that could not be compacted
+    because a chunk in them is damaged, with the reason."""
+
+    replaced: Mapping[int, Manifest]
+    damaged: Mapping[str, str]
+
+
+def plan_collect(held: Contents, request: Request) -> CollectPlan:
+    """The consequences of a request. Raises `StoreError` when it names a pinned step."""
+    present = held.manifests.keys() | held.unreadable.keys()
+    gone = request.steps & present
+    if refused := sorted(gone & held.pinned):
+        raise StoreError(
+            f"steps {', '.join(map(str, refused))} are pinned and were not deleted; nothing was "
+            f"changed. Unpin them first."
+        )
+    steps = tuple(sorted(gone))
+    if blind := sorted(held.unreadable.keys() - gone):
+        why = (
+            f"the manifest of step {blind[0]} cannot be read and may need any pack: "
+            f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
+        )
+        return CollectPlan(request, steps, held_back=why)
+    kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
+    in_quarantine = _named(held.quarantined)
+    needed = _named(kept.values()) | in_quarantine
+    touched = _named(held.manifests[step] for step in gone if step in held.manifests)
+    packs = sorted((touched - needed) & held.packs.keys())
+    orphans, why = _orphans(held, request, touched | needed)
+    candidates = (needed - in_quarantine) & held.packs.keys()
+    if not request.everywhere:
+        candidates &= touched
+    live = _mostly_dead(held, kept, candidates, request)
+    rewrite = [step for step, man in kept.items() if any(p.name in live for p in man.packs)]
+    old = sum(held.packs[name] for name in (*packs, *orphans, *live))
+    copied = relocated_size(live)
+    return CollectPlan(
+        request=request,
+        steps=steps,
+        packs=tuple(packs),
+        orphans=tuple(orphans),
+        compact=tuple(sorted(live)),
+        rewrite=tuple(rewrite) if live else (),
+        freed=old - copied,
+        copied=copied,
+        held_back=why,
+    )
+
+
+def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
+    """Carry out a plan that was made from `held`. After a crash at any point, plan again."""
     for step in plan.steps:
         storage.delete(manifest_name(step))
-    for pack in plan.packs:
-        storage.delete(PACKS + pack)
+    for name in (*plan.packs, *plan.orphans):
+        storage.delete(PACKS + name)
+    if not plan.compact:
+        return Collected({}, {})
+    kept = {step: held.manifests[step] for step in plan.rewrite}
+    replaced, damaged = compact(storage, kept, plan.compact)
+    for name in plan.compact:
+        if name not in damaged:
+            storage.delete(PACKS + name)
+    return Collected(replaced, damaged)
+
+
+def _orphans(held: Contents, request: Request, mentioned: set[str]) -> tuple[list[str], str | None]:
+    orphans = sorted(
+        name for name in held.packs.keys() - mentioned if 0 <= pack_step(name) <= request.orphans_to
+    )
+    if orphans and held.lost:
+        return [], f"{held.lost[0]} cannot be read and may need packs that nobody else does"
+    return orphans, None
+
+
+def _mostly_dead(
+    held: Contents, kept: Mapping[int, Manifest], candidates: set[str], request: Request
+) -> dict[str, LiveChunks]:
+    if request.compact_from is None or not candidates:
+        return {}
+    chosen = {}
+    for name, live in live_chunks(kept.values(), candidates).items():
+        # What a pack of its live chunks alone would take: so a pack just compacted is never chosen.
+        spared = held.packs[name] - relocated_size({name: live})
+        if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:
+            chosen[name] = live
+    return chosen
+
+
+def _named(manifests: Iterable[Manifest]) -> set[str]:
+    return {pack.name for manifest in manifests for pack in manifest.packs}

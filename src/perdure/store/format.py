@@ -7,8 +7,11 @@ against its own hash and against its schema; everything else raises `CorruptionE
 
 from __future__ import annotations
 
+import calendar
+import math
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -26,6 +29,7 @@ LOCK = "lock"
 MANIFESTS = "checkpoints/"
 PACKS = "packs/"
 QUARANTINE = "quarantine/"
+PINS = "pins/"
 TEMP_SUFFIX = ".tmp"
 MAX_STEP = 10**12 - 1
 
@@ -36,6 +40,7 @@ _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$")]
 RecipeValue = str | int | float | bool
 T = TypeVar("T")
@@ -83,9 +88,10 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     format: Natural
     step: Natural
-    created: str
+    created: Time
     fingerprint: Hash
     recipe: dict[str, RecipeValue]
+    metrics: dict[str, float | None]
     packs: tuple[PackRecord, ...]
     leaves: tuple[LeafRecord, ...]
 
@@ -131,6 +137,35 @@ def step_of(name: str) -> int | None:
 def pack_name(step: int, process: int, nonce: str) -> str:
     """Name of a pack inside `packs/`; `nonce` (8 hex digits) keeps a repeated save apart."""
     return f"{step:012d}-{process:05d}-{nonce}.pack"
+
+
+def pack_step(name: str) -> int:
+    """Step of the save that wrote a pack, from its name; -1 for a name that is not a pack's."""
+    match = re.fullmatch(r"([0-9]{12})-[0-9]{5}-[0-9a-f]{8}\.pack", name)
+    return int(match[1]) if match else -1
+
+
+def pin_name(step: int) -> str:
+    """Name of the empty object that pins `step`."""
+    return f"{PINS}{step:012d}"
+
+
+def time_text(seconds: float) -> str:
+    """`YYYY-MM-DDTHH:MM:SSZ` of seconds since 1970."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def seconds_of(text: str) -> int:
+    """Seconds since 1970 of a `time_text`."""
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a manifest holds them: JSON has no NaN and no infinity, so those become null."""
+    return {
+        name: number if math.isfinite(number := float(value)) else None
+        for name, value in metrics.items()
+    }
 
 
 def chunk_spans(nbytes: int) -> list[tuple[int, int]]:
@@ -179,6 +214,10 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         raise CorruptionError(
             f"{where}: expected the manifest of step {step}, found {manifest.step}."
         )
+    try:
+        seconds_of(manifest.created)
+    except ValueError:
+        raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
     for leaf in manifest.leaves:
         if any(chunk.pack >= len(manifest.packs) for chunk in leaf.chunks):
             raise CorruptionError(f"{where}: leaf {leaf.path!r} names a pack that is not listed.")

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,12 +19,27 @@ from perdure.errors import (
     LockedError,
     NoGoodCheckpointError,
     NotARunError,
+    PruneError,
     SaveError,
     StepExistsError,
     StepNotFoundError,
     StoreError,
 )
-from perdure.store.collect import execute_delete, plan_delete
+from perdure.store.collect import (
+    Collected,
+    CollectPlan,
+    Request,
+    execute_collect,
+    plan_collect,
+)
+from perdure.store.compact import compact
+from perdure.store.contents import (
+    Catalog,
+    Contents,
+    committed_steps,
+    pinned_steps,
+    quarantined,
+)
 from perdure.store.format import (
     FORMAT,
     LOCK,
@@ -32,6 +47,7 @@ from perdure.store.format import (
     MARKER,
     MAX_STEP,
     PACKS,
+    PINS,
     QUARANTINE,
     TEMP_SUFFIX,
     Manifest,
@@ -45,12 +61,15 @@ from perdure.store.format import (
     fingerprint_of,
     hash_bytes,
     manifest_name,
-    step_of,
+    pin_name,
+    plain_metrics,
+    time_text,
 )
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
+from perdure.store.room import require_room
 from perdure.store.storage import Storage
-from perdure.store.writer import Held, write_pack
+from perdure.store.writer import write_pack
 
 
 @dataclass(frozen=True)
@@ -80,9 +99,8 @@ class Run:
             LocalStorage(where) if isinstance(where, (str, os.PathLike)) else where
         )
         self._clock = clock
-        self._held: dict[str, Held] | None = None
-        self._manifests: dict[int, Manifest] = {}
-        self._unread: set[int] = set()
+        self._catalog = Catalog(self.storage)
+        self._unsure: set[int] = set()
         self._lock = ExitStack()
         self._writing = False
         self._marked = self._check_marker(create)
@@ -94,9 +112,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first. Lists names and reads nothing."""
-        return sorted(
-            step for name in self.storage.list(MANIFESTS) if (step := step_of(name)) is not None
-        )
+        return committed_steps(self.storage)
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
@@ -114,7 +130,15 @@ class Run:
         from perdure.store.reader import load_leaves  # numpy: not needed to list a run
 
         manifest = self.manifest(step)
-        return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
+        while True:
+            try:
+                return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
+            except CorruptionError:
+                # A prune may have moved the chunks since the manifest was read; then it says so.
+                again = self.manifest(step)
+                if again == manifest:
+                    raise
+                manifest = again
 
     def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
         """The newest checkpoint that is whole, and why newer ones were passed over.
@@ -122,17 +146,23 @@ class Run:
         None where there is no checkpoint at all; `NoGoodCheckpointError` where there are some and
         none is readable, because starting afresh then would throw a run away silently.
         """
-        skipped: list[tuple[int, str]] = []
-        for step in reversed(self.steps()):
-            try:
-                loaded = self.load(step, wanted)
-            except (CorruptionError, StepNotFoundError) as error:
-                skipped.append((step, str(error)))
-                continue
-            return Loaded(loaded.manifest, loaded.leaves, tuple(skipped))
+        skipped: dict[int, str] = {}
+        # Steps that a prune takes away while this reads are not damaged; newer ones are there then.
+        while untried := [step for step in self.steps() if step not in skipped]:
+            for step in reversed(untried):
+                try:
+                    loaded = self.load(step, wanted)
+                except CorruptionError as error:
+                    skipped[step] = str(error)
+                    continue
+                except StepNotFoundError:
+                    if step in self.steps():
+                        raise
+                    continue
+                return Loaded(loaded.manifest, loaded.leaves, tuple(skipped.items()))
         if not skipped:
             return None
-        reasons = "\n".join(f"  step {step}: {why}" for step, why in skipped)
+        reasons = "\n".join(f"  step {step}: {why}" for step, why in skipped.items())
         raise NoGoodCheckpointError(
             f"{self.where}: expected a readable checkpoint, found {len(skipped)} damaged:\n{reasons}\n"
             f"Nothing was changed. Run `perdure verify {self.where}`, bring back the files from a "
@@ -150,7 +180,7 @@ class Run:
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "since": _iso(self._clock()),
+            "since": time_text(self._clock()),
         }
         try:
             self._lock.enter_context(self.storage.lock(LOCK, json.dumps(owner).encode() + b"\n"))
@@ -164,9 +194,11 @@ class Run:
         except OSError as error:
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
         self._writing = True
+        # What was read before may have been changed by the writer in between.
+        self._catalog.forget()
         try:
             if not self._marked:
-                self.storage.replace(MARKER, encode_marker(_iso(self._clock())))
+                self.storage.replace(MARKER, encode_marker(time_text(self._clock())))
                 self._marked = True
             for name in self.leftovers():
                 self.storage.delete(name)
@@ -179,6 +211,7 @@ class Run:
         step: int,
         leaves: Mapping[str, Leaf],
         recipe: Mapping[str, RecipeValue] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
@@ -194,13 +227,17 @@ class Run:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
                 return present
-            records, packs, located = write_pack(self.storage, step, 0, leaves, self._known())
+            require_room(self.storage, leaves, self._catalog.held())
+            records, packs, located = write_pack(
+                self.storage, step, 0, leaves, self._catalog.held()
+            )
             manifest = Manifest(
                 format=FORMAT,
                 step=step,
-                created=_iso(self._clock()),
+                created=time_text(self._clock()),
                 fingerprint=fingerprint_of(records),
                 recipe=dict(recipe or {}),
+                metrics=plain_metrics(metrics or {}),
                 packs=tuple(packs),
                 leaves=tuple(records),
             )
@@ -211,29 +248,71 @@ class Run:
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
         except OSError as error:
+            self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
-        self._known().update(located)
-        self._manifests[step] = manifest
+        self._catalog.add(manifest, located)
         return manifest
 
     def delete(self, steps: Iterable[int]) -> list[int]:
-        """Delete checkpoints and the packs that only they needed; returns the steps deleted."""
+        """Delete checkpoints and the packs that only they needed; returns the steps deleted.
+
+        Raises `StoreError` for a pinned one, `PruneError` where deleting stopped in the middle.
+        """
         self.begin_writing()
-        present = set(self.steps())
-        self._read_manifests()
-        if self._unread:
-            # An unreadable manifest may need any pack, so packs stay until it is dealt with.
-            packs: list[str] = []
-        else:
-            packs = [name.removeprefix(PACKS) for name in self.storage.list(PACKS)]
-        kept = {pack.name for manifest in self._in_quarantine() for pack in manifest.packs}
-        packs = [name for name in packs if name not in kept]
-        plan = plan_delete(self._manifests, present.intersection(steps), packs)
-        execute_delete(self.storage, plan)
-        for step in plan.steps:
-            self._manifests.pop(step, None)
-        self._held = None
+        plan = self.plan(Request(frozenset(steps)))
+        self.execute(plan)
         return list(plan.steps)
+
+    def contents(self) -> Contents:
+        """What is held now: every manifest is read (once, while this is the writer), and no pack."""
+        if not self._writing:
+            self._catalog.forget()
+        return self._catalog.contents()
+
+    def plan(self, request: Request) -> CollectPlan:
+        """What a request would delete and move. Changes nothing and takes no lock."""
+        return plan_collect(self.contents(), request)
+
+    def execute(self, plan: CollectPlan) -> Collected:
+        """Carry out a plan; every checkpoint that stays is readable at any instant.
+
+        Raises `StoreError` when the run directory changed since the plan was made (nothing is
+        deleted then), and `PruneError` when an operation failed in the middle: plan again then.
+        """
+        self.begin_writing()
+        held = self.contents()
+        if plan_collect(held, plan.request) != plan:
+            raise StoreError(
+                f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
+            )
+        try:
+            done = execute_collect(self.storage, held, plan)
+        except OSError as error:
+            self._catalog.forget()
+            raise PruneError(
+                f"{self.where}: deleting stopped in the middle: {error}. Every checkpoint that stays "
+                f"is readable. Mend the cause, then run `perdure prune` or go on training."
+            ) from error
+        for step in plan.steps:
+            self._catalog.remove(step)
+        self._catalog.replace(done.replaced)
+        return done
+
+    def pin(self, step: int) -> None:
+        """Protect a checkpoint from every deletion until `unpin`. May be called twice."""
+        self.begin_writing()
+        self.manifest(step)
+        if step not in self.pinned():
+            self.storage.create(pin_name(step), 0).commit()
+
+    def unpin(self, step: int) -> None:
+        """Let a checkpoint be deleted again. May be called twice."""
+        self.begin_writing()
+        self.storage.delete(pin_name(step))
+
+    def pinned(self) -> frozenset[int]:
+        """The pinned steps."""
+        return pinned_steps(self.storage)
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move a bad manifest out of the way, with the reason beside it; returns its new name.
@@ -241,28 +320,33 @@ class Run:
         Its packs stay: parts of them may be good, and other checkpoints may read from them.
         """
         self.begin_writing()
-        taken = set(self.storage.list(QUARANTINE))
-        number = next(n for n in range(len(taken) + 1) if _bad_name(step, n) not in taken)
-        target = _bad_name(step, number)
-        note = {"step": step, "found": _iso(self._clock()), "reason": reason}
-        self.storage.replace(
-            target.removesuffix(".json") + ".reason.json", json.dumps(note).encode() + b"\n"
-        )
-        self.storage.move(manifest_name(step), target)
-        self._manifests.pop(step, None)
-        self._unread.discard(step)
-        self._held = None
+        target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
+        self._catalog.remove(step)
         return target
 
+    def quarantine_pack(self, pack: str, reason: str) -> str:
+        """Move a damaged pack out of the way; returns its new name. No checkpoint may need it."""
+        self.begin_writing()
+        return self._set_aside(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
+
+    def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
+        """Copy the chunks that checkpoints read from `packs` into a new pack, and read from there.
+
+        Returns the manifests that were replaced, and the packs that could not be left because a
+        chunk that is needed is damaged, with the reason. The old packs stay where they are.
+        """
+        self.begin_writing()
+        done = compact(self.storage, self.contents().manifests, packs)
+        self._catalog.replace(done[0])
+        return done
+
     def quarantined(self) -> list[str]:
-        """Names of the manifests in quarantine."""
-        return sorted(
-            name for name in self.storage.list(QUARANTINE) if not name.endswith(".reason.json")
-        )
+        """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
+        return quarantined(self.storage)
 
     def leftovers(self) -> list[str]:
         """Temporary files of writers that did not finish."""
-        places = (MANIFESTS, PACKS, QUARANTINE)
+        places = (MANIFESTS, PACKS, PINS, QUARANTINE)
         return sorted(
             name for at in places for name in self.storage.list(at) if name.endswith(TEMP_SUFFIX)
         )
@@ -277,6 +361,17 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _set_aside(self, name: str, stem: str, suffix: str, reason: str) -> str:
+        taken = set(self.storage.list(QUARANTINE))
+        number = next(
+            n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
+        )
+        place = f"{QUARANTINE}{stem}-{number}"
+        note = {"name": name, "found": time_text(self._clock()), "reason": reason}
+        self.storage.replace(f"{place}.reason.json", json.dumps(note).encode() + b"\n")
+        self.storage.move(name, place + suffix)
+        return place + suffix
 
     def _check_marker(self, create: bool) -> bool:
         where = f"{self.where}/{MARKER}"
@@ -311,6 +406,10 @@ class Run:
         rows = [(path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found == present.fingerprint:
+            if step in self._unsure:
+                # The name is there, and the sync after it failed: nothing says that it is durable.
+                self.storage.replace(manifest_name(step), encode_manifest(present))
+                self._unsure.discard(step)
             return present
         raise StepExistsError(
             f"{self.where}: step {step} is committed with fingerprint {present.fingerprint[:16]}, this "
@@ -330,45 +429,6 @@ class Run:
         except BaseException:
             sink.abort()
             raise
-
-    def _known(self) -> dict[str, Held]:
-        if self._held is None:
-            self._read_manifests()
-            self._held = dict(self._chunks_held())
-        return self._held
-
-    def _chunks_held(self) -> Iterator[tuple[str, Held]]:
-        """Chunks of readable checkpoints whose packs are there in full."""
-        sizes: dict[str, int | None] = {}
-        for manifest in self._manifests.values():
-            for pack in manifest.packs:
-                if pack.name not in sizes:
-                    try:
-                        sizes[pack.name] = self.storage.size(PACKS + pack.name)
-                    except OSError:
-                        sizes[pack.name] = None
-            for leaf in manifest.leaves:
-                for chunk in leaf.chunks:
-                    pack = manifest.packs[chunk.pack]
-                    if sizes[pack.name] == pack.size:
-                        yield chunk.hash, Held(pack.name, chunk.offset, chunk.length)
-
-    def _read_manifests(self) -> None:
-        for step in self.steps():
-            if step in self._manifests:
-                continue
-            try:
-                self._manifests[step] = self.manifest(step)
-            except CorruptionError:
-                self._unread.add(step)
-
-    def _in_quarantine(self) -> Iterator[Manifest]:
-        """Quarantined manifests that are whole; it was their packs that were damaged."""
-        for name in self.quarantined():
-            try:
-                yield decode_manifest(self.storage.read(name), name)
-            except (CorruptionError, OSError):
-                continue
 
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()
@@ -399,10 +459,6 @@ def _leaf_hashes(leaf: Leaf) -> list[str]:
     return [hash_bytes(leaf.data[start:stop]) for start, stop in chunk_spans(len(leaf.data))]
 
 
-def _bad_name(step: int, number: int) -> str:
-    return f"{QUARANTINE}{step:012d}-{number}.json"
-
-
 def _entries(storage: Storage) -> list[str] | None:
     """What lies in a directory that is not a run yet; None where there is no directory."""
     if isinstance(storage, LocalStorage):
@@ -418,7 +474,3 @@ def _shorten(steps: list[int]) -> str:
     if len(steps) <= 8:
         return ", ".join(map(str, steps))
     return f"{', '.join(map(str, steps[:3]))} ... {', '.join(map(str, steps[-3:]))} ({len(steps)})"
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,18 +1,21 @@
 """The store checker: reads every byte of a run directory and says what is wrong with it.
 
-Changes nothing. Tests call `check` as their last line.
+Changes nothing. Tests call `check` as their last line. A writer may be at work meanwhile: what it
+moved or deleted while this was reading is looked at again and not reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from perdure.errors import CorruptionError, PerdureError
+from perdure.errors import CorruptionError, PerdureError, StepNotFoundError
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
+    TEMP_SUFFIX,
     TRAILER_BYTES,
+    Chunk,
     Manifest,
     decode_pack_index,
     hash_bytes,
@@ -24,7 +27,7 @@ from perdure.store.run import Run
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what, and whether a checkpoint is lost by it."""
+    """One thing that is wrong: where, what, and whether something that was committed is harmed."""
 
     name: str
     what: str
@@ -33,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What a full check found."""
+    """What a full check found. `good` steps can be restored, `bad` ones cannot."""
 
     where: str
     good: tuple[int, ...]
@@ -48,65 +51,176 @@ class Report:
         return not any(problem.harmful for problem in self.problems)
 
 
+@dataclass
+class Packs:
+    """The packs of a run as they really are: chunks that were read and hashed, and what is damaged."""
+
+    run: Run
+    sizes: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    chunks: int = 0
+    _good: dict[str, dict[int, tuple[str, int]]] = field(default_factory=dict)
+
+    def read_all(self) -> None:
+        """Read every pack that is there now."""
+        for name in sorted(self.run.storage.list(PACKS)):
+            if not name.endswith(TEMP_SUFFIX):
+                self._read(name.removeprefix(PACKS))
+
+    def require(self, manifest: Manifest) -> None:
+        """Raise `CorruptionError` unless every chunk of `manifest` lies where it says."""
+        where = f"{self.run.where}: step {manifest.step}"
+        for pack in manifest.packs:
+            if pack.name not in self.sizes:
+                self._read(pack.name)
+            if pack.name not in self.sizes:
+                raise CorruptionError(f"{where} needs {pack.name}, which is missing.")
+            if self.sizes[pack.name] != pack.size and pack.name not in self.damaged:
+                raise CorruptionError(
+                    f"{where} expects {pack.name} to have {pack.size} bytes, "
+                    f"found {self.sizes[pack.name]}."
+                )
+        for leaf in manifest.leaves:
+            for chunk in leaf.chunks:
+                self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk)
+
+    def _require_chunk(self, where: str, manifest: Manifest, chunk: Chunk) -> None:
+        name = manifest.packs[chunk.pack].name
+        wanted = (chunk.hash, chunk.length)
+        if self._good[name].get(chunk.offset) == wanted:
+            return
+        if name in self.damaged:
+            # Its index may be what is damaged; a restore reads without it, and so does this.
+            data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
+            if hash_bytes(data) == chunk.hash:
+                self._good[name][chunk.offset] = wanted
+                return
+        raise CorruptionError(
+            f"{where}: {name} does not hold chunk {chunk.hash} at offset {chunk.offset}."
+        )
+
+    def _read(self, name: str) -> None:
+        try:
+            size = self.run.storage.size(PACKS + name)
+        except FileNotFoundError:
+            return
+        self.sizes[name] = size
+        good = self._good.setdefault(name, {})
+        try:
+            for at, chunk in _read_pack(self.run, PACKS + name, size):
+                if isinstance(chunk, CorruptionError):
+                    self.damaged.setdefault(name, str(chunk))
+                else:
+                    good[at] = chunk
+        except FileNotFoundError:
+            # Deleted by a prune while it was read.
+            del self.sizes[name]
+        except (CorruptionError, OSError) as error:
+            self.damaged.setdefault(name, str(error))
+        self.chunks += len(good)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A check in full: the report, and what a repair needs beside it."""
+
+    report: Report
+    bad: dict[int, str]
+    damaged: dict[str, str]
+
+
 def check(run: Run) -> Report:
     """Read and hash everything: manifests, packs, indexes; then compare them with each other.
 
     Harmful: a manifest or a pack that is not exactly what was committed, or is missing. Harmless
-    and reported: leftovers of a crash, packs that no manifest needs, and what is in quarantine.
+    and reported: leftovers of a crash, packs that no manifest needs, pins of steps that are not
+    there, and what is in quarantine.
     """
-    problems: list[Problem] = []
-    packs: dict[str, dict[int, tuple[str, int]]] = {}
-    sizes: dict[str, int] = {}
-    broken: set[str] = set()
-    for name in sorted(run.storage.list(PACKS)):
-        if name.endswith(".tmp"):
-            continue
-        pack = name.removeprefix(PACKS)
-        sizes[pack] = run.storage.size(name)
-        try:
-            packs[pack] = dict(_read_pack(run, name, sizes[pack]))
-        except (CorruptionError, OSError) as error:
-            broken.add(pack)
-            problems.append(Problem(name, str(error)))
-    good, bad, manifests = [], [], []
-    for step in run.steps():
-        try:
-            manifest = run.manifest(step)
-            manifests.append(manifest)
-            _match(run, manifest, packs, sizes, broken)
+    return examine(run).report
+
+
+def examine(run: Run) -> Findings:
+    """`check`, with the reasons in a form that `repair` can use."""
+    packs = Packs(run)
+    before = run.steps()
+    packs.read_all()
+    good, bad = [], {}
+    needed: set[str] = set()
+    blind = False
+    for step in sorted({*before, *run.steps()}):
+        manifest, error = _judge(run, step, packs)
+        if error is not None:
+            bad[step] = str(error)
+        elif manifest is not None:
             good.append(step)
-        except PerdureError as error:
-            bad.append(step)
-            problems.append(Problem(f"step {step}", str(error)))
-    needed = {pack.name for manifest in manifests for pack in manifest.packs}
-    if len(manifests) == len(good) + len(bad):
+        if manifest is not None:
+            needed |= {pack.name for pack in manifest.packs}
+        blind |= manifest is None and error is not None
+    held = run.contents()
+    for manifest in (*held.manifests.values(), *held.quarantined):
+        needed |= {pack.name for pack in manifest.packs}
+    damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
+    problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
+    problems += [Problem(f"step {step}", why) for step, why in bad.items()]
+    if not blind:
         problems += [
-            Problem(
-                PACKS + name, "no checkpoint needs this pack; the next writer may reuse it", False
-            )
-            for name in sorted(packs.keys() - needed)
+            Problem(PACKS + name, "no checkpoint needs this pack", False)
+            for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
         ]
-    problems += [
-        Problem(name, "left by a writer that did not finish", False) for name in run.leftovers()
-    ]
-    problems += [Problem(name, "in quarantine", False) for name in run.quarantined()]
-    problems += [
-        Problem(name, "not a manifest's name; remove it by hand", False)
-        for name in sorted(run.storage.list(MANIFESTS))
-        if step_of(name) is None and not name.endswith(".tmp")
-    ]
-    return Report(
+    problems += _notes(run, frozenset({*good, *bad}))
+    report = Report(
         where=run.where,
         good=tuple(good),
         bad=tuple(bad),
-        chunks=sum(map(len, packs.values())),
-        nbytes=sum(sizes.values()),
+        chunks=packs.chunks,
+        nbytes=sum(packs.sizes.values()),
         problems=tuple(problems),
     )
+    return Findings(report, bad, damaged)
 
 
-def _read_pack(run: Run, name: str, size: int) -> Iterator[tuple[int, tuple[str, int]]]:
-    """(offset, (hash, length)) of every chunk of a pack, each one read and hashed."""
+def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, PerdureError | None]:
+    """The manifest of a step as far as it can be read, and what is wrong; nothing for a step that is
+    gone by now."""
+    manifest: Manifest | None = None
+    problem: PerdureError | None = None
+    while True:
+        try:
+            again = run.manifest(step)
+        except StepNotFoundError:
+            return None, None
+        except PerdureError as error:
+            return None, error
+        if again == manifest:
+            return manifest, problem
+        manifest, problem = again, None
+        try:
+            packs.require(manifest)
+            return manifest, None
+        except CorruptionError as error:
+            # A prune may have moved the chunks: then the manifest is another one now.
+            problem = error
+
+
+def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
+    for name in run.leftovers():
+        yield Problem(name, "left by a writer that did not finish", False)
+    for name in run.quarantined():
+        yield Problem(name, "in quarantine", False)
+    for step in sorted(run.pinned() - steps):
+        yield Problem(f"step {step}", "is pinned, and is not there", False)
+    for name in sorted(run.storage.list(MANIFESTS)):
+        if step_of(name) is None and not name.endswith(TEMP_SUFFIX):
+            yield Problem(name, "not a manifest's name; remove it by hand", False)
+
+
+def _read_pack(
+    run: Run, name: str, size: int
+) -> Iterator[tuple[int, tuple[str, int] | CorruptionError]]:
+    """(offset, (hash, length)) of every chunk of a pack that hashes; the error for one that does not.
+
+    Raises `CorruptionError` when the index cannot be used.
+    """
     where = f"{run.where}/{name}"
     trailer = _read(run, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, where)
@@ -114,11 +228,15 @@ def _read_pack(run: Run, name: str, size: int) -> Iterator[tuple[int, tuple[str,
     at = 0
     for number, (digest, nbytes) in enumerate(index.chunks):
         found = hash_bytes(_read(run, name, at, nbytes))
-        if found != digest:
-            raise CorruptionError(
-                f"{where}: chunk {number} at offset {at}: expected hash {digest}, found {found}."
+        if found == digest:
+            yield at, (digest, nbytes)
+        else:
+            yield (
+                at,
+                CorruptionError(
+                    f"{where}: chunk {number} at offset {at}: expected hash {digest}, found {found}."
+                ),
             )
-        yield at, (digest, nbytes)
         at += nbytes
 
 
@@ -130,34 +248,3 @@ def _read(run: Run, name: str, offset: int, length: int) -> bytes:
             f"{run.where}/{name}: expected {length} bytes at offset {offset}, found {got}."
         )
     return bytes(target)
-
-
-def _match(
-    run: Run,
-    manifest: Manifest,
-    packs: dict[str, dict[int, tuple[str, int]]],
-    sizes: dict[str, int],
-    broken: set[str],
-) -> None:
-    for pack in manifest.packs:
-        if pack.name in broken:
-            raise CorruptionError(
-                f"{run.where}: step {manifest.step} needs {pack.name}, which is damaged."
-            )
-        if pack.name not in packs:
-            raise CorruptionError(
-                f"{run.where}: step {manifest.step} needs {pack.name}, which is missing."
-            )
-        if sizes[pack.name] != pack.size:
-            raise CorruptionError(
-                f"{run.where}: step {manifest.step} expects {pack.name} to have {pack.size} bytes, "
-                f"found {sizes[pack.name]}."
-            )
-    for leaf in manifest.leaves:
-        for chunk in leaf.chunks:
-            name = manifest.packs[chunk.pack].name
-            if packs[name].get(chunk.offset) != (chunk.hash, chunk.length):
-                raise CorruptionError(
-                    f"{run.where}: step {manifest.step}, leaf {leaf.path!r}: {name} holds another "
-                    f"chunk at offset {chunk.offset}."
-                )

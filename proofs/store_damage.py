@@ -1,0 +1,112 @@
+"""Damage on the disk: every flipped bit, cut and zeroed block is found and survived (line 4)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from report import Row, row
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
+
+from helpers import contents, run_on, sharing_states
+
+from perdure.errors import NoGoodCheckpointError
+from perdure.store import Manifest, Run, check
+from perdure.store.format import MANIFESTS, PACKS, step_of
+
+FLIPS = 10_000
+TRUNCATIONS = 1_000
+BLOCKS = 1_000
+BLOCK = 512
+
+
+def damage_rows(work: Path) -> Iterator[Row]:
+    """Line 4."""
+    patient = Patient(work / "run")
+    for what, times, damage in (
+        ("flipped bits", FLIPS, flip),
+        ("truncations", TRUNCATIONS, cut),
+        ("zeroed blocks", BLOCKS, zero),
+    ):
+        results = [patient.suffer(damage) for _ in range(times)]
+        yield row(f"{what} in packs and manifests that the check finds", (f for f, _ in results))
+        yield row(f"restores after {what} that took the newest good one", (r for _, r in results))
+    yield row("control: the same files without damage pass the check", [check(patient.run).ok])
+
+
+class Patient:
+    """A run directory whose files are damaged one at a time, and what each damage must cost."""
+
+    def __init__(self, path: Path) -> None:
+        with run_on(path) as run:
+            for step, leaves in sharing_states().items():
+                run.save(step, leaves)
+        self.run = Run(path)
+        self._path = path
+        self._chance = random.Random(4)
+        self._manifests = {step: self.run.manifest(step) for step in self.run.steps()}
+        self._files = {
+            name: (path / name).read_bytes()
+            for prefix in (PACKS, MANIFESTS)
+            for name in self.run.storage.list(prefix)
+        }
+
+    def suffer(self, damage) -> tuple[bool, bool]:
+        """Damage a file; is it found, and is the newest checkpoint that does not need it restored?"""
+        # By size, so that every byte is as likely as any other.
+        names = list(self._files)
+        (name,) = self._chance.choices(names, [len(self._files[each]) for each in names])
+        whole = self._files[name]
+        data, start, stop = damage(whole, self._chance)
+        (self._path / name).write_bytes(data)
+        found = not check(self.run).ok
+        sound = [step for step, man in self._manifests.items() if not needs(man, name, start, stop)]
+        try:
+            loaded = self.run.load_newest()
+            assert loaded is not None
+            step = loaded.manifest.step
+            right = step == max(sound, default=None) and contents(loaded.leaves) == contents(
+                sharing_states()[step]
+            )
+        except NoGoodCheckpointError:
+            right = not sound
+        (self._path / name).write_bytes(whole)
+        return found, right
+
+
+def needs(manifest: Manifest, name: str, start: int, stop: int) -> bool:
+    """Whether a checkpoint reads any of the bytes from `start` to `stop` of a file."""
+    if step_of(name) is not None:
+        return step_of(name) == manifest.step
+    return any(
+        PACKS + manifest.packs[chunk.pack].name == name
+        and chunk.offset < stop
+        and start < chunk.offset + chunk.length
+        for leaf in manifest.leaves
+        for chunk in leaf.chunks
+    )
+
+
+def flip(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
+    """One bit."""
+    bit = chance.randrange(len(whole) * 8)
+    data = bytearray(whole)
+    data[bit // 8] ^= 1 << bit % 8
+    return bytes(data), bit // 8, bit // 8 + 1
+
+
+def cut(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
+    """Everything from a place on."""
+    keep = chance.randrange(len(whole))
+    return whole[:keep], keep, len(whole)
+
+
+def zero(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
+    """One block of the disk."""
+    start = chance.randrange(-(-len(whole) // BLOCK)) * BLOCK
+    stop = min(start + BLOCK, len(whole))
+    assert any(whole[start:stop])
+    return whole[:start] + bytes(stop - start) + whole[stop:], start, stop

@@ -1,0 +1,193 @@
+"""Full disks, second writers and states that are donated while they are saved (lines 5 to 7)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Row, row
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
+
+from disks import NoMount, fill, small_disk
+
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
+from perdure.errors import LockedError, SaveError
+from perdure.store import Run
+
+LEVELS = 30
+DISK = 24 * 1024 * 1024
+STATE = 4 * 1024 * 1024
+DURING = (("open", ".pack"), ("write", ".pack"), ("open", ".json"), ("write", ".json"))
+WRITERS = 10
+DONATED_STEPS = 500
+
+
+def state(step: int) -> dict[str, Any]:
+    """Other bytes at every step."""
+    return {"w": np.random.default_rng(step).integers(0, 256, STATE, np.uint8), "step": step}
+
+
+def same(found: Any, step: int) -> bool:
+    """Whether a restored state is that of `step`."""
+    expected = state(step)
+    return found["step"] == step and found["w"].tobytes() == expected["w"].tobytes()
+
+
+def disk_rows(work: Path) -> Iterator[Row]:
+    """Line 5."""
+    try:
+        for on_error in ("raise", "continue"):
+            failed: list[bool] = []
+            yield row(
+                f"fill levels of a small disk, on_error={on_error!r}: told clearly, the last good "
+                f"checkpoint restores, room freed makes the next save succeed",
+                [level(work, n, on_error, None, failed) for n in range(LEVELS)],
+            )
+            print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
+        failed = []
+        yield row(
+            "the same when somebody else takes the room in the middle of the save",
+            [level(work, n, "continue", DURING[n % 4], failed) for n in range(LEVELS)],
+        )
+        print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
+    except NoMount as reason:
+        print(f"       skipped: full disks: {reason}")
+
+
+def level(
+    work: Path, number: int, on_error: Any, during: tuple[str, str] | None, failed: list[bool]
+) -> bool:
+    """Save 1, fill the disk to a level, try to save 2, restore, free the room, save 3."""
+    with small_disk(work / f"{number}-{on_error}-{during is None}", DISK) as disk:
+        leave = int(1.5 * STATE * number / (LEVELS - 1)) if during is None else 2 * STATE
+        ballast: list[Path] = []
+
+        def before(operation: str, path: str) -> None:
+            wanted = during is not None and operation == during[0] and during[1] in path
+            if wanted and "000000000002" in path and not ballast:
+                # How much is left differs from level to level, below what is still to be written.
+                ballast.append(fill(disk, leave=number * 64))
+
+        storage = LocalStorage(disk / "run", before)
+        options = ManagerOptions(on_error=on_error)
+        with CheckpointManager(storage, max_to_keep=None, options=options) as manager:
+            manager.save(1, state(1))
+            manager.wait_until_finished()
+            if during is None:
+                ballast.append(fill(disk, leave))
+            told = attempt(manager, 2)
+            newest = 1 if told else 2
+            failed.append(bool(told))
+            clear = not told or ("saving step 2 failed" in told and "last good" in told)
+            right = same(manager.restore().state, newest) and check(Run(disk / "run")).ok
+            for file in ballast:
+                file.unlink()
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            return clear and right and bool(ballast) and same(manager.restore().state, 3)
+
+
+def attempt(manager: CheckpointManager, step: int) -> str:
+    """Save; what the user is told, nothing when it worked."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            manager.save(step, state(step))
+            manager.wait_until_finished()
+        except SaveError as error:
+            return str(error)
+    return "\n".join(str(warning.message) for warning in caught)
+
+
+HOLDER = """
+import sys
+from perdure.store import Run
+run = Run(sys.argv[1], create=True)
+run.begin_writing()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def writer_rows(work: Path) -> Iterator[Row]:
+    """Line 6."""
+    results = [second_writer(work / f"run{n}") for n in range(WRITERS)]
+    yield row("second writers that are told at once by host and process", (a for a, _ in results))
+    yield row("locks of processes killed by SIGKILL that are taken over", (b for _, b in results))
+
+
+def second_writer(path: Path) -> tuple[bool, bool]:
+    """Is the second one told who writes, and does it get in when that process is killed?"""
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        try:
+            Run(path, create=True).begin_writing()
+            told = False
+        except LockedError as error:
+            owner = json.loads(str(error).split("writes here: ")[1].split(". Nothing")[0])
+            told = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
+        holder.kill()
+        holder.wait()
+    with CheckpointManager(path) as manager:
+        manager.save(1, {"x": 1})
+        manager.wait_until_finished()
+        return told, check(Run(path)).good == (1,)
+
+
+def donation_rows(work: Path) -> Iterator[Row]:
+    """Line 7."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    import jax.numpy as jnp
+
+    def update(params: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "w": jnp.sin(params["w"] @ params["w"]) + params["b"],
+            "b": params["b"] * 1.001,
+            "n": params["n"] + 1,
+        }
+
+    step_function = jax.jit(update, donate_argnums=0)
+    key = jax.random.key(0)
+    live = {"w": jax.random.normal(key, (256, 256)), "b": jnp.ones(256), "n": jnp.int32(0)}
+    copies: dict[int, dict[str, bytes]] = {}
+    donated = []
+    with CheckpointManager(work / "run", max_to_keep=None) as manager:
+        for step in range(1, DONATED_STEPS + 1):
+            given = live
+            live = step_function(live)
+            donated.append(all(leaf.is_deleted() for leaf in given.values()))
+            copies[step] = {name: np.array(jnp.copy(leaf)).tobytes() for name, leaf in live.items()}
+            manager.save(step, live)
+        del given
+        live = step_function(live)
+    print(
+        f"       {sum(donated)} of {DONATED_STEPS} states were taken over by the next step; the others "
+        f"were still being read for the save, and the runtime left them alone"
+    )
+    yield row(
+        "checkpoints saved behind donating steps that equal a synchronous copy",
+        (
+            {name: leaf.tobytes() for name, leaf in load(work / "run", step).items()}
+            == copies[step]
+            for step in copies
+        ),
+    )
+    yield row("different states among them", [len({c["w"] for c in copies.values()}) > 100])
+    bare = []
+    for _ in range(DONATED_STEPS):
+        given = live
+        live = step_function(live)
+        bare.append(all(leaf.is_deleted() for leaf in given.values()))
+    yield row("control: states that the same step takes over where none is saved", bare)

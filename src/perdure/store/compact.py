@@ -1,0 +1,164 @@
+"""Moving live chunks out of packs: copied, made durable, then named by the manifests that need them.
+
+Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
+the same fingerprint. The old packs are not touched here; the caller removes them afterwards.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from perdure.errors import CorruptionError
+from perdure.store.format import (
+    PACKS,
+    Chunk,
+    LeafRecord,
+    Manifest,
+    PackRecord,
+    decode_manifest,
+    encode_manifest,
+    encode_pack_tail,
+    hash_bytes,
+    manifest_name,
+    pack_name,
+)
+from perdure.store.storage import Storage
+
+LiveChunks = dict[int, tuple[str, int]]
+"""Offset -> (hash, length) of the chunks of one pack that are needed."""
+
+
+def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
+    """For each of `packs`, the chunks that the manifests read from it."""
+    live: dict[str, LiveChunks] = {name: {} for name in packs}
+    for manifest in manifests:
+        here = [live.get(pack.name) for pack in manifest.packs]
+        if all(found is None for found in here):
+            continue
+        for leaf in manifest.leaves:
+            for chunk in leaf.chunks:
+                if (found := here[chunk.pack]) is not None:
+                    found[chunk.offset] = (chunk.hash, chunk.length)
+    return live
+
+
+def relocated_size(live: Mapping[str, LiveChunks]) -> int:
+    """Bytes of one new pack that holds these chunks, each once; 0 for none."""
+    chunks = dict(chunk for name in live for chunk in live[name].values())
+    if not chunks:
+        return 0
+    return sum(chunks.values()) + len(encode_pack_tail(list(chunks.items())))
+
+
+def compact(
+    storage: Storage, manifests: Mapping[int, Manifest], packs: Iterable[str]
+) -> tuple[dict[int, Manifest], dict[str, str]]:
+    """Move what `manifests` read from `packs` into one new pack, and replace those manifests.
+
+    `manifests` must be every manifest that reads from them. Returns the new manifests by step, and
+    the packs that were left as they are because a chunk in them is damaged, with the reason. On
+    return the new pack and the manifests are durable.
+    """
+    chosen = sorted(packs)
+    damaged: dict[str, str] = {}
+    while chosen:
+        live = live_chunks(manifests.values(), chosen)
+        users = {
+            step: manifest
+            for step, manifest in manifests.items()
+            if any(live.get(pack.name) for pack in manifest.packs)
+        }
+        if not users:
+            break
+        try:
+            moved = _copy(storage, max(users), live)
+        except _Damaged as error:
+            damaged[error.pack] = str(error)
+            chosen.remove(error.pack)
+            continue
+        return {
+            step: _replace(storage, users[step], live, moved) for step in sorted(users)
+        }, damaged
+    return {}, damaged
+
+
+class _Damaged(CorruptionError):
+    """A chunk that should be copied is not what its manifest says."""
+
+    def __init__(self, pack: str, message: str) -> None:
+        super().__init__(message)
+        self.pack = pack
+
+
+class _Moved:
+    """The new pack: its record, and the offset of every chunk in it by hash."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.size = 0
+        self.at: dict[str, int] = {}
+
+
+def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
+    moved = _Moved(pack_name(step, 0, secrets.token_hex(4)))
+    order: list[tuple[str, int]] = []
+    sink = storage.create(PACKS + moved.name, relocated_size(live))
+    try:
+        for name in sorted(live):
+            for offset, (digest, length) in sorted(live[name].items()):
+                if digest in moved.at:
+                    continue
+                sink.write(memoryview(_read(storage, name, offset, digest, length)))
+                moved.at[digest] = moved.size
+                moved.size += length
+                order.append((digest, length))
+        tail = encode_pack_tail(order)
+        sink.write(memoryview(tail))
+        moved.size += len(tail)
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
+    return moved
+
+
+def _read(storage: Storage, name: str, offset: int, digest: str, length: int) -> bytearray:
+    where = f"{storage.where}/{PACKS}{name} at offset {offset}"
+    data = bytearray(length)
+    try:
+        got = storage.read_into(PACKS + name, offset, memoryview(data))
+    except OSError as error:
+        raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
+    if got != length:
+        raise _Damaged(name, f"{where}: expected {length} bytes, found {got}.")
+    if (found := hash_bytes(data)) != digest:
+        raise _Damaged(name, f"{where}: expected hash {digest}, found {found}.")
+    return data
+
+
+def _replace(
+    storage: Storage, manifest: Manifest, live: Mapping[str, LiveChunks], moved: _Moved
+) -> Manifest:
+    there = {pack.name: pack for pack in manifest.packs if pack.name not in live}
+    there[moved.name] = PackRecord(name=moved.name, size=moved.size)
+    numbers: dict[str, int] = {}
+    leaves: list[LeafRecord] = []
+    for leaf in manifest.leaves:
+        chunks = []
+        for chunk in leaf.chunks:
+            name, offset = manifest.packs[chunk.pack].name, chunk.offset
+            if name in live:
+                name, offset = moved.name, moved.at[chunk.hash]
+            number = numbers.setdefault(name, len(numbers))
+            chunks.append(Chunk(chunk.hash, number, offset, chunk.length))
+        leaves.append(msgspec.structs.replace(leaf, chunks=tuple(chunks)))
+    packs = tuple(there[name] for name in numbers)
+    renewed = msgspec.structs.replace(manifest, packs=packs, leaves=tuple(leaves))
+    data = encode_manifest(renewed)
+    name = manifest_name(manifest.step)
+    decode_manifest(data, f"{storage.where}/{name}: its replacement", manifest.step)
+    storage.replace(name, data)
+    return renewed

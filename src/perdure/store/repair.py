@@ -1,0 +1,69 @@
+"""Making a damaged run directory sound again without losing a byte that can still be restored.
+
+Invariant: nothing that was committed is deleted. What is bad moves to quarantine with the reason
+beside it; only leftovers of crashes and packs that nobody names are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from perdure.errors import PruneError
+from perdure.store.collect import Request
+from perdure.store.format import MAX_STEP, PACKS
+from perdure.store.run import Run
+from perdure.store.verify import Report, examine
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair did, and the check after it: its `good` steps can be restored.
+
+    `actions` are sentences in the order in which things were done; empty when all was well.
+    """
+
+    actions: tuple[str, ...]
+    report: Report
+
+
+def repair(run: Run) -> Repaired:
+    """Become the writer, check everything, and set aside what is bad; may be repeated after a crash.
+
+    Manifests that cannot be restored go to quarantine. From a damaged pack the chunks that good
+    checkpoints need are copied to a new pack first; then it goes to quarantine too. Leftovers of
+    crashes are removed, and packs that nobody names, these only when every manifest is readable.
+    Raises `LockedError` while a writer is at work, `PruneError` when an operation fails.
+    """
+    actions = [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
+    run.begin_writing()
+    try:
+        found = examine(run)
+        for step, why in found.bad.items():
+            actions.append(f"moved step {step} to {run.quarantine(step, why)}: {why}")
+        actions += _salvage(run, found.damaged)
+        plan = run.plan(Request(orphans_to=MAX_STEP))
+        run.execute(plan)
+        for name in plan.orphans:
+            actions.append(f"removed {PACKS}{name}: no checkpoint needs it")
+        for step in sorted(run.pinned() - set(run.steps())):
+            run.unpin(step)
+            actions.append(f"removed the pin of step {step}: it is not there")
+    except OSError as error:
+        raise PruneError(
+            f"{run.where}: the repair stopped in the middle: {error}. Nothing that was good is lost. "
+            f"Mend the cause, then run `perdure verify --repair` again."
+        ) from error
+    return Repaired(tuple(actions), examine(run).report)
+
+
+def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:
+    """Move damaged packs to quarantine once no good checkpoint reads from them."""
+    if not damaged:
+        return []
+    replaced, stay = run.evacuate(damaged)
+    actions = [f"copied what step {step} needs out of damaged packs" for step in sorted(replaced)]
+    for name, why in damaged.items():
+        if name not in stay:
+            actions.append(f"moved {PACKS}{name} to {run.quarantine_pack(name, why)}: {why}")
+    return actions

@@ -1,0 +1,179 @@
+"""A save that does not commit: raised, or a warning and another try; never swallowed, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, check
+from perdure.errors import LockedError, PruneError, SaveError, StoreError
+from perdure.store import Run
+
+CONTINUE = ManagerOptions(on_error="continue")
+
+
+def state(k: int) -> dict[str, Any]:
+    return {"w": np.full(1000, k, np.float32), "step": k}
+
+
+class Faulty:
+    """A `before` hook that fails one kind of operation while `on`, and counts."""
+
+    def __init__(self, operation: str = "fsync", code: int = errno.ENOSPC, part: str = "") -> None:
+        self.operation, self.code, self.part = operation, code, part
+        self.on = False
+        self.fired = 0
+
+    def __call__(self, operation: str, path: str) -> None:
+        if self.on and operation == self.operation and self.part in path:
+            self.fired += 1
+            raise OSError(self.code, os.strerror(self.code), path)
+
+
+def test_continue_warns_trains_on_and_saves_again_when_there_is_room(tmp_path: Path) -> None:
+    fault = Faulty()
+    with CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE) as manager:
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        fault.on = True
+        assert manager.save(2, state(2))
+        with pytest.warns(UserWarning, match=r"saving step 2 failed.*Training goes on"):
+            manager.wait_until_finished()
+        assert manager.save(3, state(3))
+        while manager.is_saving_in_progress():
+            os.sched_yield()
+        with pytest.warns(UserWarning, match="saving step 3 failed"):
+            assert manager.save(4, state(4))
+        with pytest.warns(UserWarning, match="saving step 4 failed"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+        assert manager.restore().step == 1
+        fault.on = False
+        manager.save(5, state(5))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 5]
+    assert fault.fired >= 3
+    assert check(Run(tmp_path)).ok
+
+
+def test_continue_goes_on_where_not_even_the_lock_can_be_taken(tmp_path: Path) -> None:
+    fault = Faulty("mkdir", errno.EACCES)
+    fault.on = True
+    manager = CheckpointManager(LocalStorage(tmp_path / "run", fault), options=CONTINUE)
+    with pytest.warns(UserWarning, match="cannot be written to: .*Permission denied"):
+        assert not manager.save(1, state(1))
+    fault.on = False
+    assert manager.save(2, state(2))
+    manager.close()
+    assert manager.all_steps() == [2]
+
+
+def test_continue_warns_at_close_too(tmp_path: Path) -> None:
+    fault = Faulty()
+    manager = CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE)
+    manager.save(1, state(1))
+    manager.wait_until_finished()
+    fault.on = True
+    manager.save(2, state(2))
+    with pytest.warns(UserWarning, match="saving step 2 failed"):
+        manager.close()
+
+
+def test_a_last_save_that_fails_is_never_reported_as_saved(tmp_path: Path) -> None:
+    """Exit status 75 means that the state is safe, so `continue` does not apply there."""
+    fault = Faulty()
+    manager = CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE)
+    manager.save(1, state(1))
+    manager.wait_until_finished()
+    fault.on = True
+    with pytest.raises(SaveError, match="saving step 2 failed"):
+        manager.save_and_exit(2, state(2))
+    manager.close()
+    assert fault.fired
+
+
+def test_continue_does_not_hide_a_second_writer(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path, options=CONTINUE) as first,
+        CheckpointManager(tmp_path, options=CONTINUE) as second,
+    ):
+        first.save(1, state(1))
+        with pytest.raises(LockedError):
+            second.save(1, state(1))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "continue"])
+def test_retention_that_cannot_delete_costs_no_checkpoint(tmp_path: Path, on_error: Any) -> None:
+    fault = Faulty("unlink", errno.EACCES, "checkpoints/000000000001.json")
+    options = ManagerOptions(on_error=on_error)
+    storage = LocalStorage(tmp_path, fault)
+    with CheckpointManager(storage, max_to_keep=1, options=options) as manager:
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        fault.part, fault.on = "000000000001.json", True
+        manager.save(2, state(2))
+        if on_error == "raise":
+            with pytest.raises(PruneError, match="deleting stopped in the middle"):
+                manager.wait_until_finished()
+        else:
+            with pytest.warns(UserWarning, match="deleting stopped in the middle"):
+                manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+        fault.on = False
+        manager.save(3, state(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+    assert fault.fired
+    assert check(Run(tmp_path)).problems == ()
+
+
+def test_a_damaged_pack_is_told_once_and_stops_no_training(tmp_path: Path) -> None:
+    big = {"bulk": np.arange(4 * 1024 * 1024, dtype=np.float32), "base": np.ones(1000)}
+    small = {"bulk": np.zeros(1), "base": np.ones(1000)}
+    with CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        manager.save(1, big)
+        manager.wait_until_finished()
+        pack = next((tmp_path / "packs").iterdir())
+        data = bytearray(pack.read_bytes())
+        data[100] ^= 1  # `base` lies first
+        pack.write_bytes(data)
+        manager.save(2, small)
+        with pytest.warns(UserWarning, match="was not compacted: .*expected hash") as told:
+            manager.wait_until_finished()
+        assert len(told) == 1
+        manager.save(3, {**small, "new": np.arange(9)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.wait_until_finished()
+
+
+def test_a_slow_disk_holds_the_next_save_back_and_loses_none(tmp_path: Path) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def before(operation: str, path: str) -> None:
+        if operation == "fsync" and "000000000001-" in path:
+            reached.set()
+            assert release.wait(60)
+
+    with CheckpointManager(LocalStorage(tmp_path, before)) as manager:
+        manager.save(1, state(1))
+        assert reached.wait(60)
+        second = threading.Thread(target=manager.save, args=(2, state(2)))
+        second.start()
+        assert manager.all_steps() == []
+        release.set()
+        second.join()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(StoreError, match="on_error: expected 'raise' or 'continue', found 'skip'"):
+        ManagerOptions(on_error="skip")  # type: ignore[arg-type]

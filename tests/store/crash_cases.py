@@ -1,0 +1,142 @@
+"""What is crashed, killed and cut off from power: each thing that a writer does, and what must survive.
+
+Shared by the tests and by `make proof-store`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers import Crash, Operations, contents, make_leaves, run_on, sharing_states
+
+from perdure.store import Leaf, Request, Run, check, repair
+from perdure.store.format import MAX_STEP
+
+SIZES = (3000, 40, 0)
+LARGE = (9 * 1024 * 1024, 40)
+
+States = dict[int, dict[str, Leaf]]
+
+
+def plain() -> States:
+    return {1: make_leaves(1, SIZES), 2: make_leaves(2, SIZES)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something done to a run directory that holds `before`; `kept` steps must survive it, and those
+    of `added` may be there afterwards."""
+
+    act: Callable[[Run], object]
+    kept: frozenset[int]
+    before: Callable[[], States] = plain
+    added: Callable[[], States] = dict
+    damage: Callable[[Path], object] = Path.exists
+
+
+def collect(run: Run, steps: set[int]) -> None:
+    run.execute(run.plan(Request(frozenset(steps), MAX_STEP, 0, everywhere=True)))
+
+
+def damage(path: Path) -> None:
+    """A bit of what only step 1 needs, in a pack that the others need too; and an orphan."""
+    pack = sorted((path / "packs").iterdir())[0]
+    data = bytearray(pack.read_bytes())
+    data[40_000] ^= 1
+    pack.write_bytes(data)
+    pack.with_name("000000000009-00000-00000000.pack").write_bytes(pack.read_bytes())
+
+
+def small(step: int) -> Callable[[], States]:
+    return lambda: {step: make_leaves(step, SIZES)}
+
+
+CASES = {
+    "save": Case(lambda run: run.save(3, make_leaves(3, SIZES)), frozenset({1, 2}), added=small(3)),
+    "save_large": Case(
+        lambda run: run.save(3, make_leaves(3, LARGE)),
+        frozenset({1, 2}),
+        added=lambda: {3: make_leaves(3, LARGE)},
+    ),
+    "delete": Case(lambda run: run.delete([1]), frozenset({2})),
+    "quarantine": Case(lambda run: run.quarantine(2, "a reason"), frozenset({1})),
+    "pin": Case(lambda run: run.pin(2), frozenset({1, 2})),
+    "prune": Case(lambda run: collect(run, {2, 3}), frozenset({1, 4}), before=sharing_states),
+    "compaction": Case(lambda run: collect(run, {1}), frozenset({2, 3, 4}), before=sharing_states),
+    "repair": Case(
+        lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
+    ),
+}
+
+
+def prepared(path: Path, case: Case) -> Path:
+    with run_on(path) as run:
+        for step, leaves in case.before().items():
+            run.save(step, leaves)
+    case.damage(path)
+    return path
+
+
+def operations_of(path: Path, case: Case) -> Operations:
+    recorder = Operations()
+    with run_on(path, recorder) as run:
+        case.act(run)
+    return recorder
+
+
+def assert_whole(path: Path, case: Case) -> None:
+    """Every checkpoint that stays restores; a repair leaves nothing to report; saving goes on."""
+    states = {**case.before(), **case.added()}
+    report = check(Run(path))
+    assert case.kept <= set(report.good)
+    assert report.ok or case.act is CASES["repair"].act, report.problems
+    for step in report.good:
+        assert contents(Run(path).load(step).leaves) == contents(states[step])
+    with run_on(path) as run:
+        repaired = repair(run).report
+        assert case.kept <= set(repaired.good)
+        assert [p for p in repaired.problems if not p.name.startswith("quarantine/")] == []
+        collect(run, set())
+        run.save(9, make_leaves(9))
+        assert case.kept <= set(check(run).good)
+        assert check(run).ok
+
+
+def crashes(directory: Path, case: Case) -> Iterator[Path]:
+    """For every operation of a case: a run directory as a crash ahead of that operation leaves it."""
+    total = len(operations_of(prepared(directory / "counted", case), case).done)
+    for number in range(total):
+        path = prepared(directory / f"crash{number}", case)
+        crash = Operations(crash_at=number)
+        run = run_on(path, crash)
+        with contextlib.suppress(Crash):
+            case.act(run)
+        run.close()
+        assert crash.fired, "the crash never happened"
+        yield path
+
+
+def durable(operations: list[tuple[str, str]]) -> bool:
+    """Whether each name is given to a synced file, and a directory whose names changed is synced
+    before any other name changes."""
+    synced: set[str] = set()
+    unsynced: str | None = None
+    for operation, path in operations:
+        name = path.removesuffix(".tmp")
+        if operation == "fsync":
+            synced.add(name)
+        elif operation == "write":
+            synced.discard(name)
+        elif operation == "fsync_dir":
+            unsynced = None if os.path.normpath(path) == unsynced else unsynced
+        elif operation in ("link", "rename") or (operation == "unlink" and name == path):
+            # A moved object was synced when it was written, before these operations.
+            written = any(done == "open" and at == path + ".tmp" for done, at in operations)
+            if unsynced is not None or (written and operation != "unlink" and name not in synced):
+                return False
+            unsynced = os.path.dirname(path)
+    return unsynced is None

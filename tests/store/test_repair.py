@@ -1,0 +1,194 @@
+"""Repair: what is bad is set aside with its reason, what is good stays, and it says which is which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from helpers import contents, make_leaves, run_on, sharing_states
+
+from perdure.cli import main
+from perdure.errors import FormatVersionError, LockedError
+from perdure.store import Run, check, repair
+from perdure.store.format import manifest_name
+
+
+def filled(path: Path) -> None:
+    with run_on(path) as run:
+        for step, leaves in sharing_states().items():
+            run.save(step, leaves)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def pack(path: Path, step: int) -> Path:
+    return next((path / "packs").glob(f"{step:012d}-*"))
+
+
+def mended(path: Path) -> tuple[int, ...]:
+    """The steps that a repair leaves, each of them restored; the check after it is clean."""
+    with run_on(path) as run:
+        done = repair(run)
+        assert done.report.ok
+        assert {problem.what for problem in done.report.problems} <= {"in quarantine"}
+        for step in done.report.good:
+            assert contents(run.load(step).leaves) == contents(sharing_states()[step])
+        assert repair(run).actions == (), "there is nothing left to do"
+        run.save(9, make_leaves(9))
+        assert check(run).good == (*done.report.good, 9)
+    return done.report.good
+
+
+def test_a_sound_run_is_left_as_it_is(tmp_path: Path) -> None:
+    filled(tmp_path)
+    held = sorted(tmp_path.rglob("*"))
+    with run_on(tmp_path) as run:
+        assert repair(run).actions == ()
+    assert sorted(tmp_path.rglob("*")) == held
+
+
+def test_damage_that_only_one_checkpoint_needs_costs_only_that_one(tmp_path: Path) -> None:
+    """Step 1 loses its bulk; what the others share with it is copied out of the damaged pack."""
+    filled(tmp_path)
+    bad = pack(tmp_path, 1)
+    flip(bad, 40_000)
+    assert (check(Run(tmp_path)).good, check(Run(tmp_path)).bad) == ((2, 3, 4), (1,))
+    assert mended(tmp_path) == (2, 3, 4)
+    assert not bad.exists()
+    aside = tmp_path / "quarantine" / bad.name.replace(".pack", "-0.pack")
+    assert aside.exists()
+    note = json.loads(aside.with_suffix(".reason.json").read_text())
+    assert note["name"] == f"packs/{bad.name}"
+    assert "expected hash" in note["reason"]
+
+
+def test_damage_that_all_need_is_said_and_nothing_is_deleted(tmp_path: Path) -> None:
+    filled(tmp_path)
+    flip(pack(tmp_path, 1), 5)
+    with run_on(tmp_path) as run:
+        done = repair(run)
+    assert done.report.good == ()
+    assert done.report.ok
+    names = [path.name for path in (tmp_path / "quarantine").iterdir()]
+    assert len([name for name in names if name.endswith("-0.json")]) == 4
+    assert len(list((tmp_path / "packs").iterdir())) == 3
+
+
+@pytest.mark.parametrize("part", ["index", "length", "magic"])
+def test_a_damaged_end_of_a_pack_costs_no_checkpoint(tmp_path: Path, part: str) -> None:
+    filled(tmp_path)
+    bad = pack(tmp_path, 1)
+    flip(bad, {"index": -100, "length": -50, "magic": -3}[part] + bad.stat().st_size)
+    report = check(Run(tmp_path))
+    assert not report.ok
+    assert report.good == (1, 2, 3, 4)
+    assert mended(tmp_path) == (1, 2, 3, 4)
+
+
+def test_a_pack_cut_short_costs_what_is_gone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    bad = pack(tmp_path, 4)
+    bad.write_bytes(bad.read_bytes()[:50])
+    pack(tmp_path, 3).write_bytes(b"")
+    assert mended(tmp_path) == (1, 2)
+
+
+def test_a_pack_that_is_gone_costs_those_who_need_it(tmp_path: Path) -> None:
+    filled(tmp_path)
+    pack(tmp_path, 3).unlink()
+    assert mended(tmp_path) == (1, 2)
+
+
+def test_an_unreadable_manifest_keeps_packs_that_it_may_need(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / manifest_name(2)).write_bytes(b"")
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == (1, 3, 4)
+        assert pack(tmp_path, 2).exists()
+        assert repair(run).actions == ()
+    (tmp_path / "quarantine" / "000000000002-0.json").unlink()
+    with run_on(tmp_path) as run:
+        (action,) = repair(run).actions
+        assert "no checkpoint needs it" in action
+
+
+def test_leftovers_orphans_and_pins_of_nothing_go(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with run_on(tmp_path) as run:
+        run.pin(4)
+    (tmp_path / manifest_name(4)).unlink()
+    (tmp_path / "packs" / "000000000007-00000-00000000.pack.tmp").write_bytes(b"half")
+    assert mended(tmp_path) == (1, 2, 3)
+
+
+def test_a_manifest_of_a_newer_perdure_is_not_taken_for_damage(tmp_path: Path) -> None:
+    from test_format import resealed
+
+    filled(tmp_path)
+    manifest = tmp_path / manifest_name(3)
+    manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":1', b'"format":2'))
+    held = manifest.read_bytes()
+    with run_on(tmp_path) as run, pytest.raises(FormatVersionError, match="newer perdure"):
+        repair(run)
+    assert manifest.read_bytes() == held
+
+
+def test_a_repair_waits_for_the_writer(tmp_path: Path) -> None:
+    with run_on(tmp_path) as writer:
+        writer.save(1, make_leaves(1))
+        with pytest.raises(LockedError):
+            repair(Run(tmp_path))
+
+
+class Meanwhile(Run):
+    """A check during which something happens ahead of the second listing of the steps."""
+
+    def __init__(self, path: Path, happens) -> None:
+        super().__init__(path)
+        self.happens = happens
+        self.asked = 0
+
+    def steps(self) -> list[int]:
+        self.asked += 1
+        if self.asked == 2:
+            self.happens()
+        return super().steps()
+
+
+def test_a_check_beside_a_writer_reports_no_damage_that_is_not_there(tmp_path: Path) -> None:
+    filled(tmp_path)
+
+    def go_on() -> None:
+        with run_on(tmp_path) as run:
+            run.save(5, make_leaves(5))
+            run.delete([1, 2])
+
+    run = Meanwhile(tmp_path, go_on)
+    report = check(run)
+    assert run.asked >= 2
+    assert report.problems == ()
+    assert report.good == (3, 4, 5)
+
+
+def test_verify_repairs_on_demand_and_says_what_is_left(tmp_path: Path) -> None:
+    filled(tmp_path)
+    flip(pack(tmp_path, 1), 40_000)
+    flip(tmp_path / manifest_name(4), 300)
+    held = sorted(tmp_path.rglob("*"))
+    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert found.exit_code == 1
+    assert "2 checkpoints good, 2 damaged" in found.output
+    assert "`perdure verify --repair` sets aside what is damaged" in found.output
+    assert sorted(tmp_path.rglob("*")) == held
+    done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
+    assert done.exit_code == 0, done.output
+    assert "repair  moved step 1 to quarantine/000000000001-0.json" in done.output
+    assert "a restore takes step 3, the newest good one" in done.output
+    again = CliRunner().invoke(main, ["verify", str(tmp_path), "--json"])
+    assert json.loads(again.output)["good"] == [2, 3]

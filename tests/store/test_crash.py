@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,15 +73,20 @@ def test_a_crash_at_any_operation_loses_nothing_that_was_committed(
             assert check(again).ok
 
 
+def final(temporary: str) -> str:
+    """The name that a temporary file is written for: `NAME.tmp`, or `NAME.<8 digits>.tmp`."""
+    return re.sub(r"(\.[0-9a-f]{8})?\.tmp$", "", temporary)
+
+
 def durable(operations: list[tuple[str, str]]) -> bool:
     """Whether each name is given to a synced file, and the directory synced before the next one."""
     synced: set[str] = set()
     unsynced_name = False
     for operation, name in operations:
         if operation == "fsync":
-            synced.add(name.removesuffix(".tmp"))
+            synced.add(final(name))
         elif operation == "write":
-            synced.discard(name.removesuffix(".tmp"))
+            synced.discard(final(name))
         elif operation in ("link", "rename"):
             if name not in synced or unsynced_name:
                 return False

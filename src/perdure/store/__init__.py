@@ -1,5 +1,7 @@
 """Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
 
+from perdure.store.bucket import CloudOptions
+from perdure.store.cloud import CloudStorage
 from perdure.store.format import Manifest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
@@ -9,6 +11,8 @@ from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, Report, check
 
 __all__ = [
+    "CloudOptions",
+    "CloudStorage",
     "Leaf",
     "Loaded",
     "LocalStorage",

@@ -24,6 +24,7 @@ CREATED_BY = "perdurewriter"
 """Attribute of an object that says which attempt to create it made it."""
 
 _CREATE_ATTEMPTS = 5
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _process: int | None = None
 """The process whose threads run obstore; a fork of it has the memory and not the threads."""
 
@@ -35,7 +36,7 @@ class CloudOptions:
     """How to reach an object store. What is left out comes from the usual environment variables.
 
     `config` and `client` go to `obstore.store.from_url` as `config` and `client_options`, such as
-    `{"endpoint": "http://127.0.0.1:9000", "region": "us-east-1"}` and `{"allow_http": True}`. A
+    `{"endpoint": "http://127.0.0.1:9000", "region": "us-east-1"}` and `{"connect_timeout": "5s"}`. A
     request is tried again up to `retries` times and for at most `retry_seconds`. An object of up to
     `single_put_bytes` is one request, so that its creation is exclusive; a larger one goes in parts
     of at least `part_bytes`, `concurrency` at a time. The writer's lock lapses when it was not
@@ -72,7 +73,7 @@ class Bucket:
             self._store: Any = opened(
                 self.url,
                 config=dict(options.config),
-                client_options={"timeout": "300s", **options.client},
+                client_options=_client_options(options),
                 retry_config={
                     "max_retries": options.retries,
                     "retry_timeout": timedelta(seconds=options.retry_seconds),
@@ -278,6 +279,16 @@ def version_of(answer: Mapping[str, Any]) -> dict[str, str]:
     """What identifies a version, for `put_over`; some stores give `None` or "null" for a part."""
     parts = {key: answer.get(key) for key in ("e_tag", "version")}
     return {key: value for key, value in parts.items() if value not in (None, "null")}
+
+
+def _client_options(options: CloudOptions) -> dict[str, Any]:
+    """Options of the HTTP client; an endpoint that is named with http:// is meant."""
+    environment = {name.upper(): value for name, value in os.environ.items()}
+    endpoints = [options.config.get("endpoint"), *map(environment.get, _ENDPOINTS)]
+    plain = any(str(endpoint or "").startswith("http://") for endpoint in endpoints)
+    allowed = {"allow_http": True} if plain else {}
+    # A part of a large object may take long on a slow line.
+    return {"timeout": "300s", **allowed, **options.client}
 
 
 def _first_line(error: Exception) -> str:

@@ -57,7 +57,7 @@ class ObjectServer:
         else:
             config = {"endpoint": f"{at}/{ACCOUNT}", "account_name": ACCOUNT}
             config |= {"account_key": self.key}
-        return replace(TEST_OPTIONS, config=config, client={"allow_http": True}, **changes)
+        return replace(TEST_OPTIONS, config=config, **changes)
 
     def new_url(self) -> str:
         """A URL in a new, empty bucket."""

@@ -7,6 +7,7 @@ from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
 from perdure.store.memory import MemoryStorage
 from perdure.store.run import Loaded, Run
+from perdure.store.staged import StagedStorage
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, Report, check
 
@@ -22,6 +23,7 @@ __all__ = [
     "Report",
     "Run",
     "Sink",
+    "StagedStorage",
     "Storage",
     "check",
 ]

@@ -277,9 +277,15 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give the writer's lock back. May be called twice."""
-        self._lock.close()
+        """Give the writer's lock back. May be called twice.
+
+        Raises `SaveError` when a storage with two places could not bring all of it to the second.
+        """
         self._writing = False
+        try:
+            self._lock.close()
+        except OSError as error:
+            raise SaveError(f"{self.where}: {error}.") from error
 
     def __enter__(self) -> Run:
         return self

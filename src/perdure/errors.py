@@ -9,6 +9,7 @@ PerdureError
 │   ├── LockedError               another live process writes to this run directory
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
+│   ├── UnreachableError          the storage did not answer: nothing is known about its contents
 │   ├── SaveError                 a save did not commit (disk full, permission, ...)
 │   └── PruneError                deleting or compacting stopped in the middle
 ├── StateError                    the live objects and the checkpoint do not fit together
@@ -58,6 +59,10 @@ class CorruptionError(StoreError):
 
 class NoGoodCheckpointError(CorruptionError):
     """Checkpoints exist, and none of them is readable."""
+
+
+class UnreachableError(StoreError):
+    """The storage did not answer, retries included. Nothing is known about what it holds."""
 
 
 class SaveError(StoreError):

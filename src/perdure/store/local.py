@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes go through the staging buffers."""
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_held: set[tuple[int, int] | None] = set()
+_held: dict[tuple[int, int] | None, bytes] = {}
 _held_guard = threading.Lock()
 
 
@@ -106,26 +107,26 @@ class LocalStorage:
         path = self.path(name)
         with _held_guard:
             # Asked before opening: closing any descriptor of a locked file would drop the lock.
-            if _identity(path) in _held:
-                raise BlockingIOError(errno.EAGAIN, owner.decode(), path)
+            if (holder := _held.get(_identity(path))) is not None:
+                raise BlockingIOError(errno.EAGAIN, holder.decode(errors="replace"), path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                holder = os.pread(fd, 4096, 0).decode(errors="replace")
+                said = os.pread(fd, 4096, 0).decode(errors="replace")
                 os.close(fd)
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise BlockingIOError(errno.EAGAIN, holder, path) from None
+                    raise BlockingIOError(errno.EAGAIN, said, path) from None
                 raise
             identity = _identity(path)
-            _held.add(identity)
+            _held[identity] = owner
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner, 0)
             yield
         finally:
             with _held_guard:
-                _held.discard(identity)
+                _held.pop(identity, None)
                 os.close(fd)
 
     def free_bytes(self) -> int | None:
@@ -209,7 +210,8 @@ class LocalSink:
     def __init__(self, storage: LocalStorage, name: str, size: int) -> None:
         self._storage = storage
         self._name = name
-        self._temporary = storage.path(name) + TEMP_SUFFIX
+        # Of its own: two writers of one name must not meet in one temporary file either.
+        self._temporary = f"{storage.path(name)}.{secrets.token_hex(4)}{TEMP_SUFFIX}"
         self._small = bytearray()
         self._staged: StagedWriter | None = None
         if size >= STAGED_FROM:

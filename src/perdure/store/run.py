@@ -6,6 +6,7 @@ and never change anything; the first change takes the writer's lock and keeps it
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from perdure.errors import (
     StepExistsError,
     StepNotFoundError,
     StoreError,
+    UnreachableError,
 )
 from perdure.store.collect import (
     Collected,
@@ -69,6 +71,7 @@ from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
 from perdure.store.room import require_room
 from perdure.store.storage import Storage
+from perdure.store.urls import open_storage
 from perdure.store.writer import write_pack
 
 
@@ -82,7 +85,7 @@ class Loaded:
 
 
 class Run:
-    """A run directory at a path, or on any `Storage`.
+    """A run directory at a path, at the URL of an object store, or on any `Storage`.
 
     With `create`, an empty or missing directory becomes a run directory at the first save; without
     it, a path that holds none raises `NotARunError`. Raises `FormatVersionError` for a newer format.
@@ -95,9 +98,7 @@ class Run:
         create: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.storage: Storage = (
-            LocalStorage(where) if isinstance(where, (str, os.PathLike)) else where
-        )
+        self.storage: Storage = open_storage(where)
         self._clock = clock
         self._catalog = Catalog(self.storage)
         self._unsure: set[int] = set()
@@ -121,6 +122,8 @@ class Run:
             data = self.storage.read(name)
         except FileNotFoundError:
             raise StepNotFoundError(self._no_such_step(step)) from None
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: step {step}: {error}.") from error
         except OSError as error:
             raise CorruptionError(f"{self.where}/{name}: cannot be read: {error}.") from error
         return decode_manifest(data, f"{self.where}/{name}", step)
@@ -133,7 +136,10 @@ class Run:
         while True:
             try:
                 return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
-            except CorruptionError:
+            except CorruptionError as error:
+                # An outage is no damage: nothing may be passed over or set aside because of it.
+                if isinstance(error.__cause__, ConnectionError):
+                    raise UnreachableError(str(error)) from error
                 # A prune may have moved the chunks since the manifest was read; then it says so.
                 again = self.manifest(step)
                 if again == manifest:
@@ -247,7 +253,7 @@ class Run:
                 f"{self.where}: step {step} was committed by another writer while this one was "
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
-        except OSError as error:
+        except (OSError, UnreachableError) as error:
             self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, located)
@@ -352,9 +358,15 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give the writer's lock back. May be called twice."""
-        self._lock.close()
+        """Give the writer's lock back. May be called twice.
+
+        Raises `SaveError` when a storage with two places could not bring all of it to the second.
+        """
         self._writing = False
+        try:
+            self._lock.close()
+        except OSError as error:
+            raise SaveError(f"{self.where}: {error}.") from error
 
     def __enter__(self) -> Run:
         return self
@@ -382,9 +394,16 @@ class Run:
             pass
         except NotADirectoryError:
             raise NotARunError(f"{self.where}: expected a directory, found a file.") from None
+        except ConnectionError as error:
+            raise UnreachableError(f"{where}: {error}.") from error
         except OSError as error:
             raise NotARunError(f"{where}: cannot be read: {error}.") from error
-        found = _entries(self.storage)
+        try:
+            found = _entries(self.storage)
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: {error}.") from error
+        except OSError as error:
+            raise NotARunError(f"{self.where}: {error}.") from error
         if create and not found:
             return False
         if self.steps():
@@ -437,8 +456,14 @@ class Run:
             f"{self.where}: expected a checkpoint of step {step}, found {held}. Ask for one there."
         )
 
-    def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: OSError) -> str:
-        steps = [at for at in self.steps() if at != step]
+    def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
+        try:
+            steps = [at for at in self.steps() if at != step]
+        except OSError:
+            return (
+                f"{self.where}: saving step {step} failed: {error}. Every earlier checkpoint is as it "
+                f"was. Save again once the storage answers."
+            )
         size = sum(len(leaf.data) for leaf in leaves.values())
         free = self.storage.free_bytes()
         room = "" if free is None else f", free there: {free} bytes"
@@ -463,11 +488,15 @@ def _entries(storage: Storage) -> list[str] | None:
     """What lies in a directory that is not a run yet; None where there is no directory."""
     if isinstance(storage, LocalStorage):
         try:
-            # A crash right after the directory was made leaves these; they are ours.
-            return sorted(set(os.listdir(storage.where)) - {LOCK, MARKER + TEMP_SUFFIX})
+            return sorted(name for name in os.listdir(storage.where) if not _ours(name))
         except FileNotFoundError:
             return None
-    return list(storage.list("")) or None
+    return list(itertools.islice((n for n in storage.list("") if not _ours(n)), 5)) or None
+
+
+def _ours(name: str) -> bool:
+    """What a crash before the marker leaves; a directory that holds nothing else is empty."""
+    return name == LOCK or (name.startswith((LOCK, MARKER)) and name.endswith(TEMP_SUFFIX))
 
 
 def _shorten(steps: list[int]) -> str:

@@ -1,0 +1,40 @@
+"""Where a run directory is: a path, a URL of an object store, or a storage of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from perdure.errors import StoreError
+from perdure.store.local import LocalStorage
+from perdure.store.storage import Storage
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+
+
+def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage of a run directory. obstore is loaded for a URL, and for nothing else.
+
+    Raises `StoreError` for a scheme that is not known, and for a URL that went through
+    `pathlib.Path`, which drops one of its slashes.
+    """
+    if not isinstance(where, (str, os.PathLike)):
+        return where
+    text = os.fspath(where)
+    scheme, colon, _ = text.partition(":/")
+    if not colon or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
+        return LocalStorage(where)
+    if not text.startswith(f"{scheme}://"):
+        if scheme in SCHEMES:
+            raise StoreError(
+                f"{text}: expected a URL such as {scheme}://..., found one slash; pathlib.Path "
+                f"drops the other. Pass the URL as a string."
+            )
+        return LocalStorage(where)
+    if scheme not in SCHEMES:
+        raise StoreError(
+            f"{text}: expected a path or a URL with one of {', '.join(SCHEMES)}, found {scheme!r}."
+        )
+    from perdure.store.cloud import CloudStorage  # only a URL needs it
+
+    return CloudStorage(text)

@@ -1,0 +1,14 @@
+"""For tests of what builds on perdure: a conformance suite for storages, a check of a whole run.
+
+Needs pytest. `perdure.testing.servers` starts object stores on loopback, `perdure.testing.proxy`
+stands between one of them and its client and fails chosen requests.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("perdure.testing.conformance")
+
+from perdure.testing.conformance import StorageConformance  # noqa: E402 (rewriting comes first)
+from perdure.testing.runs import check_run  # noqa: E402
+
+__all__ = ["StorageConformance", "check_run"]

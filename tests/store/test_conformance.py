@@ -1,0 +1,143 @@
+"""Every storage that perdure has keeps the contracts of `perdure.store.Storage`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.store import CloudStorage, LocalStorage, MemoryStorage, StagedStorage, Storage
+from perdure.testing import StorageConformance
+from perdure.testing.servers import ObjectServer
+
+
+class _Staged(StagedStorage):
+    """Named by its local part, for raw access; packs of the suite are no packs of a run."""
+
+    def __init__(self, local: LocalStorage, remote: Storage) -> None:
+        super().__init__(local, remote)
+        self.where = local.where
+
+    def _is_good(self, name: str) -> bool:
+        return True
+
+    def _refusal(self, name: str) -> str | None:
+        return None
+
+
+class TestLocal(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return LocalStorage(tmp_path / "run")
+
+    def raw_read(self, storage: Storage, name: str) -> bytes | None:
+        path = Path(storage.where) / name
+        return path.read_bytes() if path.exists() else None
+
+    def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
+        path = Path(storage.where) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def raw_names(self, storage: Storage) -> set[str]:
+        root = Path(storage.where)
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    def another(self, storage: Storage) -> Storage:
+        return LocalStorage(storage.where)
+
+
+class TestMemory(StorageConformance):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return MemoryStorage()
+
+    def raw_read(self, storage: Storage, name: str) -> bytes | None:
+        assert isinstance(storage, MemoryStorage)
+        return storage.objects.get(name)
+
+    def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
+        assert isinstance(storage, MemoryStorage)
+        storage.objects[name] = data
+
+    def raw_names(self, storage: Storage) -> set[str]:
+        assert isinstance(storage, MemoryStorage)
+        return set(storage.objects)
+
+
+class TestStaged(TestLocal):
+    """What is here counts; the remote follows."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Iterator[Storage]:
+        staged = _Staged(LocalStorage(tmp_path / "run"), MemoryStorage())
+        yield staged
+        staged.wait()
+
+    def another(self, storage: Storage) -> Storage:
+        assert isinstance(storage, StagedStorage)
+        return _Staged(LocalStorage(storage.where), storage.remote)
+
+
+class TestStagedElsewhere(TestMemory):
+    """What is only there is found there."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Iterator[Storage]:
+        staged = _Staged(LocalStorage(tmp_path / "run"), MemoryStorage())
+        yield staged
+        staged.wait()
+
+    def raw_read(self, storage: Storage, name: str) -> bytes | None:
+        assert isinstance(storage, StagedStorage)
+        storage.wait()
+        return super().raw_read(storage.remote, name)
+
+    def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
+        assert isinstance(storage, StagedStorage)
+        super().raw_write(storage.remote, name, data)
+
+    def raw_names(self, storage: Storage) -> set[str]:
+        assert isinstance(storage, StagedStorage)
+        storage.wait()
+        return super().raw_names(storage.remote)
+
+    def another(self, storage: Storage) -> Storage:
+        assert isinstance(storage, StagedStorage)
+        return _Staged(LocalStorage(storage.where), storage.remote)
+
+
+class ObjectStoreConformance(StorageConformance):
+    """On a server; a subclass says which."""
+
+    server: ObjectServer
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return self.server.storage(self.server.new_url())
+
+    def raw_read(self, storage: Storage, name: str) -> bytes | None:
+        return self.server.read(storage.where, name)
+
+    def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
+        self.server.write(storage.where, name, data)
+
+    def raw_names(self, storage: Storage) -> set[str]:
+        return self.server.names(storage.where)
+
+    def another(self, storage: Storage) -> Storage:
+        assert isinstance(storage, CloudStorage)
+        return self.server.storage(storage.where)
+
+
+class TestS3(ObjectStoreConformance):
+    @pytest.fixture(autouse=True)
+    def _served(self, s3: ObjectServer) -> None:
+        self.server = s3
+
+
+class TestAzure(ObjectStoreConformance):
+    @pytest.fixture(autouse=True)
+    def _served(self, azure: ObjectServer) -> None:
+        self.server = azure

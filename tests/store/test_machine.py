@@ -1,0 +1,355 @@
+"""A run directory against a plain dict: saves, deletes, quarantine, crashes and damage in any order.
+
+The oracle reads manifests and packs as bytes, by itself, and knows no more of the store than
+docs/FORMAT.md says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from helpers import Crash, Operations, contents, make_leaves
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from perdure.errors import CorruptionError, StepExistsError, StepNotFoundError
+from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, check
+from perdure.testing.servers import ObjectServer
+
+STEPS = st.integers(0, 12)
+SEEDS = st.integers(0, 5)
+SIZES = (700, 40, 0)
+
+State = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def state_of(seed: int) -> dict[str, Leaf]:
+    """States that share a part: what is frozen, and what seeds have in common by twos."""
+    return {
+        "frozen": make_leaves(99, (300,))["model/layer0"],
+        "half": make_leaves(100 + seed // 2, (300,))["model/layer0"],
+        **make_leaves(seed, SIZES),
+    }
+
+
+class Machine(RuleBasedStateMachine):
+    """What holds on every storage. A subclass says where it is, and how to reach its bytes."""
+
+    seen: Counter[str] = Counter()
+    """How often a fault took effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = self.make()
+        self.model: dict[int, State] = {}
+        self.undo: tuple[str, bytes] | None = None
+        self.run = self.opened()
+        self.run.begin_writing()
+
+    def make(self) -> Any:
+        """A new, empty place."""
+        raise NotImplementedError
+
+    def storage(self, before: Operations | None = None) -> Storage:
+        raise NotImplementedError
+
+    def raw(self) -> dict[str, bytes]:
+        """Every object, by name."""
+        raise NotImplementedError
+
+    def set_raw(self, name: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def opened(self, before: Operations | None = None) -> Run:
+        return Run(self.storage(before), create=True, clock=lambda: 0.0)
+
+    # ------------------------------------------------------------ rules
+
+    @rule(step=STEPS, seed=SEEDS)
+    def save(self, step: int, seed: int) -> None:
+        leaves = state_of(seed)
+        damaged = self.damaged()
+        if step in self.model and step not in damaged and self.model[step] != contents(leaves):
+            with pytest.raises(StepExistsError):
+                self.run.save(step, leaves)
+            return
+        try:
+            self.run.save(step, leaves)
+        except StepExistsError:
+            # Only its pack is damaged: the manifest still tells what was saved.
+            assert step in damaged
+            return
+        self.model[step] = contents(leaves)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        assert self.run.delete([step]) == [step]
+        del self.model[step]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        before = self.raw()[f"checkpoints/{step:012d}.json"]
+        moved = self.run.quarantine(step, "a reason")
+        assert self.raw()[moved] == before
+        del self.model[step]
+
+    @rule()
+    def reopen(self) -> None:
+        self.run.close()
+        self.run = self.opened()
+
+    @precondition(lambda self: self.undo is None)
+    @rule(data=st.data())
+    def flip_a_bit(self, data: st.DataObject) -> None:
+        objects = {
+            name: held
+            for name, held in self.raw().items()
+            if name.startswith(("packs/", "checkpoints/")) and not name.endswith(".tmp")
+        }
+        if not objects:
+            return
+        name = data.draw(st.sampled_from(sorted(objects)))
+        bit = data.draw(st.integers(0, len(objects[name]) * 8 - 1))
+        damaged = bytearray(objects[name])
+        damaged[bit // 8] ^= 1 << bit % 8
+        self.undo = name, objects[name]
+        self.set_raw(name, bytes(damaged))
+        self.reopen()
+
+    @precondition(lambda self: self.undo is not None)
+    @rule()
+    def mend(self) -> None:
+        assert self.undo is not None
+        name, data = self.undo
+        if name in self.raw():  # else it was deleted, or moved to quarantine
+            self.set_raw(name, data)
+        self.undo = None
+        self.reopen()
+
+    # ------------------------------------------------------------ invariants
+
+    @invariant()
+    def every_checkpoint_loads_as_it_was_saved(self) -> None:
+        reader = self.opened()
+        assert reader.steps() == sorted(self.model)
+        damaged = self.damaged()
+        for step, expected in self.model.items():
+            try:
+                found = contents(reader.load(step).leaves)
+            except CorruptionError:
+                assert step in damaged, f"step {step} is whole and was not read"
+                self.seen["damage"] += 1
+            else:
+                assert found == expected
+                assert step not in damaged, f"step {step} is damaged and was read"
+
+    @invariant()
+    def the_newest_whole_one_is_restored(self) -> None:
+        whole = set(self.model) - self.damaged()
+        with contextlib.suppress(CorruptionError):
+            loaded = self.opened().load_newest()
+            assert (loaded.manifest.step if loaded else None) == max(whole, default=None)
+            return
+        assert self.model
+        assert not whole
+
+    @invariant()
+    def the_checker_is_content_unless_something_is_damaged(self) -> None:
+        report = check(self.opened())
+        is_damaged = (
+            self.undo is not None
+            and self.undo[0] in (held := self.raw())
+            and (held[self.undo[0]] != self.undo[1])
+        )
+        assert report.ok is not is_damaged, report.problems
+        assert set(self.model) - set(report.good) >= self.damaged()
+
+    @invariant()
+    def what_is_missing_is_not_found(self) -> None:
+        with pytest.raises(StepNotFoundError):
+            self.opened().load(999)
+
+    # ------------------------------------------------------------ the oracle
+
+    def damaged(self) -> set[int]:
+        """Steps that cannot be whole, by the bytes alone."""
+        if self.undo is None:
+            return set()
+        name, good = self.undo
+        objects = self.raw()
+        if name not in objects or objects[name] == good:
+            return set()
+        at = next(i for i, (a, b) in enumerate(zip(good, objects[name], strict=True)) if a != b)
+        steps = set()
+        for step in self.model:
+            manifest = f"checkpoints/{step:012d}.json"
+            if manifest == name:
+                steps.add(step)
+                continue
+            told = json.loads(objects[manifest])
+            for leaf in told["leaves"]:
+                for _, pack, offset, length in leaf.get("chunks", ()):
+                    if f"packs/{told['packs'][pack]['name']}" == name and (
+                        offset <= at < offset + length
+                    ):
+                        steps.add(step)
+        return steps
+
+    def teardown(self) -> None:
+        self.run.close()
+
+
+class LocalMachine(Machine):
+    """On a disk; also crashes ahead of any operation of a save or a delete."""
+
+    def make(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="perdure-machine-"))
+
+    def storage(self, before: Operations | None = None) -> Storage:
+        return LocalStorage(self.place) if before is None else LocalStorage(self.place, before)
+
+    def raw(self) -> dict[str, bytes]:
+        files = (path for path in self.place.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.place)): path.read_bytes() for path in files}
+
+    def set_raw(self, name: str, data: bytes) -> None:
+        (self.place / name).write_bytes(data)
+
+    @precondition(lambda self: self.undo is None)
+    @rule(step=STEPS, seed=SEEDS, at=st.integers(0, 16))
+    def crash_in_a_save(self, step: int, seed: int, at: int) -> None:
+        leaves = state_of(seed)
+        with contextlib.suppress(StepExistsError):
+            if self.crashed(at, lambda run: run.save(step, leaves)) and step not in self.model:
+                if step not in Run(self.place).steps():
+                    return
+            elif step in self.model:
+                return
+            self.model[step] = contents(leaves)
+
+    @precondition(lambda self: self.undo is None and self.model)
+    @rule(data=st.data(), at=st.integers(0, 8))
+    def crash_in_a_delete(self, data: st.DataObject, at: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        if not self.crashed(at, lambda run: run.delete([step])) or (
+            step not in Run(self.place).steps()
+        ):
+            del self.model[step]
+
+    def crashed(self, at: int, action: Any) -> bool:
+        """Whether `action` was cut off ahead of its operation number `at`; then opens afresh."""
+        self.run.close()
+        operations = Operations(crash_at=at)
+        dying = self.opened(operations)
+        try:
+            action(dying)
+        except Crash:
+            assert operations.fired
+            self.seen["crash"] += 1
+            return True
+        finally:
+            operations.crash_at = None
+            dying.close()
+            self.run = self.opened()
+        return False
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.place)
+
+
+class MemoryMachine(Machine):
+    """In memory."""
+
+    def make(self) -> MemoryStorage:
+        return MemoryStorage()
+
+    def storage(self, before: Operations | None = None) -> Storage:
+        return self.place
+
+    def raw(self) -> dict[str, bytes]:
+        return dict(self.place.objects)
+
+    def set_raw(self, name: str, data: bytes) -> None:
+        self.place.objects[name] = data
+
+
+def on_s3(server: ObjectServer) -> type[Machine]:
+    """A machine on a server that runs."""
+
+    class S3Machine(Machine):
+        def make(self) -> str:
+            return server.new_url()
+
+        def storage(self, before: Operations | None = None) -> Storage:
+            return server.storage(self.place)
+
+        def raw(self) -> dict[str, bytes]:
+            names = server.names(self.place)
+            return {name: server.read(self.place, name) or b"" for name in names}
+
+        def set_raw(self, name: str, data: bytes) -> None:
+            server.write(self.place, name, data)
+
+    return S3Machine
+
+
+def explore(
+    machine: type[Machine], examples: int, steps: int, phases: tuple[Phase, ...] = tuple(Phase)
+) -> Counter[str]:
+    """Run a machine; the faults that took effect."""
+    machine.seen = Counter()
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            phases=phases,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    return machine.seen
+
+
+def test_a_disk_agrees_with_a_dict() -> None:
+    seen = explore(LocalMachine, 40, 20)
+    assert min(seen["crash"], seen["damage"]) > 5
+
+
+def test_memory_agrees_with_a_dict() -> None:
+    assert explore(MemoryMachine, 60, 25)["damage"] > 5
+
+
+def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:
+    assert explore(on_s3(s3), 5, 10)["damage"] > 0
+
+
+def test_the_machine_sees_a_store_that_loses_a_checkpoint() -> None:
+    """Negative control: a storage that drops a pack behind the store's back is found out."""
+
+    class Forgetful(MemoryMachine):
+        def storage(self, before: Operations | None = None) -> Storage:
+            for name in [name for name in self.place.objects if name.startswith("packs/")][1:]:
+                del self.place.objects[name]
+            return self.place
+
+    with pytest.raises(AssertionError, match="is whole and was not read"):
+        explore(Forgetful, 50, 20, (Phase.generate,))

@@ -335,7 +335,7 @@ def test_a_disk_agrees_with_a_dict() -> None:
 
 
 def test_memory_agrees_with_a_dict() -> None:
-    assert explore(MemoryMachine, 60, 25)["damage"] > 5
+    assert explore(MemoryMachine, 100, 25)["damage"] > 0
 
 
 def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:

@@ -10,7 +10,7 @@ PerdureError
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
 │   ├── SaveError                 a save did not commit (disk full, permission, ...)
-│   └── PruneError                deleting or compacting stopped in the middle
+│   └── PruneError                deleting or compacting did not happen, or not to its end
 ├── StateError                    the live objects and the checkpoint do not fit together
 │   ├── UnsupportedLeafError      a value that has no exact form on disk
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
@@ -65,7 +65,7 @@ class SaveError(StoreError):
 
 
 class PruneError(StoreError):
-    """Deleting or compacting stopped in the middle. Every checkpoint that stays is readable."""
+    """Deleting or compacting was not done, or not to its end. What should stay is readable."""
 
 
 class StateError(PerdureError):

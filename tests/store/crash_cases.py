@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +121,18 @@ def crashes(directory: Path, case: Case) -> Iterator[Path]:
         yield path
 
 
+def final(temporary: str) -> str:
+    """The name that a temporary file is written for: `NAME.tmp`, or `NAME.<8 digits>.tmp`."""
+    return re.sub(r"(\.[0-9a-f]{8})?\.tmp$", "", temporary)
+
+
 def durable(operations: list[tuple[str, str]]) -> bool:
     """Whether each name is given to a synced file, and a directory whose names changed is synced
     before any other name changes."""
     synced: set[str] = set()
     unsynced: str | None = None
     for operation, path in operations:
-        name = path.removesuffix(".tmp")
+        name = final(path)
         if operation == "fsync":
             synced.add(name)
         elif operation == "write":
@@ -135,7 +141,9 @@ def durable(operations: list[tuple[str, str]]) -> bool:
             unsynced = None if os.path.normpath(path) == unsynced else unsynced
         elif operation in ("link", "rename") or (operation == "unlink" and name == path):
             # A moved object was synced when it was written, before these operations.
-            written = any(done == "open" and at == path + ".tmp" for done, at in operations)
+            written = any(
+                done == "open" and at != path and final(at) == path for done, at in operations
+            )
             if unsynced is not None or (written and operation != "unlink" and name not in synced):
                 return False
             unsynced = os.path.dirname(path)

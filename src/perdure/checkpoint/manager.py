@@ -277,6 +277,8 @@ class CheckpointManager:
         plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
         if plan.store.held_back:
             self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
+        if plan.store.empty:
+            return
         for pack, why in execute_prune(self._run, plan).damaged.items():
             self._notes.append(
                 f"{self.directory}: {pack} was not compacted: {why} Run `perdure verify --repair`."

@@ -123,7 +123,7 @@ def test_a_date_reads_back(seconds: int) -> None:
 @pytest.mark.parametrize("created", ["2026-02-30T00:00:00Z", "yesterday", "2026-01-01 00:00:00"])
 def test_a_manifest_with_another_date_is_damage(saved: MemoryStorage, created: str) -> None:
     data = resealed(saved.objects[manifest_name(7)], b"1970-01-01T00:00:00Z", created.encode())
-    with pytest.raises(CorruptionError, match="created|not a valid manifest"):
+    with pytest.raises(CorruptionError, match=r"created|not a valid manifest"):
         decode_manifest(data, "here", 7)
 
 

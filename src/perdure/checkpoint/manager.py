@@ -279,10 +279,8 @@ class CheckpointManager:
             self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
         if plan.store.empty:
             return
-        for pack, why in execute_prune(self._run, plan).damaged.items():
-            self._notes.append(
-                f"{self.directory}: {pack} was not compacted: {why} Run `perdure verify --repair`."
-            )
+        for pack, why in execute_prune(self._run, plan).left.items():
+            self._notes.append(f"{self.directory}: {pack} was not compacted: {why}")
 
     def _settle(self, *, wait: bool) -> None:
         """Deal with what the background said: raise it, or warn where that was asked for."""

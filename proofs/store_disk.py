@@ -163,6 +163,7 @@ def donation_rows(work: Path) -> Iterator[Row]:
     live = {"w": jax.random.normal(key, (256, 256)), "b": jnp.ones(256), "n": jnp.int32(0)}
     copies: dict[int, dict[str, bytes]] = {}
     donated = []
+    given = live
     with CheckpointManager(work / "run", max_to_keep=None) as manager:
         for step in range(1, DONATED_STEPS + 1):
             given = live

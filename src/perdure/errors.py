@@ -11,7 +11,7 @@ PerdureError
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
 │   ├── UnreachableError          the storage did not answer: nothing is known about its contents
 │   ├── SaveError                 a save did not commit (disk full, permission, ...)
-│   └── PruneError                deleting or compacting stopped in the middle
+│   └── PruneError                deleting or compacting did not happen, or not to its end
 ├── StateError                    the live objects and the checkpoint do not fit together
 │   ├── UnsupportedLeafError      a value that has no exact form on disk
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
@@ -70,7 +70,7 @@ class SaveError(StoreError):
 
 
 class PruneError(StoreError):
-    """Deleting or compacting stopped in the middle. Every checkpoint that stays is readable."""
+    """Deleting or compacting was not done, or not to its end. What should stay is readable."""
 
 
 class StateError(PerdureError):

@@ -141,8 +141,9 @@ def test_a_damaged_pack_is_told_once_and_stops_no_training(tmp_path: Path) -> No
         manager.save(1, big)
         manager.wait_until_finished()
         pack = next((tmp_path / "packs").iterdir())
+        (base,) = [leaf for leaf in Run(tmp_path).manifest(1).leaves if leaf.path == "base"]
         data = bytearray(pack.read_bytes())
-        data[100] ^= 1  # `base` lies first
+        data[base.chunks[0].offset] ^= 1
         pack.write_bytes(data)
         manager.save(2, small)
         with pytest.warns(UserWarning, match="was not compacted: .*expected hash") as told:

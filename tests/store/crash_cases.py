@@ -141,7 +141,9 @@ def durable(operations: list[tuple[str, str]]) -> bool:
             unsynced = None if os.path.normpath(path) == unsynced else unsynced
         elif operation in ("link", "rename") or (operation == "unlink" and name == path):
             # A moved object was synced when it was written, before these operations.
-            written = any(done == "open" and final(at) == path for done, at in operations)
+            written = any(
+                done == "open" and at != path and final(at) == path for done, at in operations
+            )
             if unsynced is not None or (written and operation != "unlink" and name not in synced):
                 return False
             unsynced = os.path.dirname(path)

@@ -76,11 +76,27 @@ def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path)
     pack.write_bytes(data)
     held = pack.read_bytes()
     with run_on(tmp_path) as run:
-        damaged = run.execute(run.plan(prune({1}))).damaged
-        assert list(damaged) == [pack.name]
-        assert "at offset 0: expected hash" in damaged[pack.name]
+        left = run.execute(run.plan(prune({1}))).left
+        assert list(left) == [pack.name]
+        assert "at offset 0: expected hash" in left[pack.name]
         assert pack.read_bytes() == held
         assert check(run).bad == (2, 3, 4)
+
+
+def test_a_compaction_that_does_not_fit_waits(
+    place: Path | MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(place) as run:
+        plan = run.plan(prune({1}))
+        monkeypatch.setattr(run.storage, "free_bytes", lambda: plan.copied)
+        left = run.execute(plan).left
+        assert tuple(left) == plan.compact
+        assert f"to copy what is alive, {plan.copied} are free" in left[plan.compact[0]]
+        assert run.steps() == [2, 3, 4], "what needs no room is done"
+        assert check(run).problems == ()
+        monkeypatch.undo()
+        assert run.execute(run.plan(EVERYTHING)).left == {}
+        assert run.plan(EVERYTHING).empty
 
 
 def test_a_pack_that_quarantine_needs_is_neither_moved_nor_deleted(tmp_path: Path) -> None:

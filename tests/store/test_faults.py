@@ -14,7 +14,7 @@ from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure.errors import PruneError, SaveError
-from perdure.store import LocalStorage, Request, Run, check, repair
+from perdure.store import LocalStorage, MemoryStorage, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
 
 MIB = 1024 * 1024
@@ -239,3 +239,38 @@ def test_a_prune_on_a_slow_disk_stops_no_reader(tmp_path: Path) -> None:
     pruning.join()
     run.close()
     assert Run(tmp_path).steps() == [2]
+
+
+class Outage(MemoryStorage):
+    """A storage that stops answering when packs are read."""
+
+    silent = False
+    asked = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if self.silent and name.startswith("packs/"):
+            self.asked += 1
+            raise ConnectionResetError(errno.ECONNRESET, "no answer")
+        return super().read_into(name, offset, target)
+
+
+def test_an_outage_is_not_taken_for_damage() -> None:
+    """A check and a repair stop there; a prune has deleted what it was asked to, and nothing else."""
+    storage = Outage()
+    with run_on(storage) as run:
+        for step, leaves in sharing_states().items():
+            run.save(step, leaves)
+        held = dict(storage.objects)
+        storage.silent = True
+        with pytest.raises(ConnectionError):
+            check(run)
+        with pytest.raises(PruneError, match="no answer"):
+            repair(run)
+        assert storage.objects == held
+        with pytest.raises(PruneError, match="no answer"):
+            run.execute(run.plan(Request(frozenset({1}), MAX_STEP, 0, everywhere=True)))
+        assert held.keys() - storage.objects.keys() == {"checkpoints/000000000001.json"}
+        assert storage.asked == 3
+        storage.silent = False
+        assert check(run).ok
+        assert check(run).good == (2, 3, 4)

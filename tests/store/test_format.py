@@ -9,7 +9,15 @@ from helpers import contents, make_leaves, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store import MemoryStorage, Run, check
-from perdure.store.format import decode_manifest, encode_manifest, hash_bytes, manifest_name
+from perdure.store.format import (
+    decode_manifest,
+    encode_manifest,
+    hash_bytes,
+    manifest_name,
+    plain_metrics,
+    seconds_of,
+    time_text,
+)
 
 GOLDEN = "b381e58e"
 
@@ -105,3 +113,20 @@ def test_the_fingerprint_does_not_depend_on_packs_or_on_the_order_of_leaves(tmp_
 
 def test_the_fingerprint_of_a_known_state_never_changes(saved: MemoryStorage) -> None:
     assert Run(saved).manifest(7).fingerprint[:8] == GOLDEN
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 951782400, 4102444799, -1])
+def test_a_date_reads_back(seconds: int) -> None:
+    assert seconds_of(time_text(seconds)) == seconds
+
+
+@pytest.mark.parametrize("created", ["2026-02-30T00:00:00Z", "yesterday", "2026-01-01 00:00:00"])
+def test_a_manifest_with_another_date_is_damage(saved: MemoryStorage, created: str) -> None:
+    data = resealed(saved.objects[manifest_name(7)], b"1970-01-01T00:00:00Z", created.encode())
+    with pytest.raises(CorruptionError, match=r"created|not a valid manifest"):
+        decode_manifest(data, "here", 7)
+
+
+def test_metrics_that_json_cannot_hold_read_back_as_nothing() -> None:
+    found = plain_metrics({"a": 1, "b": float("nan"), "c": float("-inf"), "d": 0.1})
+    assert found == {"a": 1.0, "b": None, "c": None, "d": 0.1}

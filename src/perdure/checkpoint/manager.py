@@ -277,10 +277,10 @@ class CheckpointManager:
         plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
         if plan.store.held_back:
             self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
-        for pack, why in execute_prune(self._run, plan).damaged.items():
-            self._notes.append(
-                f"{self.directory}: {pack} was not compacted: {why} Run `perdure verify --repair`."
-            )
+        if plan.store.empty:
+            return
+        for pack, why in execute_prune(self._run, plan).left.items():
+            self._notes.append(f"{self.directory}: {pack} was not compacted: {why}")
 
     def _settle(self, *, wait: bool) -> None:
         """Deal with what the background said: raise it, or warn where that was asked for."""

@@ -55,14 +55,14 @@ def command(
         plan = plan_prune(opened, max_to_keep, retention)
         if not as_json:
             _print(plan)
-        damaged = {} if dry_run else dict(execute_prune(opened, plan).damaged)
+        left = {} if dry_run else dict(execute_prune(opened, plan).left)
     if as_json:
-        document({"executed": not dry_run, **_as_dict(plan), "damaged": damaged})
+        document({"executed": not dry_run, **_as_dict(plan), "left": left})
     else:
-        for pack, why in damaged.items():
-            click.echo(f"not compacted  {pack}: {why} Run `perdure verify --repair {run}`.")
+        for pack, why in left.items():
+            click.echo(f"not compacted  {pack}: {why}")
         click.echo("nothing was changed (--dry-run)" if dry_run else "done")
-    ctx.exit(1 if damaged else 0)
+    ctx.exit(1 if left else 0)
 
 
 def _print(plan: PrunePlan) -> None:

@@ -20,6 +20,9 @@ from perdure.store.storage import Storage
 DEAD_SHARE = 0.5
 """A pack is compacted when more than this share of its bytes would be given back."""
 
+SPARE_BYTES = 1024 * 1024
+"""Room that a compaction leaves, for the manifests that it replaces and for whoever else writes."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -65,11 +68,11 @@ class CollectPlan:
 
 @dataclass(frozen=True)
 class Collected:
-    """What an execution did: manifests that were replaced, and packs that could not be compacted
-    because a chunk in them is damaged, with the reason."""
+    """What an execution did: manifests that were replaced, and packs that were left uncompacted
+    because a chunk in them is damaged or there is no room for the copy, with the reason."""
 
     replaced: Mapping[int, Manifest]
-    damaged: Mapping[str, str]
+    left: Mapping[str, str]
 
 
 def plan_collect(held: Contents, request: Request) -> CollectPlan:
@@ -122,12 +125,20 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
         storage.delete(PACKS + name)
     if not plan.compact:
         return Collected({}, {})
+    free = storage.free_bytes()
+    if free is not None and plan.copied + SPARE_BYTES > free:
+        # Compaction can wait: on a disk that is nearly full it must not be what fails.
+        why = (
+            f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
+        )
+        return Collected({}, dict.fromkeys(plan.compact, why))
     kept = {step: held.manifests[step] for step in plan.rewrite}
     replaced, damaged = compact(storage, kept, plan.compact)
     for name in plan.compact:
         if name not in damaged:
             storage.delete(PACKS + name)
-    return Collected(replaced, damaged)
+    advice = "`perdure verify --repair` sets it aside."
+    return Collected(replaced, {name: f"{why} {advice}" for name, why in damaged.items()})
 
 
 def _orphans(held: Contents, request: Request, mentioned: set[str]) -> tuple[list[str], str | None]:

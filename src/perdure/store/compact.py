@@ -130,6 +130,9 @@ def _read(storage: Storage, name: str, offset: int, digest: str, length: int) ->
     data = bytearray(length)
     try:
         got = storage.read_into(PACKS + name, offset, memoryview(data))
+    except ConnectionError:
+        # An outage is no damage; the caller stops, and may come back.
+        raise
     except OSError as error:
         raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
     if got != length:

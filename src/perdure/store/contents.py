@@ -89,6 +89,8 @@ class Catalog:
             if name.endswith(".json"):
                 try:
                     whole.append(decode_manifest(self._storage.read(name), name))
+                except ConnectionError:
+                    raise
                 except (CorruptionError, OSError):
                     lost.append(name)
         packs = {}
@@ -117,6 +119,9 @@ class Catalog:
                 self._unread.pop(step, None)
             except FileNotFoundError:
                 continue
+            except ConnectionError:
+                # An outage is no damage, and says nothing about what is there.
+                raise
             except OSError as error:
                 self._unread[step] = f"{where}: cannot be read: {error}."
             except CorruptionError as error:

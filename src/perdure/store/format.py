@@ -7,11 +7,11 @@ against its own hash and against its schema; everything else raises `CorruptionE
 
 from __future__ import annotations
 
-import calendar
 import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -156,8 +156,8 @@ def time_text(seconds: float) -> str:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds since 1970 of a `time_text`."""
-    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    """Seconds since 1970 of a `time_text`; raises `ValueError` for what is not a date."""
+    return int(datetime.fromisoformat(text).timestamp())
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

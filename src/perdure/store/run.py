@@ -273,7 +273,12 @@ class Run:
         """What is held now: every manifest is read (once, while this is the writer), and no pack."""
         if not self._writing:
             self._catalog.forget()
-        return self._catalog.contents()
+        try:
+            return self._catalog.contents()
+        except OSError as error:
+            raise PruneError(
+                f"{self.where}: cannot be listed: {error}. Nothing was changed; try again."
+            ) from error
 
     def plan(self, request: Request) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""

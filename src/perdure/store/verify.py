@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from perdure.errors import CorruptionError, PerdureError, StepNotFoundError
+from perdure.errors import CorruptionError, StepNotFoundError
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -91,7 +91,10 @@ class Packs:
             return
         if name in self.damaged:
             # Its index may be what is damaged; a restore reads without it, and so does this.
-            data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
+            try:
+                data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
+            except FileNotFoundError:
+                raise CorruptionError(f"{where} needs {name}, which is missing.") from None
             if hash_bytes(data) == chunk.hash:
                 self._good[name][chunk.offset] = wanted
                 return
@@ -115,7 +118,7 @@ class Packs:
         except FileNotFoundError:
             # Deleted by a prune while it was read.
             del self.sizes[name]
-        except (CorruptionError, OSError) as error:
+        except CorruptionError as error:
             self.damaged.setdefault(name, str(error))
         self.chunks += len(good)
 
@@ -134,7 +137,8 @@ def check(run: Run) -> Report:
 
     Harmful: a manifest or a pack that is not exactly what was committed, or is missing. Harmless
     and reported: leftovers of a crash, packs that no manifest needs, pins of steps that are not
-    there, and what is in quarantine.
+    there, and what is in quarantine. Raises `FormatVersionError` where a newer perdure wrote, and
+    `OSError` where the storage did not answer: neither says that anything is damaged.
     """
     return examine(run).report
 
@@ -179,17 +183,17 @@ def examine(run: Run) -> Findings:
     return Findings(report, bad, damaged)
 
 
-def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, PerdureError | None]:
+def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, CorruptionError | None]:
     """The manifest of a step as far as it can be read, and what is wrong; nothing for a step that is
     gone by now."""
     manifest: Manifest | None = None
-    problem: PerdureError | None = None
+    problem: CorruptionError | None = None
     while True:
         try:
             again = run.manifest(step)
         except StepNotFoundError:
             return None, None
-        except PerdureError as error:
+        except CorruptionError as error:
             return None, error
         if again == manifest:
             return manifest, problem
@@ -242,7 +246,15 @@ def _read_pack(
 
 def _read(run: Run, name: str, offset: int, length: int) -> bytes:
     target = bytearray(length)
-    got = run.storage.read_into(name, offset, memoryview(target))
+    try:
+        got = run.storage.read_into(name, offset, memoryview(target))
+    except (ConnectionError, FileNotFoundError):
+        # An outage is no damage. A file that is gone may have been pruned; the caller knows.
+        raise
+    except OSError as error:
+        raise CorruptionError(
+            f"{run.where}/{name} at offset {offset}: cannot be read: {error}."
+        ) from error
     if got != length:
         raise CorruptionError(
             f"{run.where}/{name}: expected {length} bytes at offset {offset}, found {got}."

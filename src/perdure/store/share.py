@@ -1,0 +1,113 @@
+"""One checkpoint written by several processes: who writes which chunk, and how it becomes one.
+
+Every process holds the whole state. Chunk i of the state, in path order, is written by process
+i mod P; the chief puts the shares together. Pure but for `write_share`, and nothing here commits: the
+manifest, written by one process after all shares are durable, makes all of it visible, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from perdure.errors import CorruptionError
+from perdure.store.format import Chunk, LeafRecord, PackRecord, chunk_spans, hash_bytes
+from perdure.store.leaf import Leaf
+from perdure.store.storage import Storage
+from perdure.store.writer import Held, write_pack
+
+
+class Share(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one process wrote: its chunks by number, each as (hash, pack, offset, length)."""
+
+    chunks: dict[int, tuple[str, str, int, int]]
+    packs: dict[str, int]
+
+
+def write_share(
+    storage: Storage,
+    step: int,
+    leaves: Mapping[str, Leaf],
+    known: Mapping[str, Held],
+    process: int,
+    count: int,
+) -> Share:
+    """Write the chunks of `leaves` that are this process's, and that `known` lacks; durable on return."""
+    own = {
+        # Names that sort as the numbers do.
+        f"{number:012d}": Leaf("uint8", (len(data),), data, frozen=True)
+        for number, (_, data) in enumerate(_chunks(leaves))
+        if number % count == process
+    }
+    records, packs, _ = write_pack(storage, step, process, own, known)
+    return Share(
+        chunks={
+            int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
+            for record in records
+            for chunk in record.chunks
+        },
+        packs={pack.name: pack.size for pack in packs},
+    )
+
+
+def assemble(
+    leaves: Mapping[str, Leaf], shares: Sequence[Share]
+) -> tuple[list[LeafRecord], list[PackRecord]]:
+    """The manifest's leaf records and packs, from the shares of all processes."""
+    placed = {number: at for share in shares for number, at in share.chunks.items()}
+    sizes = {name: size for share in shares for name, size in share.packs.items()}
+    names: dict[str, int] = {}
+    chunks: dict[str, list[Chunk]] = {path: [] for path in leaves}
+    for number, (path, data) in enumerate(_chunks(leaves)):
+        if number not in placed:
+            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
+        digest, pack, offset, length = placed[number]
+        if length != len(data):
+            raise CorruptionError(
+                f"leaf {path!r}: chunk {number} has {len(data)} bytes here and {length} in the process "
+                f"that wrote it."
+            )
+        chunks[path].append(Chunk(digest, names.setdefault(pack, len(names)), offset, length))
+    records = [
+        LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text)
+        if leaf.is_scalar
+        else LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks[path]))
+        for path, leaf in sorted(leaves.items())
+    ]
+    return records, [PackRecord(name=name, size=sizes[name]) for name in names]
+
+
+def leaf_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
+    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere."""
+    return {
+        path: hash_bytes(
+            "".join(
+                [leaf.describe() if not leaf.is_scalar else leaf.dtype, *map(hash_bytes, _cut(leaf))]
+            ).encode()
+        )
+        for path, leaf in sorted(leaves.items())
+    }
+
+
+def encode_share(share: Share) -> bytes:
+    """As sent to the chief."""
+    return msgspec.msgpack.encode(share)
+
+
+def decode_share(data: bytes) -> Share:
+    """As the chief receives it."""
+    return msgspec.msgpack.decode(data, type=Share)
+
+
+def _chunks(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview]]:
+    for path, leaf in sorted(leaves.items()):
+        if not leaf.is_scalar:
+            for data in _cut(leaf):
+                yield path, data
+
+
+def _cut(leaf: Leaf) -> Iterator[memoryview]:
+    for start, stop in chunk_spans(len(leaf.data)):
+        yield leaf.data[start:stop]

@@ -20,8 +20,12 @@ class Background:
     def submit(self, job: Callable[[], None]) -> None:
         """Start `job` once the one before it is done; raises what that one raised."""
         self.wait()
+        go = threading.Lock()
+        go.acquire()
 
         def run() -> None:
+            with go:
+                pass
             try:
                 job()
             except BaseException as error:  # noqa: BLE001 (raised by the next call)
@@ -30,6 +34,9 @@ class Background:
         # Not a daemon: leaving Python normally waits for the save that is under way.
         self._thread = threading.Thread(target=run, name="perdure-save", daemon=False)
         self._thread.start()
+        # `start` returns once the thread runs. Without the lock the thread would go on to the job
+        # then, and keep this one, the training loop, waiting for the interpreter.
+        go.release()
 
     def wait(self) -> None:
         """Wait for the job under way; raises what it raised, once."""

@@ -25,6 +25,7 @@ from perdure.errors import (
 )
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
+from perdure.state.arena import Arena
 from perdure.store import Leaf, Loaded, Run, Storage
 from perdure.store.format import RecipeValue
 
@@ -69,6 +70,7 @@ class CheckpointManager:
         self._allow = allow
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
+        self._arena = Arena()
         self._flag = PreemptionFlag()
 
     @property
@@ -106,8 +108,8 @@ class CheckpointManager:
         if self._processes.index != 0:
             return True
         self._background.wait()
-        self._run.begin_writing()
-        leaves = snapshot(state)
+        self._run.claim()
+        leaves = snapshot(state, self._arena)
         self._background.submit(lambda: self._commit(step, leaves))
         return True
 
@@ -173,6 +175,7 @@ class CheckpointManager:
             self._background.wait()
         finally:
             self._flag.remove()
+            self._arena.release()
             self._run.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -89,7 +89,9 @@ def _content(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); expected an IDX file") from error
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); expected an IDX file"
+        ) from error
     zipped = data[:2] == _GZIP_MAGIC
     if not zipped:
         if path.suffix == ".gz":
@@ -135,9 +137,7 @@ def _from_idx(path: Path) -> Images:
             "which the file with the labels is found; rename it, or give the directory"
         )
     prefix = path.name[: match.start()]
-    names = [
-        f"{prefix}labels{mark}idx1-ubyte{end}" for mark in ("-", ".") for end in ("", ".gz")
-    ]
+    names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in ("-", ".") for end in ("", ".gz")]
     labels = next((p for p in (path.with_name(name) for name in names) if p.exists()), None)
     if labels is None:
         raise DataError(f"{path}: no labels beside it: expected {names[0]} or {names[1]}")

@@ -18,7 +18,6 @@ VARIABLE = "PJRT_NPROC"
 DEFAULT = 8
 
 
-
 def pin(
     threads: int | None = None,
     environ: MutableMapping[str, str] | None = None,

@@ -18,6 +18,9 @@ from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 
 BLOCK = 4096
 BUFFERS = 3
+SMALL_PIECE = 1024 * 1024
+"""A file that fits into the buffers is written in pieces of this size, behind the copying."""
+
 ALLOCATE_BYTES = 64 * 1024 * 1024
 DIRECT_READ_FROM = 256 * 1024
 
@@ -42,6 +45,7 @@ class StagedWriter:
         self._current: mmap.mmap | None = None
         self._filled = 0
         self._offset = 0
+        self._piece = STAGING_BYTES if size > BUFFERS * STAGING_BYTES else SMALL_PIECE
         self._expected = size
         self._allocated = 0
 
@@ -51,11 +55,11 @@ class StagedWriter:
         while at < len(data):
             if self._current is None:
                 self._current = self._next_buffer()
-            part = min(len(data) - at, STAGING_BYTES - self._filled)
+            part = min(len(data) - at, self._piece - self._filled)
             copy_bytes(memoryview(self._current)[self._filled :], data[at : at + part])
             self._filled += part
             at += part
-            if self._filled == STAGING_BYTES:
+            if self._filled == self._piece:
                 self._submit()
 
     def finish(self) -> int:
@@ -99,11 +103,11 @@ class StagedWriter:
     def _submit(self) -> None:
         buffer = self._current
         assert buffer is not None
-        self._announce(STAGING_BYTES)
+        self._announce(self._piece)
         self._current = None
-        future = self._pool.submit(self._write_at, buffer, STAGING_BYTES, self._offset)
+        future = self._pool.submit(self._write_at, buffer, self._piece, self._offset)
         self._busy.append((future, buffer))
-        self._offset += STAGING_BYTES
+        self._offset += self._piece
         self._filled = 0
 
     def _announce(self, length: int) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from perdure.store.format import (
     PACKS,
@@ -21,6 +22,7 @@ from perdure.store.format import (
     chunk_spans,
     encode_pack_tail,
     hash_bytes,
+    hash_each,
     pack_name,
 )
 from perdure.store.leaf import Leaf
@@ -39,8 +41,7 @@ GATHER_BYTES = 1024 * 1024
 """Smaller pieces are handed to the storage together: a call for each would cost more than its copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True, gc=False):
     """Where a chunk already lies."""
 
     pack: str
@@ -77,8 +78,9 @@ def write_pack(
     left = sum(len(leaf.data) for leaf in leaves.values())
     try:
         large, small = _in_pack_order(ordered, hashes)
+        small_hashes = hash_each(data for _, _, data in small)
         for (slots, at, data), digest in chain(
-            _hashed(large), ((job, hash_bytes(job.data)) for job in small)
+            _hashed(large), zip(small, small_hashes, strict=True)
         ):
             slots[at] = digest
             if digest not in known and digest not in located:
@@ -140,12 +142,8 @@ class _Pack:
             self._gathered, self._waiting = [], 0
 
 
-class _Job(NamedTuple):
-    """A chunk, and where its hash goes."""
-
-    slots: list[str]
-    at: int
-    data: memoryview
+# Where the hash of a chunk goes, and the chunk. A plain tuple: there may be very many.
+_Job = tuple[list[str], int, memoryview]
 
 
 def _in_pack_order(
@@ -161,14 +159,14 @@ def _in_pack_order(
             continue
         if size < LARGE_BYTES:
             slots.append("")
-            small.append(_Job(slots, 0, leaf.data))
+            small.append((slots, 0, leaf.data))
             continue
         spans = chunk_spans(size)
         slots.extend([""] * len(spans))
         for at, (start, stop) in enumerate(spans):
             length = stop - start
             into = small if length < LARGE_BYTES else uneven if length % BLOCK else whole
-            into.append(_Job(slots, at, leaf.data[start:stop]))
+            into.append((slots, at, leaf.data[start:stop]))
     return whole + uneven, small
 
 
@@ -176,11 +174,11 @@ def _hashed(jobs: Iterable[_Job]) -> Iterator[tuple[_Job, str]]:
     """Each large chunk with its hash, in order, hashed ahead on other cores."""
     jobs = iter(jobs)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash") as pool:
-        ahead = deque((job, pool.submit(hash_bytes, job.data)) for job in islice(jobs, HASH_AHEAD))
+        ahead = deque((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, HASH_AHEAD))
         while ahead:
             job, digest = ahead.popleft()
             yield job, digest.result()
-            ahead.extend((job, pool.submit(hash_bytes, job.data)) for job in islice(jobs, 1))
+            ahead.extend((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, 1))
 
 
 def _records(
@@ -201,10 +199,8 @@ def _records(
         for digest in digests:
             at = located.get(digest) or known[digest]
             number = names.setdefault(at.pack, len(names))
-            chunks.append(Chunk(hash=digest, pack=number, offset=at.offset, length=at.length))
-        records.append(
-            LeafRecord(path=path, dtype=leaf.dtype, shape=leaf.shape, chunks=tuple(chunks))
-        )
+            chunks.append(Chunk(digest, number, at.offset, at.length))
+        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks)))
     packs = [
         PackRecord(
             name=name, size=written.size if name == written.name else storage.size(PACKS + name)

@@ -132,10 +132,7 @@ def resolve(
     if any(name in environ for name in _JAX):
         coordinator, count, index = _all_of(_JAX, environ)
         return Cluster(
-            coordinator,
-            _integer(_JAX[1], count),
-            _integer(_JAX[2], index),
-            source="JAX_* variables",
+            coordinator, _integer(_JAX[1], count), _integer(_JAX[2], index), source="JAX_* variables"
         )
     if any(name in environ for name in _TORCHRUN):
         host, port, index, count = _all_of(_TORCHRUN, environ)
@@ -166,7 +163,7 @@ def _jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         if addresses:
             jobs[kind] = tuple(addresses)
     if len(jobs.get("chief", ())) > 1:
-        raise ClusterError(f"TF_CONFIG: expected at most one chief, found {jobs['chief']}")
+        raise ClusterError(f'TF_CONFIG: expected at most one chief, found {jobs["chief"]}')
     return jobs
 
 

@@ -158,9 +158,7 @@ def _update_program(fn: Update) -> Callable[..., Any]:
     def update(state: Any, total: Any) -> tuple[Any, Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise StateError(
-                f"{_called(fn)} must return (state, logs), got {type(result).__name__}"
-            )
+            raise StateError(f"{_called(fn)} must return (state, logs), got {type(result).__name__}")
         new, logs = jax.tree.map(_without_weak_type, result)
         _same_form(fn, state, new)
         return new, logs

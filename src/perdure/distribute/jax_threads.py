@@ -18,6 +18,7 @@ VARIABLE = "PJRT_NPROC"
 DEFAULT = 8
 
 
+
 def pin(
     threads: int | None = None,
     environ: MutableMapping[str, str] | None = None,

@@ -134,7 +134,7 @@ class Strategy:
         return PerReplica(tuple(results), self.local_replicas)
 
     def reduce(self, reduce_op: str, value: PerReplica, axis: int | None = None) -> Any:
-        """ "sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
+        """"sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
 
         With `axis`, over that axis of every replica's value too; the mean is then over all elements.
         A mean of shares that hold padding is wrong: reduce (sum, weight) pairs with "sum".

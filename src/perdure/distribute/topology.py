@@ -23,7 +23,9 @@ def bounds(replicas: int, devices: int) -> tuple[tuple[int, int], ...]:
             f"one. Use at most {replicas} devices, or replicas={devices} or more (the number of "
             "replicas is part of the recipe: a run that has begun keeps it)"
         )
-    return tuple((d * replicas // devices, (d + 1) * replicas // devices) for d in range(devices))
+    return tuple(
+        (d * replicas // devices, (d + 1) * replicas // devices) for d in range(devices)
+    )
 
 
 def split(

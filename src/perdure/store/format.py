@@ -34,6 +34,8 @@ TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
+_MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
+
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # A pattern of its own for every chunk would take longer than all the rest of reading a manifest, so
 # `_check_hashes` looks at all of them at once.
@@ -135,7 +137,7 @@ def manifest_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Step of a manifest's name; None for a name that is not one."""
-    match = re.fullmatch(re.escape(MANIFESTS) + r"([0-9]{12})\.json", name)
+    match = _MANIFEST_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 

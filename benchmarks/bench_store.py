@@ -30,6 +30,7 @@ Row = dict[str, Any]
 
 def child(program: str, *arguments: object) -> dict[str, Any] | None:
     """The JSON that a program beside this one prints last; None, with its error, where it fails."""
+    print(f"  {program} {arguments[0]} ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

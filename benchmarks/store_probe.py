@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MIB = 1 << 20
 BALLAST_BYTES = 3 << 30
 _DROP = "/proc/sys/vm/drop_caches"
@@ -28,8 +30,7 @@ class Ballast:
     def __init__(self, nbytes: int = BALLAST_BYTES) -> None:
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
-        for at in range(0, nbytes, mmap.PAGESIZE):
-            self._memory[at] = 1
+        np.frombuffer(self._memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
     def release(self) -> None:
         self._memory.close()

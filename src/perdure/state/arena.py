@@ -33,38 +33,34 @@ class Arena:
 
         The copies of the call before are overwritten: nobody may use them any more.
         """
-        needed = sum(_room(leaf) for leaf in leaves.values() if not leaf.frozen)
+        held = dict(leaves)
+        changing = [(path, leaf) for path, leaf in held.items() if not leaf.frozen]
+        # Each on a boundary that every dtype and every copy loop is content with.
+        needed = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in changing) * ALIGNMENT
         if not needed:
-            return dict(leaves)
+            return held
         if self._memory is None or len(self._memory) < needed:
             self._memory = None  # the old one first, or both would be there at once
             self._memory = pages(needed)
         memory = memoryview(self._memory)
-        held: dict[str, Leaf] = {}
         large: list[tuple[memoryview, memoryview]] = []
         at = 0
-        for path, leaf in leaves.items():
-            if leaf.frozen:
-                held[path] = leaf
-                continue
-            size = len(leaf.data)
+        for path, leaf in changing:
+            data = leaf.data
+            size = len(data)
             target = memory[at : at + size]
             if size <= SMALL_BYTES:
-                target[:] = leaf.data
+                target[:] = data
             else:
-                large.append((target, leaf.data))
+                large.append((target, data))
             held[path] = Leaf(leaf.dtype, leaf.shape, target, True)
-            at += _room(leaf)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
         _copy(large)
         return held
 
     def release(self) -> None:
         """Give the memory back, as soon as nobody uses the last snapshot. May be called twice."""
         self._memory = None
-
-
-def _room(leaf: Leaf) -> int:
-    return -(-len(leaf.data) // ALIGNMENT) * ALIGNMENT
 
 
 def _copy(pairs: list[tuple[memoryview, memoryview]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -33,6 +33,9 @@ HASH_THREADS = 2
 HASH_AHEAD = 4
 LARGE_BYTES = 256 * 1024
 """From here on a chunk is hashed on another core, and placed so that it can be read by itself."""
+
+ALONE_BYTES = 16 * 1024 * 1024
+"""Up to here starting other threads takes longer than it saves."""
 
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
@@ -170,9 +173,12 @@ def _in_pack_order(
     return whole + uneven, small
 
 
-def _hashed(jobs: Iterable[_Job]) -> Iterator[tuple[_Job, str]]:
-    """Each large chunk with its hash, in order, hashed ahead on other cores."""
-    jobs = iter(jobs)
+def _hashed(chunks: Sequence[_Job]) -> Iterator[tuple[_Job, str]]:
+    """Each large chunk with its hash, in order, hashed ahead on other cores if there are many."""
+    if sum(len(data) for _, _, data in chunks) <= ALONE_BYTES:
+        yield from ((job, hash_bytes(job[2])) for job in chunks)
+        return
+    jobs = iter(chunks)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash") as pool:
         ahead = deque((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, HASH_AHEAD))
         while ahead:

@@ -66,11 +66,18 @@ bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
 	@mkdir -p build
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 
+# A bench with a requirements file of its own (frameworks to compare with) has an environment of its
+# own too, so that what it needs never decides what the tests run on.
+$(filter $(patsubst requirements/%.txt,%,$(wildcard requirements/bench-*.txt)),$(BENCHES)): \
+bench-%: .venv-bench-%/.stamp FORCE
+	@mkdir -p build
+	.venv-bench-$*/bin/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
+
 proof-%: $(TEST) FORCE  ## proofs/proof_%.py
 	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-bench-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- the environment
@@ -85,6 +92,12 @@ $(VENV)/.stamp-demo-%: $(INPUTS) | $(BIN)/python
 	$(if $(EXTRAS_$*),,$(error ENGINE is jax or torch, not '$*'))
 	@echo "Installing perdure with its $* engine into $(VENV) (once)"
 	$(INSTALL) -e '.[$(EXTRAS_$*)]'
+	@touch $@
+
+.venv-bench-%/.stamp: requirements/bench-%.txt $(INPUTS)
+	@echo "Installing perdure and what it is compared with into $(@D) (once)"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e . -r $<
 	@touch $@
 
 $(TEST): $(INPUTS) | $(BIN)/python

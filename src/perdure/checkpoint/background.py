@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
     """Runs one job at a time on a thread of its own."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # One thread that stays: a new one for each save would make the loop wait until it runs. It is
+        # no daemon, so that leaving Python normally waits for the save that is under way.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="perdure-save")
+        self._job: Future[None] | None = None
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._job is not None and not self._job.done()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Start `job` once the one before it is done; raises what that one raised."""
         self.wait()
-
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 (raised by the next call)
-                self._error = error
-
-        # Not a daemon: leaving Python normally waits for the save that is under way.
-        self._thread = threading.Thread(target=run, name="perdure-save", daemon=False)
-        self._thread.start()
+        self._job = self._pool.submit(job)
 
     def wait(self) -> None:
         """Wait for the job under way; raises what it raised, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     def check(self) -> None:
         """Raise what a finished job raised, once; never waits."""
-        if self._thread is not None and self._thread.is_alive():
-            return
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if not self.busy:
+            self.wait()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.errors import StepNotFoundError
 from perdure.state import restore as restore_state
-from perdure.state import snapshot, unflatten
+from perdure.state import flatten, unflatten
 from perdure.store import Loaded, Run, Storage
 
 
@@ -41,9 +41,12 @@ class Checkpoint:
         vars(self).update(members)
 
     def save(self, directory: str | os.PathLike[str] | Storage, step: int) -> str:
-        """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint."""
+        """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint.
+
+        They are read where they lie, without a copy: no other thread may change them meanwhile.
+        """
         with Run(directory, create=True) as run:
-            return run.save(step, snapshot(self)).fingerprint
+            return run.save(step, flatten(self)).fingerprint
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
         """Restore the members from `step`, or from the newest good checkpoint; returns its step.

@@ -30,6 +30,7 @@ from perdure.errors import (
 )
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
+from perdure.state.arena import Arena
 from perdure.store import Leaf, Loaded, Run, Storage
 from perdure.store.format import RecipeValue
 
@@ -96,6 +97,7 @@ class CheckpointManager:
         self._allow = allow
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
+        self._arena = Arena()
         self._flag = PreemptionFlag()
         self._notes: list[str] = []
         self._told: set[str] = set()
@@ -179,11 +181,11 @@ class CheckpointManager:
             return True
         self._settle(wait=True)
         try:
-            self._run.begin_writing()
+            self._run.claim()
         except SaveError as error:
             self._tolerate(error)
             return False
-        leaves = snapshot(state)
+        leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._background.submit(lambda: self._commit(step, leaves, numbers))
         return True
@@ -241,8 +243,8 @@ class CheckpointManager:
         """
         self._settle(wait=True)
         if self._processes.index == 0:
-            self._run.begin_writing()
-            leaves = snapshot(state)
+            self._run.claim()
+            leaves = snapshot(state, self._arena)
             self._background.submit(lambda: self._commit(step, leaves, {}))
             self._background.wait()
         self.close()
@@ -262,6 +264,7 @@ class CheckpointManager:
             self._settle(wait=True)
         finally:
             self._flag.remove()
+            self._arena.release()
             self._run.close()
 
     def __enter__(self) -> CheckpointManager:

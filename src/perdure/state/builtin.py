@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: ("py:bytes", bytes.hex, bytes.fromhex),
     type(None): ("py:none", lambda _: "", lambda _: None),
 }
+_LITTLE = sys.byteorder == "little"
+_CASTABLE = frozenset("?bBhHiIlLqQefd")
 _BY_NAME = {name: parse for name, _, parse in _SCALARS.values()}
 
 
@@ -42,7 +46,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def array_spec(value: np.ndarray[Any, Any] | np.generic) -> Spec:
     """dtype and shape; raises `UnsupportedLeafError` for dtypes without exact bytes."""
-    dtype = value.dtype
+    return Spec(_dtype_name(value.dtype), value.shape)
+
+
+@cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
     numeric = dtype.kind in "biufc" or (
         dtype.kind == "V" and dtype.names is None and dtype.num >= 256
     )
@@ -51,18 +59,23 @@ def array_spec(value: np.ndarray[Any, Any] | np.generic) -> Spec:
             f"a NumPy array of dtype {dtype} has no exact form in a checkpoint; expected booleans, "
             f"integers, floats or complex numbers of a fixed width. Convert it, or leave it out."
         )
-    return Spec(dtype.name, tuple(value.shape))
+    return dtype.name
 
 
 def array_leaf(value: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False) -> Leaf:
     """The bytes of a NumPy array, row-major and little-endian, without a copy where possible."""
-    dtype, shape = array_spec(value)
+    dtype = _dtype_name(value.dtype)
     array = np.asarray(value)
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    flat = np.ascontiguousarray(little).reshape(-1)
-    copied = not np.shares_memory(flat, array) if flat.size else True
-    data = flat.view(np.uint8).data if flat.size else memoryview(b"")
-    return Leaf(dtype, shape, data, frozen or copied)
+    if not array.size:
+        return Leaf(dtype, array.shape, memoryview(b""), True)
+    if isinstance(value, np.generic):
+        frozen = True
+    if not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous):
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        return Leaf(dtype, array.shape, little.reshape(-1).view(np.uint8).data, True)
+    if array.dtype.char in _CASTABLE:  # the same bytes as below in half the time
+        return Leaf(dtype, array.shape, memoryview(array).cast("B"), frozen)
+    return Leaf(dtype, array.shape, array.reshape(-1).view(np.uint8).data, frozen)
 
 
 def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -33,9 +34,8 @@ class JaxState:
             raise UnsupportedLeafError(
                 "a traced value; save outside of jit, where arrays are concrete."
             )
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return Spec(f"key<{_impl(value)}>", tuple(value.shape))
-        return Spec(value.dtype.name, tuple(value.shape))
+        name = _dtype_name(value.dtype)
+        return Spec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
         spec = self.spec(value)
@@ -80,6 +80,12 @@ class JaxState:
         if sharding is not None and getattr(like, "committed", True):
             return jax.device_put(array, sharding)
         return jnp.asarray(array)
+
+
+@cache
+def _dtype_name(dtype: Any) -> str | None:
+    """Name of a dtype; None for typed keys."""
+    return None if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.name
 
 
 def _impl(value: Any) -> str:

@@ -7,13 +7,14 @@ compared with the checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec
+from perdure.state.arena import Arena
 from perdure.state.builtin import Builtin, plain_value
 from perdure.store.leaf import Leaf
 
@@ -33,21 +34,16 @@ def flatten(state: Any) -> dict[str, Leaf]:
     `UnsupportedLeafError` naming the path of a value that has no exact form.
     """
     leaves: dict[str, Leaf] = {}
-    for path, value, adapter in _walk(state, "", None):
-        with _Named(path):
-            leaf = adapter.leaf(value)
-        assert leaf is not None
-        if path in leaves:
-            raise UnsupportedLeafError(
-                f"two leaves have the path {path!r}; rename one of the keys."
-            )
-        leaves[path] = leaf
+    _collect(state, "", _adapters(), leaves)
     return leaves
 
 
-def snapshot(state: Any) -> dict[str, Leaf]:
-    """`flatten`, safe to use after `state` changes: whatever can change in place is copied."""
-    return {path: leaf if leaf.frozen else leaf.copy() for path, leaf in flatten(state).items()}
+def snapshot(state: Any, into: Arena | None = None) -> dict[str, Leaf]:
+    """`flatten`, safe to use after `state` changes: whatever can change in place is copied.
+
+    The copies lie in `into`, where they stay until the next snapshot into it, or in new memory.
+    """
+    return (into or Arena()).hold(flatten(state))
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -119,6 +115,26 @@ def _spec(path: str, value: Any, adapter: Adapter) -> Spec:
     return spec
 
 
+def _collect(value: Any, path: str, adapters: Sequence[Adapter], leaves: dict[str, Leaf]) -> None:
+    # The loop of the user stands still here. So one call decides what a value is and gives its bytes.
+    try:
+        for adapter in adapters:
+            leaf = adapter.leaf(value)
+            if leaf is not None:
+                if path in leaves:
+                    raise UnsupportedLeafError(
+                        f"two leaves have the path {path!r}; rename one of the keys."
+                    )
+                leaves[path] = leaf
+                return
+        node = _node(value, adapters, None)
+    except StateError as error:
+        _name(error, path)
+        raise
+    for key, child in node.children:
+        _collect(child, _join(path, key), adapters, leaves)
+
+
 def _walk(
     value: Any, path: str, stored: Mapping[str, Spec] | None
 ) -> Iterator[tuple[str, Any, Adapter]]:
@@ -149,14 +165,18 @@ def _classify(
             if adapter.spec(value) is not None:
                 return adapter, None
         below = None if stored is None else _Below(stored, path)
-        for adapter in adapters:
-            if (node := adapter.node(value, below)) is not None:
-                return adapter, node
-        raise UnsupportedLeafError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} has no exact form in "
-            f"a checkpoint. Give it `state_dict` and `load_state_dict`, turn it into arrays and "
-            f"scalars, or leave it out of the state."
-        )
+        return adapters[-1], _node(value, adapters, below)
+
+
+def _node(value: Any, adapters: Sequence[Adapter], below: Mapping[str, Spec] | None) -> Node:
+    for adapter in adapters:
+        if (node := adapter.node(value, below)) is not None:
+            return node
+    raise UnsupportedLeafError(
+        f"a value of type {type(value).__module__}.{type(value).__qualname__} has no exact form in "
+        f"a checkpoint. Give it `state_dict` and `load_state_dict`, turn it into arrays and "
+        f"scalars, or leave it out of the state."
+    )
 
 
 def _adapters() -> list[Adapter]:
@@ -200,16 +220,21 @@ class _Named:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StateError) and not hasattr(error, "path"):
-            error.path = self._path  # type: ignore[attr-defined]
-            if not isinstance(error, MismatchError):
-                error.args = (f"{self._path or '(the state itself)'}: {error}",)
+        if isinstance(error, StateError):
+            _name(error, self._path)
+
+
+def _name(error: StateError, path: str) -> None:
+    if not hasattr(error, "path"):
+        error.path = path  # type: ignore[attr-defined]
+        if not isinstance(error, MismatchError):
+            error.args = (f"{path or '(the state itself)'}: {error}",)
 
 
 def _join(path: str, key: str) -> str:
     if not key:
         return path
-    part = key.replace("%", "%25").replace("/", "%2F")
+    part = key if key.isalnum() else key.replace("%", "%25").replace("/", "%2F")
     return f"{path}/{part}" if path else part
 
 

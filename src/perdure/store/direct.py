@@ -1,8 +1,8 @@
-"""Writing one new file at the speed of the disk: page-aligned staging buffers and O_DIRECT.
+"""One file at the speed of the disk: page-aligned memory and O_DIRECT, in both directions.
 
-Owns the buffers and the threads of one file. `write` copies into a staging buffer, full buffers are
-written in the background, and `finish` returns only after every byte has reached the file (not yet
-synced). A file system that refuses O_DIRECT gets the same buffers through the page cache.
+Writing owns the buffers and the threads of one file. `write` copies into a staging buffer, full
+buffers are written in the background, and `finish` returns only after every byte has reached the
+file (not yet synced). A file system that refuses O_DIRECT gets the same through the page cache.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-BLOCK = 4096
-STAGING_BYTES = 8 * 1024 * 1024
-BUFFERS = 3
-ALLOCATE_BYTES = 64 * 1024 * 1024
+from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 
+BLOCK = 4096
+BUFFERS = 3
+SMALL_PIECE = 1024 * 1024
+"""A file that fits into the buffers is written in pieces of this size, behind the copying."""
+
+ALLOCATE_BYTES = 64 * 1024 * 1024
+DIRECT_READ_FROM = 256 * 1024
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -32,12 +38,14 @@ class StagedWriter:
         self._path = path
         self._before = before
         self._fd = _open_direct(path)
-        self._free = [mmap.mmap(-1, STAGING_BYTES) for _ in range(BUFFERS)]
+        self._taken = 0
+        self._free: list[mmap.mmap] = []
         self._busy: list[tuple[Future[None], mmap.mmap]] = []
         self._pool = ThreadPoolExecutor(BUFFERS - 1, thread_name_prefix="perdure-write")
         self._current: mmap.mmap | None = None
         self._filled = 0
         self._offset = 0
+        self._piece = STAGING_BYTES if size > BUFFERS * STAGING_BYTES else SMALL_PIECE
         self._expected = size
         self._allocated = 0
 
@@ -45,56 +53,71 @@ class StagedWriter:
         """Copy `data` into staging memory; raises the error of an earlier background write."""
         at = 0
         while at < len(data):
-            buffer = self._current or self._next_buffer()
-            self._current = buffer
-            part = min(len(data) - at, STAGING_BYTES - self._filled)
-            memoryview(buffer)[self._filled : self._filled + part] = data[at : at + part]
+            if self._current is None:
+                self._current = self._next_buffer()
+            part = min(len(data) - at, self._piece - self._filled)
+            copy_bytes(memoryview(self._current)[self._filled :], data[at : at + part])
             self._filled += part
             at += part
-            if self._filled == STAGING_BYTES:
-                self._submit(STAGING_BYTES)
+            if self._filled == self._piece:
+                self._submit()
 
     def finish(self) -> int:
         """Write what is left and return the descriptor, positioned nowhere, ready for fsync."""
         total = self._offset + self._filled
-        if self._filled:
+        if self._current is not None:
             # O_DIRECT writes whole blocks; the file is cut back to its true length below.
             whole = -(-self._filled // BLOCK) * BLOCK
-            if self._current is not None:
-                memoryview(self._current)[self._filled : whole] = bytes(whole - self._filled)
-            self._submit(whole)
+            memoryview(self._current)[self._filled : whole] = bytes(whole - self._filled)
+            self._announce(whole)
+            self._write_at(self._current, whole, self._offset)
+            self._free.append(self._current)
+            self._current = None
         while self._busy:
             self._collect()
         os.ftruncate(self._fd, total)
         return self._fd
 
     def close(self) -> None:
-        """Release the file and the threads. May be called twice."""
+        """Release the file, the threads and the buffers. May be called twice."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._free += [buffer for _, buffer in self._busy]
         self._busy.clear()
+        if self._current is not None:
+            self._free.append(self._current)
+            self._current = None
+        while self._free:
+            give_buffer(self._free.pop())
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _next_buffer(self) -> mmap.mmap:
         if not self._free:
+            if self._taken < BUFFERS:
+                self._taken += 1
+                return take_buffer()
             self._collect()
         return self._free.pop()
 
-    def _submit(self, length: int) -> None:
-        buffer, self._current = self._current, None
+    def _submit(self) -> None:
+        buffer = self._current
         assert buffer is not None
+        self._announce(self._piece)
+        self._current = None
+        future = self._pool.submit(self._write_at, buffer, self._piece, self._offset)
+        self._busy.append((future, buffer))
+        self._offset += self._piece
+        self._filled = 0
+
+    def _announce(self, length: int) -> None:
         self._preallocate(self._offset + length)
         self._before("write", self._path)
-        future = self._pool.submit(self._write_at, buffer, length, self._offset)
-        self._busy.append((future, buffer))
-        self._offset += length
-        self._filled = 0
 
     def _collect(self) -> None:
         future, buffer = self._busy.pop(0)
-        future.result()
         self._free.append(buffer)
+        future.result()
 
     def _preallocate(self, needed: int) -> None:
         # In steps, because `expected` is an upper bound: deduplication may leave little to write.
@@ -118,10 +141,73 @@ class StagedWriter:
             done += written
 
 
+def read_at(path: str, offset: int, target: memoryview) -> int:
+    """Fill `target` from `offset` of a file; returns the bytes read, fewer only at its end.
+
+    A large read between whole blocks goes past the page cache, which saves a copy, unless its first
+    block is in the cache already. Looking brings that block in, so of several processes that read
+    the same file the first reads past the cache and the others through it, once for all of them.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        whole = len(target) >= DIRECT_READ_FROM and not (offset | len(target)) % BLOCK
+        if whole and not _is_cached(fd, offset):
+            done = _read_direct(path, offset, target)
+        while done < len(target):
+            got = os.preadv(fd, [target[done:]], offset + done)
+            if not got:
+                break
+            done += got
+        return done
+    finally:
+        os.close(fd)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy `source` to the front of `target`; other threads run meanwhile, which a slice forbids."""
+    import numpy as np  # not needed to list a run
+
+    size = len(source)
+    if size:
+        np.copyto(np.frombuffer(target, np.uint8, size), np.frombuffer(source, np.uint8))
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte can be had without waiting for the disk; True where direct reads cannot be."""
+    if not (_O_DIRECT and hasattr(os, "RWF_NOWAIT")):
+        return True
+    os.posix_fadvise(fd, offset, 0, os.POSIX_FADV_RANDOM)  # or the look would start to read ahead
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that cannot tell
+        return True
+    finally:
+        os.posix_fadvise(fd, offset, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def _read_direct(path: str, offset: int, target: memoryview) -> int:
+    """Whole blocks past the page cache; 0 where the file system or the memory does not allow it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+    except OSError:
+        return 0
+    try:
+        return os.preadv(fd, [target], offset)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return 0
+    finally:
+        os.close(fd)
+
+
 def _open_direct(path: str) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+        return os.open(path, flags | _O_DIRECT, 0o644)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise

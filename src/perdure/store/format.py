@@ -38,15 +38,21 @@ TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
+_MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
+
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+# A pattern of its own for every chunk would take longer than all the rest of reading a manifest, so
+# `_check_hashes` looks at all of them at once.
+Hash = Annotated[str, Meta(min_length=64, max_length=64)]
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$")]
 RecipeValue = str | int | float | bool
 T = TypeVar("T")
 
 
-class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+# `gc=False`: they refer to nothing that could refer back, and a state of many small leaves makes so
+# many of them that the collector would run again and again in the middle of a save.
+class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """At most CHUNK_BYTES of one leaf: its hash, and where its stored bytes lie."""
 
     hash: Hash
@@ -55,7 +61,7 @@ class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     length: Natural
 
 
-class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One leaf: array bytes as chunks, or the text of a Python scalar."""
 
     path: str
@@ -68,12 +74,14 @@ class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     def nbytes(self) -> int:
         if self.text is not None:
             return len(self.text.encode())
-        return sum(chunk.length for chunk in self.chunks)
+        chunks = self.chunks
+        return chunks[0].length if len(chunks) == 1 else sum(chunk.length for chunk in chunks)
 
     def hashes(self) -> list[str]:
         if self.text is not None:
             return [hash_bytes(self.text.encode())]
-        return [chunk.hash for chunk in self.chunks]
+        chunks = self.chunks
+        return [chunks[0].hash] if len(chunks) == 1 else [chunk.hash for chunk in chunks]
 
 
 class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +131,11 @@ def hash_bytes(data: bytes | bytearray | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
+def hash_each(parts: Iterable[bytes | bytearray | memoryview]) -> list[str]:
+    """`hash_bytes` of many small parts, without a call for each."""
+    return [blake3(part).hexdigest() for part in parts]
+
+
 def manifest_name(step: int) -> str:
     """Name of the manifest of `step` inside a run directory."""
     return f"{MANIFESTS}{step:012d}.json"
@@ -130,7 +143,7 @@ def manifest_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Step of a manifest's name; None for a name that is not one."""
-    match = re.fullmatch(re.escape(MANIFESTS) + r"([0-9]{12})\.json", name)
+    match = _MANIFEST_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -175,19 +188,29 @@ def chunk_spans(nbytes: int) -> list[tuple[int, int]]:
 
 def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
     """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
-    rows = sorted((path, dtype, list(shape), list(hashes)) for path, dtype, shape, hashes in leaves)
-    return hash_bytes(msgspec.json.encode(rows))
+    return hash_bytes(msgspec.json.encode(sorted(leaves)))
 
 
 def fingerprint_of(leaves: Iterable[LeafRecord]) -> str:
     """Fingerprint of manifest records."""
-    return fingerprint((leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in leaves)
+    return fingerprint([(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in leaves])
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Canonical JSON of a manifest, its own digest first."""
     body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
     return _DIGEST_HEAD + hash_bytes(body).encode() + b'",' + body[1:]
+
+
+def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
+    """Raise `CorruptionError` unless `data` reads back as `manifest`, by the rules of a reader.
+
+    Its digest and its fingerprint are not computed a second time: both were made from these values.
+    """
+    if _manifest(b"{" + data[_DIGEST_BYTES:], where) != manifest:
+        raise CorruptionError(
+            f"{where}: it does not read back as it was made; nothing was written."
+        )
 
 
 def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:
@@ -208,8 +231,7 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
             f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
             f"restore an older step meanwhile."
         )
-    _check_version(body, where)
-    manifest = _decode(body, Manifest, where)
+    manifest = _manifest(body, where)
     if step is not None and manifest.step != step:
         raise CorruptionError(
             f"{where}: expected the manifest of step {step}, found {manifest.step}."
@@ -218,9 +240,13 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         seconds_of(manifest.created)
     except ValueError:
         raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
+    packs = len(manifest.packs)
     for leaf in manifest.leaves:
-        if any(chunk.pack >= len(manifest.packs) for chunk in leaf.chunks):
-            raise CorruptionError(f"{where}: leaf {leaf.path!r} names a pack that is not listed.")
+        for chunk in leaf.chunks:
+            if chunk.pack >= packs:
+                raise CorruptionError(
+                    f"{where}: leaf {leaf.path!r} names a pack that is not listed."
+                )
     actual = fingerprint_of(manifest.leaves)
     if actual != manifest.fingerprint:
         raise CorruptionError(
@@ -262,12 +288,32 @@ def decode_pack_index(index: bytes, trailer: bytes, start: int, where: str) -> P
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
     decoded = _decode(index, PackIndex, where)
+    _check_hashes([digest for digest, _ in decoded.chunks], where)
     held = sum(length for _, length in decoded.chunks)
     if held != start:
         raise CorruptionError(
             f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."
         )
     return decoded
+
+
+def _manifest(body: bytes, where: str) -> Manifest:
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except ValueError:  # also what a newer format looks like, which has to be said as such
+        _check_version(body, where)
+        manifest = _decode(body, Manifest, where)
+    if manifest.format > FORMAT:
+        _check_version(body, where)
+    hashes = [chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks]
+    _check_hashes([manifest.fingerprint, *hashes], where)
+    return manifest
+
+
+def _check_hashes(hashes: Iterable[str], where: str) -> None:
+    """Raise unless all of them, of the right length already, are lower-case hexadecimal."""
+    if found := "".join(hashes).encode(errors="replace").translate(None, b"0123456789abcdef"):
+        raise CorruptionError(f"{where}: expected hexadecimal hashes, found {found[:9]!r} in them.")
 
 
 def _check_version(data: bytes, where: str) -> None:

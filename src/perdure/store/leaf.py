@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from perdure.store.format import SCALAR_PREFIX
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True):
     """One array, or one Python scalar, as bytes.
 
     `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `key<impl>` for a typed PRNG key

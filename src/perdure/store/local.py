@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from perdure.store.direct import StagedWriter
+from perdure.store.direct import StagedWriter, read_at
 from perdure.store.format import TEMP_SUFFIX
 
 STAGED_FROM = 1024 * 1024
@@ -61,17 +61,7 @@ class LocalStorage:
             return file.read()
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = 0
-            while done < len(target):
-                got = os.preadv(fd, [target[done:]], offset + done)
-                if not got:
-                    break
-                done += got
-            return done
-        finally:
-            os.close(fd)
+        return read_at(self.path(name), offset, target)
 
     def size(self, name: str) -> int:
         return os.stat(self.path(name)).st_size

@@ -54,6 +54,7 @@ from perdure.store.format import (
     TEMP_SUFFIX,
     Manifest,
     RecipeValue,
+    check_encoded,
     chunk_spans,
     decode_manifest,
     decode_marker,
@@ -103,7 +104,7 @@ class Run:
         self._catalog = Catalog(self.storage)
         self._unsure: set[int] = set()
         self._lock = ExitStack()
-        self._writing = False
+        self._writing = self._ready = False
         self._marked = self._check_marker(create)
 
     @property
@@ -181,6 +182,26 @@ class Run:
         The first writer makes the directory a run directory; each one clears what a crashed writer
         left half written. May be called often.
         """
+        if self._ready:
+            return
+        self.claim()
+        try:
+            if not self._marked:
+                self.storage.replace(MARKER, encode_marker(time_text(self._clock())))
+                self._marked = True
+            for name in self.leftovers():
+                self.storage.delete(name)
+        except OSError as error:
+            self.close()
+            raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
+        self._ready = True
+
+    def claim(self) -> None:
+        """Take the writer's lock and nothing more, or raise `LockedError` at once.
+
+        What takes time is left to `begin_writing`, so that a training loop can ask for the lock
+        itself and leave the rest to the background. May be called often.
+        """
         if self._writing:
             return
         owner = {
@@ -202,15 +223,6 @@ class Run:
         self._writing = True
         # What was read before may have been changed by the writer in between.
         self._catalog.forget()
-        try:
-            if not self._marked:
-                self.storage.replace(MARKER, encode_marker(time_text(self._clock())))
-                self._marked = True
-            for name in self.leftovers():
-                self.storage.delete(name)
-        except OSError as error:
-            self.close()
-            raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
 
     def save(
         self,
@@ -367,7 +379,7 @@ class Run:
 
         Raises `SaveError` when a storage with two places could not bring all of it to the second.
         """
-        self._writing = False
+        self._writing = self._ready = False
         try:
             self._lock.close()
         except OSError as error:
@@ -421,9 +433,11 @@ class Run:
 
     def _same_step(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
         try:
-            present = self.manifest(step)
-        except StepNotFoundError:
+            self.storage.size(manifest_name(step))
+        except FileNotFoundError:
             return None
+        try:
+            present = self.manifest(step)
         except CorruptionError as error:
             self.quarantine(step, str(error))
             return None
@@ -445,7 +459,7 @@ class Run:
     def _commit(self, manifest: Manifest) -> None:
         data = encode_manifest(manifest)
         # Constructors check nothing: what cannot be read back must never be committed.
-        decode_manifest(data, f"{self.where}: the manifest of this save", manifest.step)
+        check_encoded(data, manifest, f"{self.where}: the manifest of this save")
         sink = self.storage.create(manifest_name(manifest.step), len(data))
         try:
             sink.write(memoryview(data))

@@ -34,7 +34,7 @@ def write_share(
     process: int,
     count: int,
 ) -> Share:
-    """Write the chunks of `leaves` that are this process's, and that `known` lacks; durable on return."""
+    """Write the chunks that are this process's and that `known` lacks; durable on return."""
     own = {
         # Names that sort as the numbers do.
         f"{number:012d}": Leaf("uint8", (len(data),), data, frozen=True)

@@ -5,12 +5,14 @@ Invariant: the pack is durable before the manifest that reads from it can be see
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from msgspec import Struct
 
 from perdure.store.format import (
     PACKS,
@@ -20,18 +22,29 @@ from perdure.store.format import (
     chunk_spans,
     encode_pack_tail,
     hash_bytes,
+    hash_each,
     pack_name,
 )
 from perdure.store.leaf import Leaf
 from perdure.store.storage import Sink, Storage
 
 HASH_THREADS = 2
-HASH_AHEAD = 16
-INLINE_HASH_BYTES = 256 * 1024
+# Few, so that the bytes of a chunk are still in the processor's cache when they are copied.
+HASH_AHEAD = 4
+LARGE_BYTES = 256 * 1024
+"""From here on a chunk is hashed on another core, and placed so that it can be read by itself."""
+
+ALONE_BYTES = 16 * 1024 * 1024
+"""Up to here starting other threads takes longer than it saves."""
+
+BLOCK = 4096
+"""Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
+
+GATHER_BYTES = 1024 * 1024
+"""Smaller pieces are handed to the storage together: a call for each would cost more than its copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True, gc=False):
     """Where a chunk already lies."""
 
     pack: str
@@ -61,81 +74,139 @@ def write_pack(
     pack is written when every chunk is known already. On an error nothing stays but a temporary
     file that the next writer clears.
     """
-    pack = WrittenPack(pack_name(step, process, secrets.token_hex(4)))
-    located: dict[str, Held] = {}
-    hashes: dict[str, list[str]] = {}
-    sink: Sink | None = None
-    remaining = sum(len(leaf.data) for leaf in leaves.values())
+    pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
+    ordered = sorted(leaves.items())
+    hashes: list[list[str]] = [[] for _ in ordered]
+    located = pack.located
+    left = sum(len(leaf.data) for leaf in leaves.values())
     try:
-        for path, data, digest in _hashed(leaves):
-            hashes.setdefault(path, []).append(digest)
+        large, small = _in_pack_order(ordered, hashes)
+        small_hashes = hash_each(data for _, _, data in small)
+        for (slots, at, data), digest in chain(
+            _hashed(large), zip(small, small_hashes, strict=True)
+        ):
+            slots[at] = digest
             if digest not in known and digest not in located:
-                if sink is None:
-                    sink = storage.create(PACKS + pack.name, remaining)
-                sink.write(data)
-                located[digest] = Held(pack.name, pack.size, len(data))
-                pack.chunks.append((digest, len(data)))
-                pack.size += len(data)
-            remaining -= len(data)
-        if sink is not None:
-            tail = encode_pack_tail(pack.chunks)
-            sink.write(memoryview(tail))
-            pack.size += len(tail)
-            sink.commit()
+                pack.add(digest, data, left)
+            left -= len(data)
+        pack.commit()
     except BaseException:
-        if sink is not None:
-            sink.abort()
+        pack.abort()
         raise
-    records, packs = _records(leaves, hashes, {**known, **located}, storage, pack)
+    records, packs = _records(ordered, hashes, known, located, storage, pack.written)
     return records, packs, located
 
 
-def _hashed(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview, str]]:
-    """(path, chunk, hash) in path order; large chunks are hashed ahead on other cores."""
-    chunks = (
-        (path, leaf.data[start:stop])
-        for path, leaf in sorted(leaves.items())
-        if not leaf.is_scalar
-        for start, stop in chunk_spans(len(leaf.data))
-    )
+class _Pack:
+    """The pack under way: made at its first chunk, small chunks gathered."""
+
+    def __init__(self, storage: Storage, written: WrittenPack) -> None:
+        self.written = written
+        self.located: dict[str, Held] = {}
+        self._storage = storage
+        self._sink: Sink | None = None
+        self._gathered: list[memoryview] = []
+        self._waiting = 0
+
+    def add(self, digest: str, data: memoryview, left: int) -> None:
+        """Append a chunk; `left` bounds the bytes of chunks still to come, this one included."""
+        if self._sink is None:
+            self._sink = self._storage.create(PACKS + self.written.name, left)
+        size = len(data)
+        self.located[digest] = Held(self.written.name, self.written.size, size)
+        self.written.chunks.append((digest, size))
+        self.written.size += size
+        if size < GATHER_BYTES:
+            self._gathered.append(data)
+            self._waiting += size
+            if self._waiting >= GATHER_BYTES:
+                self._flush(self._sink)
+        else:
+            self._flush(self._sink)
+            self._sink.write(data)
+
+    def commit(self) -> None:
+        """Make the pack durable, if there is one."""
+        if self._sink is None:
+            return
+        tail = encode_pack_tail(self.written.chunks)
+        self._gathered.append(memoryview(tail))
+        self._flush(self._sink)
+        self.written.size += len(tail)
+        self._sink.commit()
+
+    def abort(self) -> None:
+        if self._sink is not None:
+            self._sink.abort()
+
+    def _flush(self, sink: Sink) -> None:
+        if self._gathered:
+            sink.write(memoryview(b"".join(self._gathered)))
+            self._gathered, self._waiting = [], 0
+
+
+# Where the hash of a chunk goes, and the chunk. A plain tuple: there may be very many.
+_Job = tuple[list[str], int, memoryview]
+
+
+def _in_pack_order(
+    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]]
+) -> tuple[list[_Job], list[_Job]]:
+    """(large chunks, small chunks) in the order of the pack: those of whole blocks before others."""
+    whole: list[_Job] = []
+    uneven: list[_Job] = []
+    small: list[_Job] = []
+    for (_, leaf), slots in zip(ordered, hashes, strict=True):
+        size = len(leaf.data)
+        if not size or leaf.is_scalar:
+            continue
+        if size < LARGE_BYTES:
+            slots.append("")
+            small.append((slots, 0, leaf.data))
+            continue
+        spans = chunk_spans(size)
+        slots.extend([""] * len(spans))
+        for at, (start, stop) in enumerate(spans):
+            length = stop - start
+            into = small if length < LARGE_BYTES else uneven if length % BLOCK else whole
+            into.append((slots, at, leaf.data[start:stop]))
+    return whole + uneven, small
+
+
+def _hashed(chunks: Sequence[_Job]) -> Iterator[tuple[_Job, str]]:
+    """Each large chunk with its hash, in order, hashed ahead on other cores if there are many."""
+    if sum(len(data) for _, _, data in chunks) <= ALONE_BYTES:
+        yield from ((job, hash_bytes(job[2])) for job in chunks)
+        return
+    jobs = iter(chunks)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash") as pool:
-        ahead: deque[tuple[str, memoryview, Future[str] | str]] = deque()
-
-        def fill() -> None:
-            for path, data in itertools.islice(chunks, HASH_AHEAD - len(ahead)):
-                small = len(data) < INLINE_HASH_BYTES
-                ahead.append(
-                    (path, data, hash_bytes(data) if small else pool.submit(hash_bytes, data))
-                )
-
-        fill()
+        ahead = deque((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, HASH_AHEAD))
         while ahead:
-            path, data, digest = ahead.popleft()
-            yield path, data, digest if isinstance(digest, str) else digest.result()
-            fill()
+            job, digest = ahead.popleft()
+            yield job, digest.result()
+            ahead.extend((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, 1))
 
 
 def _records(
-    leaves: Mapping[str, Leaf],
-    hashes: Mapping[str, list[str]],
-    held: Mapping[str, Held],
+    ordered: Sequence[tuple[str, Leaf]],
+    hashes: Sequence[list[str]],
+    known: Mapping[str, Held],
+    located: Mapping[str, Held],
     storage: Storage,
     written: WrittenPack,
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
     names: dict[str, int] = {}
     records = []
-    for path, leaf in sorted(leaves.items()):
+    for (path, leaf), digests in zip(ordered, hashes, strict=True):
         if leaf.is_scalar:
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
         chunks = []
-        for digest in hashes.get(path, ()):
-            at = held[digest]
+        for digest in digests:
+            at = located.get(digest) or known[digest]
             number = names.setdefault(at.pack, len(names))
-            chunks.append(Chunk(hash=digest, pack=number, offset=at.offset, length=at.length))
-        records.append(
-            LeafRecord(path=path, dtype=leaf.dtype, shape=leaf.shape, chunks=tuple(chunks))
-        )
+            chunks.append(Chunk(digest, number, at.offset, at.length))
+        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks)))
     packs = [
         PackRecord(
             name=name, size=written.size if name == written.name else storage.size(PACKS + name)

@@ -1,0 +1,197 @@
+"""How fast states reach the disk and come back, beside the disk's own limit and beside the peers.
+
+    make bench-store          one table, and the same as JSON in build/bench-store.json
+
+What is the same for everybody: 2 GiB of float32 in 64 MiB leaves; a save counts until its files and
+directories are synced; loads start with an empty page cache; every subject has a process of its own,
+new values before every save, and memory that the system has backed just before each measurement. The
+figures are medians; `spread` is the lowest and the highest of the same series.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from store_peers import SUBJECTS
+from store_probe import MIB, may_drop_caches
+
+HERE = Path(__file__).parent
+Row = dict[str, Any]
+
+
+def child(program: str, *arguments: object) -> dict[str, Any] | None:
+    """The JSON that a program beside this one prints last; None, with its error, where it fails."""
+    print(f"  {program} {arguments[0]} ...", file=sys.stderr, flush=True)
+    command = [sys.executable, str(HERE / program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{program} {arguments[0]} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def installed(modules: tuple[str, ...]) -> bool:
+    def there(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return all(map(there, modules))
+
+
+def row(what: str, value: float | None, unit: str, spread: str = "", **more: Any) -> Row:
+    filled = {"against": "", "limit": None, "ratio": None, "reach": "", "met": None, **more}
+    return {"what": what, "value": value, "unit": unit, "spread": spread, **filled}
+
+
+def compared(row: Row, against: str, limit: float, *, least: float = 0.0, most: float = 1e9) -> Row:
+    """The row with its ratio to `limit`, which is to lie between `least` and `most`."""
+    ratio = row["value"] / limit
+    reach = f">= {least:g}x" if least else f"<= {most:g}x" if most != 1 else f"<= {limit:g}"
+    met = least <= ratio <= most
+    return {**row, "against": against, "limit": limit, "ratio": ratio, "reach": reach, "met": met}
+
+
+def disk_rows(disk: dict[str, Any], peers: dict[str, dict[str, Any]], tool: str) -> list[Row]:
+    rows = []
+    for verb, text, factor in (
+        ("write", "durable write of 2 GiB", 1.4),
+        ("load", "cold verified load of 2 GiB", 1.0),
+    ):
+        mine = row(text, disk[verb], "GB/s", disk[f"{verb} spread"])
+        pairs = sorted(
+            a / b for a, b in zip(disk[f"{verb} all"], disk[f"{verb} limit all"], strict=True)
+        )
+        ratio = pairs[len(pairs) // 2]
+        fio = compared(mine, f"{tool}, in turn", disk[f"{verb} limit"], least=0.95)
+        # Of each pair, because the disk of a shared machine is not the same from minute to minute.
+        rows.append({**fio, "ratio": ratio, "met": ratio >= 0.95})
+        if peers:
+            best = max(peers, key=lambda name: peers[name][verb][0])
+            limit = peers[best][verb][0]
+            rows.append(compared(mine, f"best: {best}", limit, least=factor))
+    return rows
+
+
+def peer_rows(found: dict[str, dict[str, Any] | None]) -> list[Row]:
+    rows = []
+    for name, figures in found.items():
+        for key, text, unit in (
+            ("write", "durable write of 2 GiB", "GB/s"),
+            ("load", "cold load of 2 GiB", "GB/s"),
+            ("stall", "stall of an asynchronous save of 2 GiB", "ms"),
+            ("small", "durable save of 5 MB in 12 leaves", "ms"),
+        ):
+            if figures is None:
+                rows += (
+                    [row(f"{name}: {text}", None, unit, "not installed")] if key == "write" else []
+                )
+            elif figures[key]:
+                middle, low, high = figures[key]
+                rows.append(row(f"{name}: {text}", middle, unit, f"{low:.3g}-{high:.3g}"))
+    return rows
+
+
+def case_rows(cases: dict[str, dict[str, Any]], orbax: dict[str, Any] | None) -> list[Row]:
+    rows: list[Row] = []
+    if jax := cases.get("stall_jax"):
+        stall = row("stall, 2 GiB of JAX arrays", jax["stall"], "ms", jax["stall spread"])
+        rows.append(compared(stall, "", 1.0, most=1.0))
+        if orbax:
+            rows.append(compared(stall, "Orbax", orbax["stall"][0], most=0.1))
+    for kind in ("numpy", "torch"):
+        if place := cases.get(f"stall_{kind}"):
+            text = f"stall, 2 GiB of {kind} in place"
+            stall = row(text, place["stall"], "ms", place["stall spread"])
+            rows.append(compared(stall, "one memcpy", place["memcpy"], most=1.2))
+    if small := cases.get("small"):
+        save = row("5 MB in 12 leaves, committed", small["save"], "ms", small["save spread"])
+        rows.append(compared(save, "one write + fsync", small["limit"], most=1.5))
+    for name, key, text, unit, limit in (
+        ("leaves10k", "save", "10,000 leaves of 1 KiB, committed", "ms", 60.0),
+        ("delta", "share", "bytes written, 90% unchanged", "of all", 0.11),
+        ("memory", "MiB", "extra memory, 2 GiB immutable", "MiB", 64.0),
+        ("listing", "latest", "latest_step, 1,000 checkpoints", "ms", 5.0),
+        ("listing", "ls", "perdure ls, 1,000 checkpoints", "ms", 400.0),
+    ):
+        if case := cases.get(name):
+            mine = row(text, case[key], unit, case.get(f"{key} spread", ""))
+            rows.append(compared(mine, "", limit, most=1.0))
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    def text(value: Any) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, bool):
+            return "yes" if value else "NO"
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    keys = ("what", "value", "unit", "spread", "against", "limit", "ratio", "reach", "met")
+    cells = [list(keys), *[[text(r[key]) for key in keys] for r in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    for line in cells:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
+    parser.add_argument("--mib", type=int, default=2048, help="size of the large state")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each peer")
+    parser.add_argument("--without", default="", help="peers to leave out, with commas between")
+    given = parser.parse_args()
+    tool = "fio" if shutil.which("fio") else "bare O_DIRECT loop"
+    print(f"limit of the disk: {tool}{'' if tool == 'fio' else ' (fio is not installed)'}")
+    if not may_drop_caches():
+        print("loads are NOT cold: this user may not write /proc/sys/vm/drop_caches")
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    nbytes = given.mib * MIB
+    found: dict[str, dict[str, Any] | None] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(dir=given.out.parent.absolute()) as scratch:
+        for name in (
+            "disk",
+            "stall_jax",
+            "stall_numpy",
+            "stall_torch",
+            "small",
+            "leaves10k",
+            "delta",
+            "memory",
+            "listing",
+        ):
+            if (figures := child("store_cases.py", name, f"{scratch}/case", nbytes)) is not None:
+                cases[name] = figures
+            shutil.rmtree(f"{scratch}/case", ignore_errors=True)
+        for name, (_, modules) in SUBJECTS.items():
+            if name in given.without.split(","):
+                continue
+            here = installed(modules)
+            arguments = (name, f"{scratch}/peer", nbytes, given.rounds)
+            found[name] = child("store_peers.py", *arguments) if here else None
+            shutil.rmtree(f"{scratch}/peer", ignore_errors=True)
+    peers = {n: f for n, f in found.items() if f is not None and not n.startswith("perdure")}
+    rows = disk_rows(cases["disk"], peers, tool) if "disk" in cases else []
+    rows += case_rows(cases, peers.get("Orbax")) + peer_rows(found)
+    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
+    show(rows)
+    given.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`Arena`: the memory that snapshots of changing arrays are copied into, used again and again.
+
+The training loop stands still for such a copy, and a copy into pages that the process has not touched
+before takes several times as long. Invariant: only one snapshot at a time lives here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from perdure.store.direct import copy_bytes
+from perdure.store.leaf import Leaf
+from perdure.store.staging import pages
+
+ALIGNMENT = 64
+COPY_THREADS = 2
+PART_BYTES = 32 * 1024 * 1024
+"""From here on a copy is shared between threads, in parts of this size."""
+
+SMALL_BYTES = 32 * 1024
+
+
+class Arena:
+    """Holds one snapshot at a time. Its memory grows to the largest one and stays until `release`."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def hold(self, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+        """The same leaves, with a copy here of each that is not frozen.
+
+        The copies of the call before are overwritten: nobody may use them any more.
+        """
+        held = dict(leaves)
+        changing = [(path, leaf) for path, leaf in held.items() if not leaf.frozen]
+        # Each on a boundary that every dtype and every copy loop is content with.
+        needed = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in changing) * ALIGNMENT
+        if not needed:
+            return held
+        if self._memory is None or len(self._memory) < needed:
+            self._memory = None  # the old one first, or both would be there at once
+            self._memory = pages(needed)
+        memory = memoryview(self._memory)
+        large: list[tuple[memoryview, memoryview]] = []
+        at = 0
+        for path, leaf in changing:
+            data = leaf.data
+            size = len(data)
+            target = memory[at : at + size]
+            if size <= SMALL_BYTES:
+                target[:] = data
+            else:
+                large.append((target, data))
+            held[path] = Leaf(leaf.dtype, leaf.shape, target, True)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        _copy(large)
+        return held
+
+    def release(self) -> None:
+        """Give the memory back, as soon as nobody uses the last snapshot. May be called twice."""
+        self._memory = None
+
+
+def _copy(pairs: list[tuple[memoryview, memoryview]]) -> None:
+    parts = [
+        (target[at : at + PART_BYTES], source[at : at + PART_BYTES])
+        for target, source in pairs
+        for at in range(0, len(source), PART_BYTES)
+    ]
+    if sum(len(source) for _, source in parts) <= PART_BYTES:
+        for target, source in parts:
+            copy_bytes(target, source)
+        return
+    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="perdure-copy") as pool:
+        for _ in pool.map(lambda part: copy_bytes(*part), parts):
+            pass

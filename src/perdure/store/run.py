@@ -95,9 +95,11 @@ class Run:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first. Lists names and reads nothing."""
-        return sorted(
-            step for name in self.storage.list(MANIFESTS) if (step := step_of(name)) is not None
-        )
+        try:
+            names = list(self.storage.list(MANIFESTS))
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: {error}.") from error
+        return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
@@ -402,7 +404,7 @@ class Run:
     def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
         try:
             steps = [at for at in self.steps() if at != step]
-        except OSError:
+        except (OSError, UnreachableError):
             return (
                 f"{self.where}: saving step {step} failed: {error}. Every earlier checkpoint is as it "
                 f"was. Save again once the storage answers."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from perdure.errors import CorruptionError, PerdureError
+from perdure.errors import CorruptionError, PerdureError, UnreachableError
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -53,6 +53,7 @@ def check(run: Run) -> Report:
 
     Harmful: a manifest or a pack that is not exactly what was committed, or is missing. Harmless
     and reported: leftovers of a crash, packs that no manifest needs, and what is in quarantine.
+    Raises `UnreachableError` when the storage does not answer, which says nothing about its bytes.
     """
     problems: list[Problem] = []
     packs: dict[str, dict[int, tuple[str, int]]] = {}
@@ -65,6 +66,8 @@ def check(run: Run) -> Report:
         sizes[pack] = run.storage.size(name)
         try:
             packs[pack] = dict(_read_pack(run, name, sizes[pack]))
+        except ConnectionError as error:
+            raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error
         except (CorruptionError, OSError) as error:
             broken.add(pack)
             problems.append(Problem(name, str(error)))
@@ -75,6 +78,8 @@ def check(run: Run) -> Report:
             manifests.append(manifest)
             _match(run, manifest, packs, sizes, broken)
             good.append(step)
+        except UnreachableError:
+            raise
         except PerdureError as error:
             bad.append(step)
             problems.append(Problem(f"step {step}", str(error)))

@@ -281,6 +281,8 @@ def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
     with proxy_to(s3.endpoint, fault) as proxy:
         with pytest.raises(UnreachableError, match="cannot be read"):
             Run(through(s3, proxy, url, retries=1)).load_newest()
+        assert proxy.fired
+    with proxy_to(s3.endpoint, lambda r: "refuse" if "/packs/0" in r.path else None) as proxy:
         with pytest.raises(UnreachableError, match="the check stopped"):
             check(Run(through(s3, proxy, url, retries=1)))
         assert proxy.fired

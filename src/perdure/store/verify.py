@@ -63,8 +63,8 @@ def check(run: Run) -> Report:
         if name.endswith(".tmp"):
             continue
         pack = name.removeprefix(PACKS)
-        sizes[pack] = run.storage.size(name)
         try:
+            sizes[pack] = run.storage.size(name)
             packs[pack] = dict(_read_pack(run, name, sizes[pack]))
         except ConnectionError as error:
             raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error

@@ -22,7 +22,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store import CloudStorage, LocalStorage, Run
+from perdure.store import CloudStorage, LocalStorage, Run, check
 from perdure.store.format import manifest_name
 from perdure.store.urls import open_storage
 from perdure.testing import check_run
@@ -259,7 +259,7 @@ def test_an_outage_is_no_damage(s3: ObjectServer) -> None:
         run = Run(through(s3, proxy, url, retries=1))
         down[0] = True
         for attempt in (run.load_newest, lambda: run.load(2), lambda: run.manifest(2), run.steps):
-            with pytest.raises((UnreachableError, ConnectionError)):
+            with pytest.raises(UnreachableError, match="Nothing is known about what is there"):
                 attempt()
         down[0] = False
         loaded = run.load_newest()
@@ -273,9 +273,18 @@ def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
     url = s3.new_url()
     with run_on_url(s3, url) as run:
         run.save(1, make_leaves(1))
-    with proxy_to(s3.endpoint, lambda r: "refuse" if "/packs/" in r.path else None) as proxy:
+
+    def fault(request: Request) -> str | None:
+        is_chunk = "/packs/" in request.path and "range" in request.headers
+        return "refuse" if is_chunk else None
+
+    with proxy_to(s3.endpoint, fault) as proxy:
         with pytest.raises(UnreachableError, match="cannot be read"):
             Run(through(s3, proxy, url, retries=1)).load_newest()
+        assert proxy.fired
+    with proxy_to(s3.endpoint, lambda r: "refuse" if "/packs/0" in r.path else None) as proxy:
+        with pytest.raises(UnreachableError, match="the check stopped"):
+            check(Run(through(s3, proxy, url, retries=1)))
         assert proxy.fired
     check_run(s3.storage(url))
 

@@ -13,7 +13,7 @@ from crash_cases import CASES, assert_whole, prepared
 from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
-from perdure.errors import PruneError, SaveError
+from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store import LocalStorage, MemoryStorage, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
 
@@ -262,7 +262,7 @@ def test_an_outage_is_not_taken_for_damage() -> None:
             run.save(step, leaves)
         held = dict(storage.objects)
         storage.silent = True
-        with pytest.raises(ConnectionError):
+        with pytest.raises(UnreachableError, match="no answer"):
             check(run)
         with pytest.raises(PruneError, match="no answer"):
             repair(run)

@@ -74,7 +74,7 @@ def array_leaf(value: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         return Leaf(dtype, array.shape, little.reshape(-1).view(np.uint8).data, True)
     if array.dtype.char in _CASTABLE:  # the same bytes as below in half the time
-        return Leaf(dtype, array.shape, memoryview(array).cast("B"), frozen)
+        return Leaf(dtype, array.shape, array.data.cast("B"), frozen)
     return Leaf(dtype, array.shape, array.reshape(-1).view(np.uint8).data, frozen)
 
 

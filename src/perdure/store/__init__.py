@@ -1,7 +1,10 @@
 """Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
 
-from perdure.store.bucket import CloudOptions
-from perdure.store.cloud import CloudStorage
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from perdure.store.collect import Collected, CollectPlan, Request
 from perdure.store.format import Manifest
 from perdure.store.leaf import Leaf
@@ -9,9 +12,20 @@ from perdure.store.local import LocalStorage
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
 from perdure.store.run import Loaded, Run
-from perdure.store.staged import StagedStorage
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, Report, check
+
+if TYPE_CHECKING:
+    from perdure.store.bucket import CloudOptions
+    from perdure.store.cloud import CloudStorage
+    from perdure.store.staged import StagedStorage
+
+# Resolved on first use: a directory needs none of them, and `perdure ls` stays quick.
+_HOMES = {
+    "CloudOptions": "perdure.store.bucket",
+    "CloudStorage": "perdure.store.cloud",
+    "StagedStorage": "perdure.store.staged",
+}
 
 __all__ = [
     "CloudOptions",
@@ -34,3 +48,9 @@ __all__ = [
     "check",
     "repair",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'perdure.store' has no attribute {name!r}")

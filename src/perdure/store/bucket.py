@@ -250,7 +250,7 @@ class Bucket:
             return OSError(errno.ENOTSUP, f"{operation} is not supported: {said}", where)
         status = re.search(r"status code: (\d{3})", str(error))
         refused = status is not None and status[1][0] == "4" and status[1] != "429"
-        if refused or "InvalidRangeRequest" in str(error):
+        if refused or "InvalidRangeRequest" in str(error) or "UnexpectedRange" in str(error):
             return OSError(errno.EIO, f"{operation} failed: {said}", where)
         return ConnectionError(
             errno.EHOSTUNREACH,

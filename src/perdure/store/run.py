@@ -114,7 +114,10 @@ class Run:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first. Lists names and reads nothing."""
-        return committed_steps(self.storage)
+        try:
+            return committed_steps(self.storage)
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: {error}.") from error
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
@@ -478,7 +481,7 @@ class Run:
     def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
         try:
             steps = [at for at in self.steps() if at != step]
-        except OSError:
+        except (OSError, UnreachableError):
             return (
                 f"{self.where}: saving step {step} failed: {error}. Every earlier checkpoint is as it "
                 f"was. Save again once the storage answers."

@@ -84,7 +84,10 @@ def leaf_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
     return {
         path: hash_bytes(
             "".join(
-                [leaf.describe() if not leaf.is_scalar else leaf.dtype, *map(hash_bytes, _cut(leaf))]
+                [
+                    leaf.describe() if not leaf.is_scalar else leaf.dtype,
+                    *map(hash_bytes, _cut(leaf)),
+                ]
             ).encode()
         )
         for path, leaf in sorted(leaves.items())

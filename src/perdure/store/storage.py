@@ -27,13 +27,21 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """Durable named byte strings. Every failure is an `OSError` (`FileNotFoundError`, ...)."""
+    """Durable named byte strings. Every failure is an `OSError` (`FileNotFoundError`, ...).
+
+    `ConnectionError` means that nobody answered: nothing is known about the object, and it must not
+    be taken for damaged. `perdure.testing.StorageConformance` tests all of this.
+    """
 
     where: str
     """Path or URL that errors show."""
 
     def create(self, name: str, size: int) -> Sink:
-        """Begin a new object of about `size` bytes; invisible until its commit."""
+        """Begin a new object of about `size` bytes; invisible until its commit.
+
+        Of several that race for one name exactly one commits. An object store promises that for
+        small objects only, manifests among them; large ones need names of their own.
+        """
         ...
 
     def replace(self, name: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from perdure.errors import CorruptionError, StepNotFoundError
+from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -138,9 +138,12 @@ def check(run: Run) -> Report:
     Harmful: a manifest or a pack that is not exactly what was committed, or is missing. Harmless
     and reported: leftovers of a crash, packs that no manifest needs, pins of steps that are not
     there, and what is in quarantine. Raises `FormatVersionError` where a newer perdure wrote, and
-    `OSError` where the storage did not answer: neither says that anything is damaged.
+    `UnreachableError` where the storage did not answer: neither says that anything is damaged.
     """
-    return examine(run).report
+    try:
+        return examine(run).report
+    except ConnectionError as error:
+        raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error
 
 
 def examine(run: Run) -> Findings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,29 +59,41 @@ class Proxy:
 @contextmanager
 def proxy_to(endpoint: str, fault: Fault = lambda _: None) -> Iterator[Proxy]:
     """A proxy to the server at `endpoint` on a free port, until the end of the block."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    server.proxy = Proxy(f"http://127.0.0.1:{server.server_port}", fault)  # pyright: ignore[reportAttributeAccessIssue]
-    server.behind = endpoint.removeprefix("http://")  # pyright: ignore[reportAttributeAccessIssue]
+    server = _Server(endpoint.removeprefix("http://"), fault)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield server.proxy  # pyright: ignore[reportAttributeAccessIssue]
+        yield server.proxy
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, behind: str, fault: Fault) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = behind
+        self.proxy = Proxy(f"http://127.0.0.1:{self.server_port}", fault)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that is gone is no error here: tests kill them."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are recorded, not printed."""
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        proxy: Proxy = self.server.proxy  # pyright: ignore[reportAttributeAccessIssue]
+        proxy = self.server.proxy
         with proxy.guard:
             request = Request(
                 len(proxy.requests), self.command, self.path, dict(self.headers.items())
@@ -109,8 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        behind: str = self.server.behind  # pyright: ignore[reportAttributeAccessIssue]
-        with contextlib.closing(http.client.HTTPConnection(behind, timeout=60)) as connection:
+        behind = http.client.HTTPConnection(self.server.behind, timeout=60)
+        with contextlib.closing(behind) as connection:
             connection.request(self.command, self.path, body, dict(self.headers.items()))
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()

@@ -153,7 +153,7 @@ class ObjectServer:
 def moto_server() -> Iterator[ObjectServer]:
     """moto's S3 server. Raises `ServerUnavailable` where moto is not installed."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with _running(command, r"Running on (http://[\d.]+:\d+)", {}) as endpoint:
+    with running(command, r"Running on (http://[\d.]+:\d+)", {}) as endpoint:
         yield ObjectServer(endpoint, "s3")
 
 
@@ -169,13 +169,17 @@ def azurite_server() -> Iterator[ObjectServer]:
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", "0", "--inMemoryPersistence"]
     command += ["--disableTelemetry", "--skipApiVersionCheck", "--silent"]
     told = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{key}"}
-    with _running(command, r"listens on (http://[\d.]+:\d+)", told) as endpoint:
+    with running(command, r"listens on (http://[\d.]+:\d+)", told) as endpoint:
         yield ObjectServer(endpoint, "az", key)
 
 
 @contextlib.contextmanager
-def _running(command: list[str], ready: str, told: Mapping[str, str]) -> Iterator[str]:
-    """A server from its own word that it is ready until the end of the block."""
+def running(command: list[str], ready: str, told: Mapping[str, str]) -> Iterator[str]:
+    """A server, from its own word that it is ready until the end of the block; yields its URL.
+
+    `ready` is a pattern whose first group is the URL, `told` are environment variables. Raises
+    `ServerUnavailable` with what it said where it ends instead.
+    """
     try:
         server = subprocess.Popen(
             command,

@@ -19,13 +19,17 @@ BROKEN = {
     ),
     "visible at once": (
         "test_an_object_is_invisible_until_its_commit",
-        "def write(self, data):\n"
-        "        self._data += data; self._storage.objects[self._name] = bytes(self._data)",
+        (
+            "def write(self, data):\n"
+            "        self._data += data; self._storage.objects[self._name] = bytes(self._data)"
+        ),
     ),
     "keeps the caller's memory": (
         "test_the_memory_of_a_write_may_be_reused",
-        "def write(self, data): self.kept = [*getattr(self, 'kept', []), data]\n"
-        "    def commit(self): self._storage.objects[self._name] = b''.join(self.kept)",
+        (
+            "def write(self, data): self.kept = [*getattr(self, 'kept', []), data]\n"
+            "    def commit(self): self._storage.objects[self._name] = b''.join(self.kept)"
+        ),
     ),
 }
 

@@ -342,7 +342,7 @@ def test_memory_agrees_with_a_dict() -> None:
 
 
 def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:
-    assert explore(on_s3(s3), 6, 12)["damage"] > 0
+    assert explore(on_s3(s3), 4, 10)["damage"] > 0
 
 
 def test_the_machine_sees_a_store_that_loses_a_checkpoint() -> None:

@@ -150,6 +150,8 @@ def test_an_outage_delays_uploads_and_is_told_by_the_next_save(here: Path, there
     settle(storage)
     with pytest.raises(SaveError, match="is safe here and not yet there: nobody answers"):
         run.save(4, make_leaves(4))
+    with pytest.raises(OSError, match="nobody answers"):
+        storage.wait()  # telling has started another try, which fails as well
     there.down = False
     run.save(5, make_leaves(5))
     run.close()

@@ -20,6 +20,7 @@ from perdure.store.format import (
     MANIFESTS,
     MARKER,
     PACKS,
+    PINS,
     QUARANTINE,
     TEMP_SUFFIX,
     TRAILER_BYTES,
@@ -32,6 +33,7 @@ from perdure.store.format import (
 from perdure.store.storage import Sink, Storage
 
 _INDEXES_KEPT = 64
+_CARRIED = (MANIFESTS, PACKS, PINS, QUARANTINE)
 
 Chunks = dict[int, tuple[str, int]]
 """Offset of each chunk of a pack, its hash and its length."""
@@ -109,8 +111,8 @@ class StagedStorage:
 
     def catch_up(self) -> None:
         """Queue what the remote lacks, packs before the manifests that need them."""
-        there = {at: set(self.remote.list(at)) for at in (MANIFESTS, PACKS, QUARANTINE)}
-        here = {at: _finished(self.local.list(at)) for at in (MANIFESTS, PACKS, QUARANTINE)}
+        there = {at: set(self.remote.list(at)) for at in _CARRIED}
+        here = {at: _finished(self.local.list(at)) for at in _CARRIED}
         self._there = {at: set(names) for at, names in there.items()}
         self._there[""] = {MARKER} if _exists(self.remote, MARKER) else set()
         if _exists(self.local, MARKER) and not self._there[""]:
@@ -126,6 +128,8 @@ class StagedStorage:
                         self._put(pack)
                         sent.add(pack)
                 self._put(name)
+        for name in sorted(here[PINS] - there[PINS]):
+            self._put(name)
 
     # ------------------------------------------------------------ reads
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import StepNotFoundError
-from perdure.state import restore as restore_state
 from perdure.state import flatten, unflatten
+from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
 
 

@@ -20,6 +20,7 @@ PART_BYTES = 32 * 1024 * 1024
 """From here on a copy is shared between threads, in parts of this size."""
 
 SMALL_BYTES = 32 * 1024
+"""Up to here an array gets memory of its own, from the allocator, which uses it again as well."""
 
 
 class Arena:
@@ -34,7 +35,14 @@ class Arena:
         The copies of the call before are overwritten: nobody may use them any more.
         """
         held = dict(leaves)
-        changing = [(path, leaf) for path, leaf in held.items() if not leaf.frozen]
+        changing = []
+        for path, leaf in leaves.items():
+            if leaf.frozen:
+                continue
+            if len(leaf.data) <= SMALL_BYTES:
+                held[path] = leaf.copy()
+            else:
+                changing.append((path, leaf))
         # Each on a boundary that every dtype and every copy loop is content with.
         needed = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in changing) * ALIGNMENT
         if not needed:
@@ -43,19 +51,14 @@ class Arena:
             self._memory = None  # the old one first, or both would be there at once
             self._memory = pages(needed)
         memory = memoryview(self._memory)
-        large: list[tuple[memoryview, memoryview]] = []
+        copies: list[tuple[memoryview, memoryview]] = []
         at = 0
         for path, leaf in changing:
-            data = leaf.data
-            size = len(data)
-            target = memory[at : at + size]
-            if size <= SMALL_BYTES:
-                target[:] = data
-            else:
-                large.append((target, data))
+            target = memory[at : at + len(leaf.data)]
+            copies.append((target, leaf.data))
             held[path] = Leaf(leaf.dtype, leaf.shape, target, True)
-            at += -(-size // ALIGNMENT) * ALIGNMENT
-        _copy(large)
+            at += -(-len(target) // ALIGNMENT) * ALIGNMENT
+        _copy(copies)
         return held
 
     def release(self) -> None:

@@ -24,7 +24,8 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     type(None): ("py:none", lambda _: "", lambda _: None),
 }
 _LITTLE = sys.byteorder == "little"
-_CASTABLE = frozenset("?bBhHiIlLqQefd")
+# dtypes whose memory is what a checkpoint holds, and that a memoryview can show as bytes
+_PLAIN = {np.dtype(char): np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
 _BY_NAME = {name: parse for name, _, parse in _SCALARS.values()}
 
 
@@ -73,8 +74,6 @@ def array_leaf(value: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False
     if not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous):
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         return Leaf(dtype, array.shape, little.reshape(-1).view(np.uint8).data, True)
-    if array.dtype.char in _CASTABLE:  # the same bytes as below in half the time
-        return Leaf(dtype, array.shape, array.data.cast("B"), frozen)
     return Leaf(dtype, array.shape, array.reshape(-1).view(np.uint8).data, frozen)
 
 
@@ -103,6 +102,11 @@ class Builtin:
         return None
 
     def leaf(self, value: Any) -> Leaf | None:
+        if type(value) is np.ndarray:  # nearly all there are, so without a detour
+            name = _PLAIN.get(value.dtype)
+            if name is not None and value.flags.c_contiguous and value.nbytes:
+                return Leaf(name, value.shape, memoryview(value).cast("B"), False)
+            return array_leaf(value)
         if type(value) in _SCALARS:
             name, text, _ = _SCALARS[type(value)]
             try:

@@ -7,7 +7,8 @@ from msgspec import Struct
 from perdure.store.format import SCALAR_PREFIX
 
 
-class Leaf(Struct, frozen=True):
+# `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.
+class Leaf(Struct, frozen=True, gc=False):
     """One array, or one Python scalar, as bytes.
 
     `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `key<impl>` for a typed PRNG key

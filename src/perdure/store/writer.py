@@ -9,8 +9,8 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice
 
 from msgspec import Struct
 
@@ -40,8 +40,8 @@ ALONE_BYTES = 16 * 1024 * 1024
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
 
-GATHER_BYTES = 1024 * 1024
-"""Smaller pieces are handed to the storage together: a call for each would cost more than its copy."""
+GATHER_BYTES = 256 * 1024
+"""So much of small chunks is handed to the storage at once."""
 
 
 class Held(Struct, frozen=True, gc=False):
@@ -58,7 +58,6 @@ class WrittenPack:
 
     name: str
     size: int = 0
-    chunks: list[tuple[str, int]] = field(default_factory=list)
 
 
 def write_pack(
@@ -81,14 +80,12 @@ def write_pack(
     left = sum(len(leaf.data) for leaf in leaves.values())
     try:
         large, small = _in_pack_order(ordered, hashes)
-        small_hashes = hash_each(data for _, _, data in small)
-        for (slots, at, data), digest in chain(
-            _hashed(large), zip(small, small_hashes, strict=True)
-        ):
+        for (slots, at, data), digest in _hashed(large):
             slots[at] = digest
             if digest not in known and digest not in located:
                 pack.add(digest, data, left)
             left -= len(data)
+        pack.add_small(small, known, left)
         pack.commit()
     except BaseException:
         pack.abort()
@@ -98,40 +95,54 @@ def write_pack(
 
 
 class _Pack:
-    """The pack under way: made at its first chunk, small chunks gathered."""
+    """The pack under way: made at its first chunk. `located` holds its chunks in their order."""
 
     def __init__(self, storage: Storage, written: WrittenPack) -> None:
         self.written = written
         self.located: dict[str, Held] = {}
         self._storage = storage
         self._sink: Sink | None = None
-        self._gathered: list[memoryview] = []
-        self._waiting = 0
 
     def add(self, digest: str, data: memoryview, left: int) -> None:
         """Append a chunk; `left` bounds the bytes of chunks still to come, this one included."""
         if self._sink is None:
             self._sink = self._storage.create(PACKS + self.written.name, left)
-        size = len(data)
-        self.located[digest] = Held(self.written.name, self.written.size, size)
-        self.written.chunks.append((digest, size))
-        self.written.size += size
-        if size < GATHER_BYTES:
-            self._gathered.append(data)
-            self._waiting += size
-            if self._waiting >= GATHER_BYTES:
-                self._flush(self._sink)
-        else:
-            self._flush(self._sink)
-            self._sink.write(data)
+        self.located[digest] = Held(self.written.name, self.written.size, len(data))
+        self.written.size += len(data)
+        self._sink.write(data)
+
+    def add_small(self, jobs: Sequence[_Job], known: Mapping[str, Held], left: int) -> None:
+        """Append those that are not there yet, and put the hash of each into its place.
+
+        They are handed to the storage together: a call for each would cost more than its copy. For
+        the same reason nothing is called for each of them here.
+        """
+        name, at, located = self.written.name, self.written.size, self.located
+        gathered: list[memoryview] = []
+        waiting = 0
+        digests = hash_each([data for _, _, data in jobs])
+        for (slots, number, data), digest in zip(jobs, digests, strict=True):
+            slots[number] = digest
+            if digest in known or digest in located:
+                continue
+            size = len(data)
+            located[digest] = Held(name, at, size)
+            at += size
+            gathered.append(data)
+            waiting += size
+            if waiting >= GATHER_BYTES:
+                self._write(gathered, left)
+                gathered, waiting = [], 0
+        self.written.size = at
+        if gathered:
+            self._write(gathered, left)
 
     def commit(self) -> None:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
-        tail = encode_pack_tail(self.written.chunks)
-        self._gathered.append(memoryview(tail))
-        self._flush(self._sink)
+        tail = encode_pack_tail([(digest, at.length) for digest, at in self.located.items()])
+        self._sink.write(memoryview(tail))
         self.written.size += len(tail)
         self._sink.commit()
 
@@ -139,10 +150,10 @@ class _Pack:
         if self._sink is not None:
             self._sink.abort()
 
-    def _flush(self, sink: Sink) -> None:
-        if self._gathered:
-            sink.write(memoryview(b"".join(self._gathered)))
-            self._gathered, self._waiting = [], 0
+    def _write(self, parts: list[memoryview], left: int) -> None:
+        if self._sink is None:
+            self._sink = self._storage.create(PACKS + self.written.name, left)
+        self._sink.write(memoryview(b"".join(parts)))
 
 
 # Where the hash of a chunk goes, and the chunk. A plain tuple: there may be very many.

@@ -18,7 +18,7 @@ TEST := $(VENV)/.stamp-test
 DEV  := $(VENV)/.stamp-dev
 
 EXTRAS_jax   := jax,demo
-EXTRAS_torch := jax,torch,demo
+EXTRAS_torch := torch,demo
 
 BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
 

@@ -1,7 +1,6 @@
 """Line 8 of the proof of the store: real S3 and Azure protocols, kills, races.
 
-`rows()` gives `{"what", "tried", "held", "met"}` for each claim; run as a program it prints them and
-exits 1 when one is not met. Azurite is looked for on PATH and under PERDURE_AZURITE.
+A part of `make proof-store`. Azurite is looked for on PATH and under PERDURE_AZURITE.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from report import Row
 
 from perdure.errors import LockedError, StepExistsError
 from perdure.store import Leaf, Run
@@ -54,23 +54,17 @@ def state(seed: int, size: int = 5000) -> dict[str, Leaf]:
     return {"w": Leaf("uint8", (size,), memoryview(data), True)}
 
 
-def rows() -> list[dict[str, Any]]:
+def cloud_rows(_work: Path) -> Iterator[Row]:
     """Every claim, on every server that can run here."""
-    found: list[dict[str, Any]] = []
     for name, start in (("moto (S3)", moto_server), ("Azurite", azurite_server)):
-        found += _rows_on(name, start())
-    return found
+        try:
+            with start() as server:
+                yield from (conformance(name), kills(name, server), races(name, server))
+        except ServerUnavailable as reason:
+            print(f"       skipped: {name}: {reason}")
 
 
-def _rows_on(name: str, starting: AbstractContextManager[ObjectServer]) -> Iterator[dict[str, Any]]:
-    try:
-        with starting as server:
-            yield from (conformance(name), kills(name, server), races(name, server))
-    except ServerUnavailable as reason:
-        yield {"what": name, "tried": 0, "held": f"skipped: {reason}", "met": None}
-
-
-def conformance(name: str) -> dict[str, Any]:
+def conformance(name: str) -> Row:
     """Every contract of `Storage`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -87,7 +81,7 @@ def conformance(name: str) -> dict[str, Any]:
     return _row(f"{name}: conformance suite", counts["tests"], passed, met)
 
 
-def kills(name: str, server: ObjectServer) -> dict[str, Any]:
+def kills(name: str, server: ObjectServer) -> Row:
     """SIGKILL at each request of a save of a large state, or at `KILLS` of them.
 
     Every earlier checkpoint stays readable and the checker content; the new one is absent or whole,
@@ -156,7 +150,7 @@ def _save_in_child(
         process.communicate(timeout=120)
 
 
-def races(name: str, server: ObjectServer) -> dict[str, Any]:
+def races(name: str, server: ObjectServer) -> Row:
     """Writers whose lock is left out commit the same step at once: one wins, the others are told."""
     url = server.new_url()
     with Run(server.storage(url), create=True) as run:
@@ -182,17 +176,5 @@ def races(name: str, server: ObjectServer) -> dict[str, Any]:
     return _row(what, RACES, held, held == RACES and len(good) == RACES + 1)
 
 
-def _row(what: str, tried: int, held: int, met: bool) -> dict[str, Any]:
+def _row(what: str, tried: int, held: int, met: bool) -> Row:
     return {"what": what, "tried": tried, "held": held, "met": met}
-
-
-def main() -> int:
-    found = rows()
-    for row in found:
-        mark = {True: "met", False: "NOT MET", None: "skipped"}[row["met"]]
-        print(f"{mark:8} {row['held']!s:>5} of {row['tried']:<5} {row['what']}")
-    return int(any(row["met"] is False for row in found))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cloud_rows import cloud_rows
 from report import Row, finish
 from store_crash import crash_rows, power_rows
 from store_damage import damage_rows
@@ -23,6 +24,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "disk": disk_rows,
     "writers": writer_rows,
     "donation": donation_rows,
+    "cloud": cloud_rows,
 }
 
 

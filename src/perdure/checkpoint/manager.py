@@ -1,12 +1,11 @@
 """`CheckpointManager`: when to save, what to keep, and where to go on.
 
-The chief process writes; every process reads. A save is committed in the background, and what went
-wrong there is raised by the next call of the manager.
+In a group every process writes its share and the chief commits. A save is committed in the
+background, and what went wrong there is raised by the next call of the manager.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -19,9 +18,8 @@ from perdure.checkpoint.preemption import EXIT_PREEMPTED, PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention, ranked
+from perdure.checkpoint.together import load_together, save_together
 from perdure.errors import (
-    NotARunError,
-    PerdureError,
     PruneError,
     RecipeMismatchError,
     SaveError,
@@ -138,13 +136,13 @@ class CheckpointManager:
         Raises `StepNotFoundError` where there is none. May be called twice.
         """
         self._settle(wait=True)
-        if self._processes.index == 0:
+        if self._processes.is_chief:
             self._run.pin(step)
 
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._settle(wait=True)
-        if self._processes.index == 0:
+        if self._processes.is_chief:
             self._run.unpin(step)
 
     def pinned_steps(self) -> list[int]:
@@ -172,19 +170,21 @@ class CheckpointManager:
         `metrics` are recorded with it, for retention and for people. Returns as soon as `state` may
         change again; the checkpoint is durable once `wait_until_finished` or `close` returns. Raises
         what the save before this one raised (or warns, see `ManagerOptions`), and `LockedError` when
-        another process writes there. In a group only the chief writes.
+        another process writes there (in a group: at the next call).
+
+        In a group every process calls this at the same steps with its own copy of the state, writes
+        its share, and comes out with the same result; copies that differ raise `StateError`.
         """
         self._settle(wait=False)
         if not (force or self.should_save(step)):
             return False
-        if self._processes.index != 0:
-            return True
         self._settle(wait=True)
-        try:
-            self._run.claim()
-        except SaveError as error:
-            self._tolerate(error)
-            return False
+        if self._processes.count == 1:
+            try:
+                self._run.claim()
+            except SaveError as error:
+                self._tolerate(error)
+                return False
         leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._background.submit(lambda: self._commit(step, leaves, numbers))
@@ -242,11 +242,9 @@ class CheckpointManager:
         Raises what the save raised, whatever `on_error` says: status 75 means that it is saved.
         """
         self._settle(wait=True)
-        if self._processes.index == 0:
-            self._run.claim()
-            leaves = snapshot(state, self._arena)
-            self._background.submit(lambda: self._commit(step, leaves, {}))
-            self._background.wait()
+        leaves = snapshot(state, self._arena)
+        self._background.submit(lambda: self._commit(step, leaves, {}))
+        self._background.wait()
         self.close()
         self._processes.barrier()
         raise SystemExit(EXIT_PREEMPTED)
@@ -274,8 +272,12 @@ class CheckpointManager:
         self.close()
 
     def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
-        self._run.save(step, leaves, self._recipe, metrics)
-        if self._max_to_keep is None:
+        if self._processes.count == 1:
+            self._run.save(step, leaves, self._recipe, metrics)
+        else:
+            group = self._processes.channel("save")
+            save_together(self._run, group, step, leaves, self._recipe, metrics)
+        if self._max_to_keep is None or not self._processes.is_chief:
             return
         plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
         if plan.store.held_back:
@@ -308,43 +310,14 @@ class CheckpointManager:
 
     def _restore(self, step: int | None, like: Any) -> Restored | None:
         self._settle(wait=True)
-        loaded = self._load_together(step)
+        loaded = load_together(self._run, self._processes, step)
         if loaded is None:
             return None
+        if self._processes.is_chief:
+            self._set_aside(loaded)
         self._check_recipe(loaded)
         state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
         return Restored(state, loaded.manifest.step)
-
-    def _load_together(self, step: int | None) -> Loaded | None:
-        """The same checkpoint in every process: the chief picks it, the others follow."""
-        loaded: Loaded | None = None
-        answer: dict[str, Any] = {}
-        if self._processes.index == 0:
-            try:
-                loaded = self._run.load_newest() if step is None else self._run.load(step)
-                answer = {"step": None if loaded is None else loaded.manifest.step}
-            except PerdureError as error:
-                if self._processes.count == 1:
-                    raise
-                answer = {"error": str(error)}
-                self._processes.broadcast(json.dumps(answer).encode())
-                raise
-            if loaded is not None:
-                self._set_aside(loaded)
-        if self._processes.count == 1:
-            return loaded
-        answer = json.loads(self._processes.broadcast(json.dumps(answer).encode()))
-        if "error" in answer:
-            raise StoreError(f"the chief process could not restore: {answer['error']}")
-        if loaded is None and answer["step"] is not None:
-            try:
-                loaded = Run(self._run.storage).load(answer["step"])
-            except NotARunError as error:
-                raise StoreError(
-                    f"process {self._processes.index} does not see the run directory that the chief "
-                    f"restores from; all processes need one shared directory. {error}"
-                ) from error
-        return loaded
 
     def _set_aside(self, loaded: Loaded) -> None:
         for step, reason in loaded.skipped:

@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec
@@ -46,10 +47,8 @@ class JaxState:
                 "an abstract array has no data; it serves only as a template."
             )
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            raise UnsupportedLeafError(
-                "an array whose shards lie in other processes; expected one that is replicated in "
-                "every process. Gather it before saving."
-            )
+            # Its shards lie in several processes. A collective: every process saves at the same step.
+            value = multihost_utils.process_allgather(value, tiled=True)
         data = jax.random.key_data(value) if spec.dtype.startswith("key<") else value
         # On a CPU this shares the device buffer. The array then counts as referenced from outside,
         # so that a step that donates it works on a copy and these bytes stay as they are.
@@ -77,6 +76,9 @@ class JaxState:
 
     def _place(self, like: Any, array: Any) -> Any:
         sharding = getattr(like, "sharding", None)
+        if sharding is not None and not sharding.is_fully_addressable:
+            # Each process places the shards that are its own, whatever sharding they were saved from.
+            return jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
         if sharding is not None and getattr(like, "committed", True):
             return jax.device_put(array, sharding)
         return jnp.asarray(array)

@@ -73,7 +73,7 @@ from perdure.store.local import LocalStorage
 from perdure.store.room import require_room
 from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
-from perdure.store.writer import write_pack
+from perdure.store.writer import Held, Written, write_pack
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,16 @@ class Run:
         leaves: Mapping[str, Leaf],
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
+        write: Callable[[Mapping[str, Held]], Written] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
         with equal bits returns the manifest that is there; with other bits it raises
         `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
+
+        `write`, given the chunks that are held, makes the others durable in place of this process: a
+        group shares them out. It is called at most once, and not at all for a step that is there.
         """
         if not 0 <= step <= MAX_STEP:
             raise StoreError(
@@ -249,8 +253,9 @@ class Run:
             if (present := self._same_step(step, leaves)) is not None:
                 return present
             require_room(self.storage, leaves, self._catalog.held())
-            records, packs, located = write_pack(
-                self.storage, step, 0, leaves, self._catalog.held()
+            held = self._catalog.held()
+            records, packs, located = (
+                write(held) if write else write_pack(self.storage, step, 0, leaves, held)
             )
             manifest = Manifest(
                 format=FORMAT,

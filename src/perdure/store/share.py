@@ -1,8 +1,8 @@
 """One checkpoint written by several processes: who writes which chunk, and how it becomes one.
 
 Every process holds the whole state. Chunk i of the state, in path order, is written by process
-i mod P; the chief puts the shares together. Pure but for `write_share`, and nothing here commits: the
-manifest, written by one process after all shares are durable, makes all of it visible, or none.
+i mod P; the chief puts the shares together. Nothing here commits: the manifest, written by the chief
+after all shares are durable, makes all of it visible, or none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from perdure.errors import CorruptionError
 from perdure.store.format import Chunk, LeafRecord, PackRecord, chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf
 from perdure.store.storage import Storage
-from perdure.store.writer import Held, write_pack
+from perdure.store.writer import Held, Written, write_pack
 
 
 class Share(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process wrote: its chunks by number, each as (hash, pack, offset, length)."""
+    """What one process wrote: its chunks by number, each as (hash, pack, offset, length).
 
+    `state` is the hash of the whole state as this process holds it.
+    """
+
+    state: str
     chunks: dict[int, tuple[str, str, int, int]]
     packs: dict[str, int]
 
@@ -43,6 +47,7 @@ def write_share(
     }
     records, packs, _ = write_pack(storage, step, process, own, known)
     return Share(
+        state=hash_bytes(msgspec.json.encode(leaf_digests(leaves))),
         chunks={
             int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
             for record in records
@@ -52,10 +57,8 @@ def write_share(
     )
 
 
-def assemble(
-    leaves: Mapping[str, Leaf], shares: Sequence[Share]
-) -> tuple[list[LeafRecord], list[PackRecord]]:
-    """The manifest's leaf records and packs, from the shares of all processes."""
+def assemble(leaves: Mapping[str, Leaf], shares: Sequence[Share]) -> Written:
+    """What the manifest lists, from the shares of all processes."""
     placed = {number: at for share in shares for number, at in share.chunks.items()}
     sizes = {name: size for share in shares for name, size in share.packs.items()}
     names: dict[str, int] = {}
@@ -76,7 +79,9 @@ def assemble(
         else LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks[path]))
         for path, leaf in sorted(leaves.items())
     ]
-    return records, [PackRecord(name=name, size=sizes[name]) for name in names]
+    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
+    located = {at[0]: Held(*at[1:]) for at in placed.values()}
+    return records, packs, located
 
 
 def leaf_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
@@ -92,16 +97,6 @@ def leaf_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
         )
         for path, leaf in sorted(leaves.items())
     }
-
-
-def encode_share(share: Share) -> bytes:
-    """As sent to the chief."""
-    return msgspec.msgpack.encode(share)
-
-
-def decode_share(data: bytes) -> Share:
-    """As the chief receives it."""
-    return msgspec.msgpack.decode(data, type=Share)
 
 
 def _chunks(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview]]:

@@ -52,6 +52,10 @@ class Held(Struct, frozen=True, gc=False):
     length: int
 
 
+Written = tuple[list[LeafRecord], list[PackRecord], dict[str, Held]]
+"""A manifest's leaf records, the packs that they read from, and where the new chunks lie."""
+
+
 @dataclass
 class WrittenPack:
     """What one process wrote for one save."""
@@ -66,11 +70,10 @@ def write_pack(
     process: int,
     leaves: Mapping[str, Leaf],
     known: Mapping[str, Held],
-) -> tuple[list[LeafRecord], list[PackRecord], dict[str, Held]]:
+) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
-    Returns the manifest's leaf records, the packs they read from, and where the new chunks lie. No
-    pack is written when every chunk is known already. On an error nothing stays but a temporary
+    No pack is written when every chunk is known already. On an error nothing stays but a temporary
     file that the next writer clears.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))

@@ -1,0 +1,178 @@
+"""A group saves one checkpoint, all of it or none, and every process comes out the same."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pretend import Pretend, play
+
+from perdure import CheckpointManager, LocalStorage, check, load
+from perdure.errors import LockedError, SaveError, StateError, StepExistsError
+from perdure.store import Run
+
+CHUNK = 4 * 1024 * 1024
+
+
+def state(k: int) -> dict[str, Any]:
+    source = np.random.default_rng(k)
+    return {
+        "large": source.integers(0, 255, 3 * CHUNK + 5, dtype=np.uint8),
+        "small": np.full(10, k, np.float32),
+        "step": k,
+    }
+
+
+def same(found: Any, k: int) -> bool:
+    expected = state(k)
+    return found["step"] == k and all(
+        np.array_equal(found[name], expected[name]) for name in ("large", "small")
+    )
+
+
+def saver(directory: Path, *steps: int) -> Any:
+    def program(processes: Pretend) -> list[int]:
+        with CheckpointManager(directory, processes=processes) as manager:
+            for step in steps:
+                manager.save(step, state(step))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    return program
+
+
+def writers(directory: Path, step: int) -> set[str]:
+    """Numbers of the processes whose packs a checkpoint reads."""
+    return {pack.name.split("-")[1] for pack in Run(directory).manifest(step).packs}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_process_writes_a_share_and_the_fingerprint_is_that_of_one(
+    tmp_path: Path, count: int
+) -> None:
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    assert play(count, saver(together, 1, 2)) == [[1, 2]] * count
+    with CheckpointManager(alone) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    for step in (1, 2):
+        assert Run(together).manifest(step).fingerprint == Run(alone).manifest(step).fingerprint
+        assert writers(together, step) == {f"{process:05d}" for process in range(count)}
+        assert same(load(together, step), step)
+    assert check(Run(together)).problems == ()
+
+
+def test_what_one_topology_saved_another_restores_and_goes_on_from(tmp_path: Path) -> None:
+    play(3, saver(tmp_path, 1))
+
+    def resume(processes: Pretend) -> int:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored, step = manager.restore_or_initialize(lambda: state(0))
+            assert same(restored, 1)
+            manager.save(2, state(2))
+            return step
+
+    assert play(2, resume) == [1, 1]
+    assert play(1, resume) == [2] or same(load(tmp_path, 2), 2)
+
+
+def test_what_is_held_already_nobody_writes_again(tmp_path: Path) -> None:
+    play(2, saver(tmp_path, 1))
+    before = sum(path.stat().st_size for path in (tmp_path / "packs").iterdir())
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(2, {**state(1), "step": 2})
+
+    play(2, program)
+    after = sum(path.stat().st_size for path in (tmp_path / "packs").iterdir())
+    assert after == before
+    assert load(tmp_path, 2)["step"] == 2
+
+
+def test_a_step_that_is_committed_is_no_work_with_equal_bits_and_refused_with_others(
+    tmp_path: Path,
+) -> None:
+    play(2, saver(tmp_path, 1))
+    assert play(2, saver(tmp_path, 1)) == [[1], [1]]
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, state(7))
+
+    errors = play(2, program)
+    assert [type(error) for error in errors] == [StepExistsError] * 2
+    assert "the chief process:" in str(errors[1])
+    assert same(load(tmp_path, 1), 1)
+
+
+def test_processes_that_hold_different_states_are_told_which_leaf(tmp_path: Path) -> None:
+    play(3, saver(tmp_path, 1))
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            diverged = state(2)
+            if processes.index == 2:
+                diverged["small"][3] = np.nextafter(np.float32(2), np.float32(3))
+            manager.save(2, diverged)
+
+    errors = play(3, program)
+    assert [type(error) for error in errors] == [StateError] * 3
+    for error in errors:
+        assert "small: process 2 holds other bits than process 0" in str(error)
+        assert "large" not in str(error)
+    assert Run(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_one_process_cannot_write_is_an_error_in_all_and_commits_nothing(
+    tmp_path: Path, victim: int
+) -> None:
+    play(2, saver(tmp_path, 1))
+    fired = []
+
+    def program(processes: Pretend) -> list[int]:
+        def before(operation: str, path: str) -> None:
+            if processes.index == victim and operation == "fsync" and "/packs/000000000002" in path:
+                fired.append(path)
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+
+        storage = LocalStorage(tmp_path, before)
+        with CheckpointManager(storage, processes=processes) as manager:
+            manager.save(2, state(2))
+            with pytest.raises(SaveError, match="No space left on device"):
+                manager.wait_until_finished()
+            assert manager.all_steps() == [1]
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    assert play(2, program) == [[1, 3], [1, 3]]
+    assert len(fired) == 1
+    assert same(load(tmp_path, 3), 3)
+    assert check(Run(tmp_path)).ok
+
+
+def test_a_group_that_finds_another_writer_is_told_in_every_process(tmp_path: Path) -> None:
+    with Run(tmp_path, create=True) as other:
+        other.begin_writing()
+        errors = play(2, saver(tmp_path, 1))
+    assert [type(error) for error in errors] == [LockedError] * 2
+
+
+def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:
+    left = []
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            try:
+                manager.save_and_exit(4, state(4))
+            except SystemExit as status:
+                left.append(status.code)
+
+    play(2, program)
+    assert left == [75, 75]
+    assert same(load(tmp_path), 4)

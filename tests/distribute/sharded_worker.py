@@ -1,0 +1,64 @@
+"""One process of a group that saves or restores arrays whose shards lie in several processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from perdure import CheckpointManager
+from perdure.distribute.cluster import SimpleClusterResolver
+from perdure.jax import MultiWorkerMirroredStrategy
+
+# The second cannot be cut by its first axis without crossing chunks.
+SHAPES = {"rows": (12, 99_996), "columns": (30, 12 * 4096)}
+
+
+def value(name: str) -> np.ndarray:
+    return np.random.default_rng(len(name)).normal(size=SHAPES[name]).astype(np.float32)
+
+
+def placed(by_rows: bool, fill: bool) -> dict[str, Any]:
+    """The arrays over all devices of the group, cut by rows or by columns."""
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+    state: dict[str, Any] = {"step": 3}
+    for name, shape in SHAPES.items():
+        cut = P("device") if by_rows and shape[0] % len(jax.devices()) == 0 else P(None, "device")
+        data = value(name) if fill else np.zeros(shape, np.float32)
+        sharding = NamedSharding(mesh, cut)
+        state[name] = jax.make_array_from_callback(shape, sharding, lambda index, d=data: d[index])
+    return state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--coordinator", "--directory", "--action"):
+        parser.add_argument(name, required=True)
+    for name in ("--processes", "--process"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    resolver = SimpleClusterResolver(options.coordinator, options.processes, options.process)
+    strategy = MultiWorkerMirroredStrategy(resolver)
+    answer: dict[str, Any] = {}
+    with CheckpointManager(options.directory, processes=strategy.processes) as manager:
+        if options.action == "save":
+            manager.save(3, placed(by_rows=True, fill=True))
+        else:
+            state, answer["step"] = manager.restore(like=placed(by_rows=False, fill=False))
+            answer["equal"] = all(
+                np.array_equal(np.asarray(shard.data), value(name)[shard.index])
+                for name in SHAPES
+                for shard in state[name].addressable_shards
+            )
+            answer["spec"] = str(state["rows"].sharding.spec)
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,16 @@ RACERS = 8
 SIZES = pytest.mark.parametrize("size", [0, 1, 5000, LARGE_BYTES])
 
 
+def expect(found: bytes | bytearray | None, wanted: bytes | bytearray) -> None:
+    """Equal bytes. Says where they part, and does not let pytest compare megabytes line by line."""
+    equal = found == wanted
+    at = next(
+        (i for i, (a, b) in enumerate(zip(found or b"", wanted, strict=False)) if a != b), None
+    )
+    length = None if found is None else len(found)
+    assert equal, f"expected {len(wanted)} bytes, found {length}; the first that differs: {at}"
+
+
 class StorageConformance:
     """A pytest class: what every storage promises. Each test gets an empty storage."""
 
@@ -61,7 +71,7 @@ class StorageConformance:
     def test_a_created_object_holds_what_was_written(self, storage: Storage, size: int) -> None:
         data = payload(size)
         write(storage, NAME, data)
-        assert self.raw_read(storage, NAME) == data
+        expect(self.raw_read(storage, NAME), data)
         assert storage.size(NAME) == size
 
     def test_the_size_given_to_create_may_be_wrong(self, storage: Storage) -> None:
@@ -70,7 +80,7 @@ class StorageConformance:
             sink = storage.create(name, told)
             feed(sink, payload(size))
             sink.commit()
-            assert self.raw_read(storage, name) == payload(size)
+            expect(self.raw_read(storage, name), payload(size))
 
     @SIZES
     def test_an_object_is_invisible_until_its_commit(self, storage: Storage, size: int) -> None:
@@ -118,7 +128,7 @@ class StorageConformance:
         block[:] = b"\xff" * len(block)
         sink.commit()
         expected = b"".join(bytes([number]) * len(block) for number in range(10))
-        assert self.raw_read(storage, NAME) == expected
+        expect(self.raw_read(storage, NAME), expected)
 
     def test_of_concurrent_creations_exactly_one_wins(self, storage: Storage) -> None:
         views = [self.another(storage) for _ in range(RACERS)]
@@ -158,7 +168,7 @@ class StorageConformance:
     @SIZES
     def test_reading_gives_the_whole_object(self, storage: Storage, size: int) -> None:
         self.raw_write(storage, NAME, payload(size))
-        assert storage.read(NAME) == payload(size)
+        expect(storage.read(NAME), payload(size))
         assert storage.size(NAME) == size
 
     @pytest.mark.parametrize(
@@ -172,7 +182,7 @@ class StorageConformance:
         self.raw_write(storage, NAME, data)
         target = bytearray(b"\xee" * length)
         assert storage.read_into(NAME, offset, memoryview(target)) == got
-        assert target == data[offset : offset + length] + b"\xee" * (length - got)
+        expect(target, data[offset : offset + length] + b"\xee" * (length - got))
 
     def test_ranges_of_a_large_object_at_once(self, storage: Storage) -> None:
         data = payload(LARGE_BYTES)
@@ -182,7 +192,7 @@ class StorageConformance:
         with ThreadPoolExecutor(4) as pool:
             got = list(pool.map(lambda span: storage.read_into(NAME, *span), spans))
         assert sum(got) == LARGE_BYTES
-        assert target == data
+        expect(target, data)
 
     def test_what_is_missing_is_not_found(self, storage: Storage) -> None:
         verbs: list[Callable[[], object]] = [
@@ -214,7 +224,7 @@ class StorageConformance:
         self.raw_write(storage, NAME, payload(size))
         storage.move(NAME, "quarantine/1.json")
         assert self.raw_names(storage) == {"quarantine/1.json"}
-        assert self.raw_read(storage, "quarantine/1.json") == payload(size)
+        expect(self.raw_read(storage, "quarantine/1.json"), payload(size))
 
     def test_a_move_never_overwrites(self, storage: Storage) -> None:
         self.raw_write(storage, NAME, b"mine")
@@ -268,7 +278,7 @@ class StorageConformance:
         reader = Run(self.another(storage))
         assert reader.steps() == [2, 3]
         assert bytes(reader.load(2).leaves["small"].data) == b"xyz"
-        assert bytes(reader.load(3).leaves["large"].data) == payload(LARGE_BYTES)
+        expect(bytes(reader.load(3).leaves["large"].data), payload(LARGE_BYTES))
         assert check_run(storage).good == (2, 3)
 
 

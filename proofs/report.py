@@ -32,11 +32,11 @@ def row(what: str, outcomes: Iterable[bool]) -> Row:
 def finish(name: str, rows: Iterator[Row]) -> None:
     """Print each row as it is known, write `build/proof-NAME.json`, exit 1 if one is not met."""
     done: list[Row] = []
+    target = Path("build") / f"proof-{name}.json"
+    target.parent.mkdir(exist_ok=True)
     for each in rows:
         done.append(each)
         verdict = "met" if each["met"] else "NOT MET"
         print(f"{each['held']:>6} of {each['tried']:<6} {verdict:<8} {each['what']}", flush=True)
-    target = Path("build") / f"proof-{name}.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(done, indent=1) + "\n")
+        target.write_text(json.dumps(done, indent=1) + "\n")
     sys.exit(0 if done and all(each["met"] for each in done) else 1)

@@ -6,7 +6,6 @@ and never change anything; the first change takes the writer's lock and keeps it
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -19,7 +18,6 @@ from perdure.errors import (
     CorruptionError,
     LockedError,
     NoGoodCheckpointError,
-    NotARunError,
     PruneError,
     SaveError,
     StepExistsError,
@@ -57,7 +55,6 @@ from perdure.store.format import (
     check_encoded,
     chunk_spans,
     decode_manifest,
-    decode_marker,
     encode_manifest,
     encode_marker,
     fingerprint,
@@ -69,7 +66,7 @@ from perdure.store.format import (
     time_text,
 )
 from perdure.store.leaf import Leaf
-from perdure.store.local import LocalStorage
+from perdure.store.marker import is_marked
 from perdure.store.room import require_room
 from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
@@ -105,7 +102,7 @@ class Run:
         self._unsure: set[int] = set()
         self._lock = ExitStack()
         self._writing = self._ready = False
-        self._marked = self._check_marker(create)
+        self._marked = is_marked(self.storage, create=create)
 
     @property
     def where(self) -> str:
@@ -410,35 +407,6 @@ class Run:
         self.storage.move(name, place + suffix)
         return place + suffix
 
-    def _check_marker(self, create: bool) -> bool:
-        where = f"{self.where}/{MARKER}"
-        try:
-            decode_marker(self.storage.read(MARKER), where)
-            return True
-        except FileNotFoundError:
-            pass
-        except NotADirectoryError:
-            raise NotARunError(f"{self.where}: expected a directory, found a file.") from None
-        except ConnectionError as error:
-            raise UnreachableError(f"{where}: {error}.") from error
-        except OSError as error:
-            raise NotARunError(f"{where}: cannot be read: {error}.") from error
-        try:
-            found = _entries(self.storage)
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: {error}.") from error
-        except OSError as error:
-            raise NotARunError(f"{self.where}: {error}.") from error
-        if create and not found:
-            return False
-        if self.steps():
-            what = f"{len(self.steps())} checkpoints, but {MARKER} is gone; bring it back"
-        elif found is None:
-            what = "nothing there; check the path"
-        else:
-            what = f"{', '.join(found[:5]) or 'an empty directory'}; name another directory"
-        raise NotARunError(f"{self.where}: expected a run directory (with {MARKER}), found {what}.")
-
     def _same_step(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
         try:
             self.storage.size(manifest_name(step))
@@ -509,21 +477,6 @@ def _leaf_hashes(leaf: Leaf) -> list[str]:
     if leaf.is_scalar:
         return [hash_bytes(leaf.data)]
     return [hash_bytes(leaf.data[start:stop]) for start, stop in chunk_spans(len(leaf.data))]
-
-
-def _entries(storage: Storage) -> list[str] | None:
-    """What lies in a directory that is not a run yet; None where there is no directory."""
-    if isinstance(storage, LocalStorage):
-        try:
-            return sorted(name for name in os.listdir(storage.where) if not _ours(name))
-        except FileNotFoundError:
-            return None
-    return list(itertools.islice((n for n in storage.list("") if not _ours(n)), 5)) or None
-
-
-def _ours(name: str) -> bool:
-    """What a crash before the marker leaves; a directory that holds nothing else is empty."""
-    return name == LOCK or (name.startswith((LOCK, MARKER)) and name.endswith(TEMP_SUFFIX))
 
 
 def _shorten(steps: list[int]) -> str:

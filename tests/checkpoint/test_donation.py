@@ -25,8 +25,7 @@ def initial() -> dict[str, Any]:
     return {**arrays, "key": jax.random.key(1), "step": jnp.int32(0)}
 
 
-@jax.jit
-def pure(state: dict[str, Any]) -> dict[str, Any]:
+def train_step(state: dict[str, Any]) -> dict[str, Any]:
     key, noise = jax.random.split(state["key"])
     m = 0.9 * state["m"] + jax.random.normal(noise, state["m"].shape)
     return {
@@ -38,7 +37,8 @@ def pure(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-donating = jax.jit(pure.__wrapped__, donate_argnums=0)
+pure = jax.jit(train_step)
+donating = jax.jit(train_step, donate_argnums=0)
 
 
 def bits(state: Any) -> dict[str, bytes]:

@@ -105,7 +105,7 @@ class Builtin:
         if type(value) is np.ndarray:  # nearly all there are, so without a detour
             name = _PLAIN.get(value.dtype)
             if name is not None and value.flags.c_contiguous and value.nbytes:
-                return Leaf(name, value.shape, memoryview(value).cast("B"), False)
+                return Leaf(name, value.shape, value.data.cast("B"), False)
             return array_leaf(value)
         if type(value) in _SCALARS:
             name, text, _ = _SCALARS[type(value)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from store_probe import MIB, fresh, middle, sync_tree, timed
+from store_probe import MIB, fresh, sync_tree, timed
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -269,9 +269,7 @@ def measure(name: str, path: Path, nbytes: int, rounds: int) -> dict[str, Any]:
             partial(lambda *given: _touch(subject.load(*given)), at, step, state), cold=True
         )
         out["load"].append(nbytes / seconds / 1e9)
-    return {
-        key: values and [middle(values), min(values), max(values)] for key, values in out.items()
-    }
+    return out
 
 
 if __name__ == "__main__":

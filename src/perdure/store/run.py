@@ -68,7 +68,7 @@ from perdure.store.format import (
 from perdure.store.leaf import Leaf
 from perdure.store.marker import is_marked
 from perdure.store.room import require_room
-from perdure.store.storage import Storage
+from perdure.store.storage import Storage, create_whole
 from perdure.store.urls import open_storage
 from perdure.store.writer import Held, Written, write_pack
 
@@ -436,13 +436,7 @@ class Run:
         data = encode_manifest(manifest)
         # Constructors check nothing: what cannot be read back must never be committed.
         check_encoded(data, manifest, f"{self.where}: the manifest of this save")
-        sink = self.storage.create(manifest_name(manifest.step), len(data))
-        try:
-            sink.write(memoryview(data))
-            sink.commit()
-        except BaseException:
-            sink.abort()
-            raise
+        create_whole(self.storage, manifest_name(manifest.step), data)
 
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()

@@ -30,7 +30,7 @@ from perdure.store.format import (
     index_span,
     step_of,
 )
-from perdure.store.storage import Sink, Storage
+from perdure.store.storage import Sink, Storage, create_whole
 
 _INDEXES_KEPT = 64
 _CARRIED = (MANIFESTS, PACKS, PINS, QUARANTINE)
@@ -206,14 +206,7 @@ class StagedStorage:
             return False  # the creation over there settles it
 
     def _copy_here(self, name: str) -> None:
-        data = self._from_remote(name).read(name)
-        sink = self.local.create(name, len(data))
-        try:
-            sink.write(memoryview(data))
-            sink.commit()
-        except BaseException:
-            sink.abort()
-            raise
+        create_whole(self.local, name, self._from_remote(name).read(name))
 
     # ------------------------------------------------------------ good
 

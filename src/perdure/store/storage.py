@@ -79,3 +79,14 @@ class Storage(Protocol):
     def free_bytes(self) -> int | None:
         """Room that is left, None where that has no meaning."""
         ...
+
+
+def create_whole(storage: Storage, name: str, data: bytes) -> None:
+    """Create an object from bytes in memory; durable on return. Raises as `Sink.commit` does."""
+    sink = storage.create(name, len(data))
+    try:
+        sink.write(memoryview(data))
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise

@@ -21,6 +21,9 @@ EXTRAS_jax   := jax,demo
 EXTRAS_torch := torch,demo
 
 BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
+# A bench with a requirements file of its own (frameworks to compare with) has an environment of its
+# own too, so that what it needs never decides what the tests run on.
+PEERED  := $(filter $(patsubst requirements/%.txt,%,$(wildcard requirements/bench-*.txt)),$(BENCHES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -28,7 +31,7 @@ BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard bench
 
 help:  ## list the targets
 	@echo "Targets (ARGS='...' is handed to the program):"
-	@sed -n 's/^\([a-z%-]*\):.*  ## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+	@sed -n 's/^\($$(.*): \)\{0,1\}\([a-z%-]*\):.*  ## \(.*\)/  \2|\3/p' $(firstword $(MAKEFILE_LIST)) \
 	  | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 setup: $(DEV)  ## make the environment for development
@@ -62,14 +65,12 @@ freeze: $(TEST)  ## accept a change of the public names or of the command line
 
 bench: $(BENCHES)  ## every benchmark, one after another
 
-bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
+# A static rule: as a pattern it would also match requirements/bench-%.txt.
+$(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
 	@mkdir -p build
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 
-# A bench with a requirements file of its own (frameworks to compare with) has an environment of its
-# own too, so that what it needs never decides what the tests run on.
-$(filter $(patsubst requirements/%.txt,%,$(wildcard requirements/bench-*.txt)),$(BENCHES)): \
-bench-%: .venv-bench-%/.stamp FORCE
+$(PEERED): bench-%: .venv-bench-%/.stamp FORCE
 	@mkdir -p build
 	.venv-bench-$*/bin/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
         Checkpoint,
         CheckpointManager,
         ManagerOptions,
+        PreemptionCheckpointHandler,
         Restored,
         Retention,
+        TerminationConfig,
         load,
     )
     from perdure.data import ArrayDataset
     from perdure.errors import PerdureError
     from perdure.store import LocalStorage, MemoryStorage, check
+    from perdure.train import RunConfig, Trainer
 
 __version__ = "0.1.0"
 
@@ -35,8 +38,12 @@ _HOMES = {
     "ManagerOptions": "perdure.checkpoint",
     "MemoryStorage": "perdure.store",
     "PerdureError": "perdure.errors",
+    "PreemptionCheckpointHandler": "perdure.checkpoint",
     "Restored": "perdure.checkpoint",
     "Retention": "perdure.checkpoint",
+    "RunConfig": "perdure.train",
+    "TerminationConfig": "perdure.checkpoint",
+    "Trainer": "perdure.train",
     "check": "perdure.store",
     "load": "perdure.checkpoint",
 }
@@ -50,8 +57,12 @@ __all__ = [
     "ManagerOptions",
     "MemoryStorage",
     "PerdureError",
+    "PreemptionCheckpointHandler",
     "Restored",
     "Retention",
+    "RunConfig",
+    "TerminationConfig",
+    "Trainer",
     "__version__",
     "check",
     "load",

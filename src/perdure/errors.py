@@ -15,11 +15,13 @@ PerdureError
 ├── StateError                    the live objects and the checkpoint do not fit together
 │   ├── UnsupportedLeafError      a value that has no exact form on disk
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
-├── RecipeMismatchError           the checkpoint was made by another recipe
+├── NonFiniteError                NaN or infinity came out of a logical replica
+├── RecipeMismatchError           checkpoint and run, or the processes of a group, differ in recipe
 ├── TopologyError                 replicas, devices, processes or batch do not fit
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
-└── DataError                     a dataset cannot be read or addressed
+├── DataError                     a dataset cannot be read or addressed
+└── TrainError                    the training loop is asked for what it cannot do
 """
 
 from __future__ import annotations
@@ -85,8 +87,12 @@ class MismatchError(StateError):
     """Structure, dtype or shape differ between the target and the checkpoint."""
 
 
+class NonFiniteError(PerdureError):
+    """NaN or infinity came out of a logical replica; the state has not changed."""
+
+
 class RecipeMismatchError(PerdureError):
-    """The checkpoint was made by another recipe than the one that wants to resume it."""
+    """A checkpoint was made by another recipe than the run has, or the processes of a group differ."""
 
 
 class TopologyError(PerdureError):
@@ -103,3 +109,7 @@ class WorkerLostError(ClusterError):
 
 class DataError(PerdureError):
     """A dataset cannot be read, or cannot be addressed as asked."""
+
+
+class TrainError(PerdureError):
+    """The training loop was asked for something that it cannot do."""

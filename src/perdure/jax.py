@@ -1,12 +1,40 @@
-"""What a user of JAX needs: the strategies on the JAX engine.
+"""What a user of JAX needs: the strategies on the JAX engine, and what they are used with.
 
 Inside the package this module is `perdure.jax`; `import jax` still means the framework.
 """
 
-from perdure.distribute.jax_engine import (
+from perdure.distribute import (
+    AutoShardPolicy,
+    InputContext,
+    PerReplica,
+    ReduceOp,
+    compute_average_loss,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    metrics,
+    scale_regularization_loss,
+)
+from perdure.distribute.jax.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy"]
+__all__ = [
+    "AutoShardPolicy",
+    "InputContext",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "metrics",
+    "scale_regularization_loss",
+]

@@ -1,4 +1,5 @@
-"""What a user of PyTorch needs: the strategies on the PyTorch engine, and gradients as values.
+"""What a user of PyTorch needs: the strategies on the PyTorch engine, what they are used with, and
+gradients as values.
 
 Inside the package this module is `perdure.torch`; `import torch` still means the framework.
 """
@@ -10,7 +11,20 @@ from typing import Any
 
 import torch
 
-from perdure.distribute.torch_engine import (
+from perdure.distribute import (
+    AutoShardPolicy,
+    InputContext,
+    PerReplica,
+    ReduceOp,
+    compute_average_loss,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    metrics,
+    scale_regularization_loss,
+)
+from perdure.distribute.torch.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -18,11 +32,22 @@ from perdure.distribute.torch_engine import (
 from perdure.errors import StateError
 
 __all__ = [
+    "AutoShardPolicy",
+    "InputContext",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
     "apply_gradients",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
     "gradients",
+    "has_strategy",
+    "in_cross_replica_context",
+    "metrics",
+    "scale_regularization_loss",
 ]
 
 
@@ -66,6 +91,7 @@ def apply_gradients(
     if unknown:
         raise StateError(f"gradients for {', '.join(unknown)}, which the module does not have")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            grad = grads.get(name)
-            parameter.grad = None if grad is None else grad * scale
+        scaled = torch._foreach_mul(list(grads.values()), scale) if grads else ()  # pyright: ignore[reportPrivateImportUsage]
+    new = dict(zip(grads, scaled, strict=True))
+    for name, parameter in parameters.items():
+        parameter.grad = new.get(name)

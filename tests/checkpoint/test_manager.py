@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from pretend import Pretend, play
 
 from perdure import Checkpoint, CheckpointManager, LocalStorage, MemoryStorage, check, load
+from perdure.checkpoint.background import Background
 from perdure.errors import (
     CorruptionError,
     LockedError,
     MismatchError,
     NoGoodCheckpointError,
-    RecipeMismatchError,
     SaveError,
     StepNotFoundError,
     StoreError,
 )
-from perdure.store import Run
+from perdure.store import Run, writer
+from pretend import Pretend, play
 
 
 def state(k: int) -> dict[str, Any]:
@@ -219,19 +222,6 @@ def test_a_second_manager_is_told_at_its_first_save(tmp_path: Path) -> None:
         assert first.all_steps() == [1]
 
 
-def test_another_recipe_is_refused_unless_allowed(tmp_path: Path) -> None:
-    train(tmp_path, 2, recipe={"replicas": 8, "seed": 0, "threads": 8})
-    other = {"replicas": 4, "seed": 0, "threads": 2}
-    with CheckpointManager(tmp_path, recipe=other) as manager:
-        with pytest.raises(RecipeMismatchError) as caught:
-            manager.restore()
-        assert "replicas: the checkpoint has 8, this run has 4" in str(caught.value)
-        assert "allow=('replicas', 'threads')" in str(caught.value)
-        assert "seed" not in str(caught.value)
-    with CheckpointManager(tmp_path, recipe=other, allow=("replicas", "threads")) as manager:
-        assert manager.restore().step == 2
-
-
 @pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"save_interval_steps": 0}])
 def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(StoreError, match=f"{next(iter(options))}: expected .* found 0"):
@@ -247,7 +237,9 @@ def test_sigterm_is_seen_at_the_next_step_saved_and_reported_by_the_status(tmp_p
         with pytest.raises(SystemExit) as left:
             manager.save_and_exit(2, state(2))
         assert left.value.code == 75
-    assert signal.getsignal(signal.SIGTERM) == previous
+    # Until the process is gone, another SIGTERM must not turn status 75 into something else.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    signal.signal(signal.SIGTERM, previous)
     assert load(tmp_path)["step"] == 2
 
 
@@ -298,7 +290,7 @@ def test_in_a_group_all_restore_what_the_chief_picks_and_agree_on_leaving(tmp_pa
         with CheckpointManager(tmp_path, processes=processes) as manager:
             restored, step = manager.restore_or_initialize(lambda: state(0))
             # Threads cannot take over signals; the second process plays one that got SIGTERM.
-            manager._flag.raised = processes.index == 1
+            manager.preemption.raised = processes.index == 1
             asked = manager.reached_preemption(step)
             manager.save(step + 1, state(step + 1))
             manager.wait_until_finished()
@@ -308,3 +300,62 @@ def test_in_a_group_all_restore_what_the_chief_picks_and_agree_on_leaving(tmp_pa
     with pytest.warns(UserWarning, match="step 3 is damaged"):
         results = play(2, member)
     assert results == [(2, 2, True, [1, 2, 3])] * 2
+
+
+def test_a_manager_that_is_never_closed_ends_quietly(tmp_path: Path) -> None:
+    program = """
+import sys
+import jax.numpy as jnp
+from perdure import CheckpointManager
+manager = CheckpointManager(sys.argv[1])
+manager.save(1, {"w": jnp.ones(3)})
+manager.wait_until_finished()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load(tmp_path / "run", 1)["w"].tolist() == [1, 1, 1]
+    assert check(Run(tmp_path / "run")).ok
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_collector_is_as_it_was_after_a_save_of_many_leaves(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    real = writer._records
+    monkeypatch.setattr(
+        writer, "_records", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
+    )
+    was = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    try:
+        with CheckpointManager(MemoryStorage()) as manager:
+            for step, count in ((1, 3), (2, 1000)):
+                manager.save(step, {f"leaf{i}": np.array([i, step]) for i in range(count)})
+                manager.wait_until_finished()
+        assert gc.isenabled() is before
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [before, False]  # few leaves, and many
+
+
+def test_an_interrupted_wait_does_not_forget_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, go = Background(), threading.Event()
+
+    def job() -> None:
+        go.wait()
+
+    background.submit(job)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(background._job, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        background.wait()
+    assert background.busy, "the snapshot is still being read"
+    monkeypatch.undo()
+    go.set()
+    background.wait()
+    assert not background.busy

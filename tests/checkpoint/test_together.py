@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pretend import Pretend, play
 
-from perdure import CheckpointManager, LocalStorage, check, load
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
 from perdure.errors import LockedError, SaveError, StateError, StepExistsError
 from perdure.store import Run
+from pretend import Pretend, play
 
 CHUNK = 4 * 1024 * 1024
 
@@ -62,6 +62,26 @@ def test_every_process_writes_a_share_and_the_fingerprint_is_that_of_one(
         assert Run(together).manifest(step).fingerprint == Run(alone).manifest(step).fingerprint
         assert writers(together, step) == {f"{process:05d}" for process in range(count)}
         assert same(load(together, step), step)
+    assert check(Run(together)).problems == ()
+
+
+def test_a_group_encodes_its_shares(tmp_path: Path) -> None:
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    words = {"words": np.arange(3 * CHUNK // 4, dtype=np.int32), "zeros": np.zeros(CHUNK)}
+    options = ManagerOptions(codec="shuffle-zstd")
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(together, processes=processes, options=options) as manager:
+            manager.save(1, words)
+
+    play(2, program)
+    with CheckpointManager(alone) as manager:
+        manager.save(1, words)
+    (first, second) = (Run(place).manifest(1) for place in (together, alone))
+    assert first.fingerprint == second.fingerprint
+    assert first.stored_nbytes < second.stored_nbytes / 4
+    assert writers(together, 1) == {"00000", "00001"}
+    assert all(np.array_equal(load(together, 1)[name], words[name]) for name in words)
     assert check(Run(together)).problems == ()
 
 

@@ -22,7 +22,8 @@ import optax
 
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
-from perdure.distribute.jax_engine import JaxEngine
+from perdure.distribute.jax import spmd as jax_spmd
+from perdure.distribute.jax.engine import JaxEngine
 from perdure.distribute.reduction import Reduction
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -176,7 +177,31 @@ def tiny_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] + total["sum"]}, {}
 
 
+# --- attention, whose program for several devices is another one ---
+
+
+def attention_grad(state: Any, batch: Any, key: Any) -> Any:
+    x = pixels(batch)[:, 0, :16, 0]
+
+    def loss(w: Any) -> Any:
+        q = (x @ w).reshape(-1, 2, 4, 8)
+        # XLA multiplies by the reciprocal for one device, and divides for several.
+        a = jax.nn.softmax(q @ q.swapaxes(-1, -2) / 8**0.5)
+        return ((a @ q) ** 2).sum()
+
+    return {"grads": jax.grad(loss)(state["w"]), "n": batch["weight"].sum()}
+
+
+def attention_update(state: Any, total: Any) -> Any:
+    return {"w": state["w"] - 0.01 * total["grads"] / total["n"]}, {}
+
+
+def attention_state() -> Any:
+    return {"w": jax.random.normal(jax.random.key(1), (16, 64))}
+
+
 MODELS = {
+    "attention": (attention_state, attention_grad, attention_update),
     "cnn": (cnn_state, cnn_grad, cnn_update),
     "nnx": (nnx_state, nnx_grad, nnx_update),
     "tiny": (lambda: {"w": jnp.zeros(3)}, tiny_grad, tiny_update),
@@ -192,6 +217,26 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
             os.kill(os.getpid(), signal.SIGKILL)
         state, logs = train_step(state, strategy.batch(data, step))
     return digest((state, logs))
+
+
+def by_comparison() -> dict[str, Any]:
+    """Which models run on all devices together, what they give, and what without the comparison."""
+    compare, told = jax_spmd.same_program, []
+
+    def noted(one: Any, other: Any) -> bool:
+        told.append(compare(one, other))
+        return told[-1]
+
+    out: dict[str, Any] = {}
+    for model in ("tiny", "attention"):
+        out[model] = {}
+        for name, way in (("compared", noted), ("not compared", lambda *_: True)):
+            jax_spmd.same_program = way
+            told.clear()
+            digests = [train(MirroredStrategy(d, REPLICAS), model) for d in (1, 2, 8)]
+            out[model][name] = (len(set(digests)), list(told))
+    jax_spmd.same_program = compare
+    return out
 
 
 def train_in_parts() -> str:
@@ -245,6 +290,9 @@ def _psum(devices: tuple[Any, ...]) -> Any:
 class DeviceRng(JaxEngine):
     """Numbers the random streams by the place within a device."""
 
+    def together(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
+        return None
+
     def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
         place = stream.replica % (REPLICAS // len(self.devices))
         return super().grad(fn, state, share, stream._replace(replica=place))
@@ -266,6 +314,8 @@ def controls(devices: int) -> dict[str, str]:
     strategy = MirroredStrategy(devices, REPLICAS)
     plan = strategy._plan
     plan.reduction = lambda: Psum(plan)
+    # Neither of the two happens where all devices are dispatched together.
+    vars(strategy._engine)["together"] = lambda *_: None
     out["psum"] = train(strategy, "cnn")
     engine = DeviceRng(devices, SingleProcess(), 8)
     out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
@@ -312,6 +362,7 @@ def main() -> None:
         strategy = MirroredStrategy(jax.devices()[4::-1], REPLICAS)
         out["reversed"] = train(strategy, "cnn")
         out["in parts"] = train_in_parts()
+        out["by comparison"] = by_comparison()
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)
     sys.stdout.write(json.dumps(out) + "\n")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from perdure.distribute import SingleProcess, nest
-from perdure.distribute.engine import Scalar, Stream
+from perdure.distribute.engine import Scalar, Stream, in_turns
 
 
 class NumpyEngine:
@@ -44,17 +45,39 @@ class NumpyEngine:
         self.calls.append(("update", stream))
         return fn(state, total)
 
-    def exchange(self, roots: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
+    def runner(self) -> Any:
+        return lambda work, states: in_turns(work, states, len(self.devices))
+
+    def together(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
+        return None
+
+    def exchange(self, roots: list[Any], counts: tuple[int, ...], merge: Any = None) -> Any:
         raise AssertionError("a group of one has nobody to exchange with")
 
-    def call(self, fn: Callable[..., Any], device: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        self, fn: Callable[..., Any], device: Any, args: Any, kwargs: Any, stream: Any = None
+    ) -> Any:
+        self.calls.append(("call", stream))
         return fn(*args, **kwargs)
+
+    def random_state(self) -> Any:
+        return ()
+
+    def set_random_state(self, state: Any) -> None:
+        return None
+
+    def settings(self) -> Any:
+        return contextlib.nullcontext
 
     def key(self, stream: Stream) -> Any:
         return np.random.default_rng(stream)
 
     def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
         return nest.transform(lambda leaf: fn(np.asarray(leaf)), value)
+
+    def stack(self, values: list[Any]) -> Any:
+        columns = zip(*(nest.flatten(value) for value in values), strict=True)
+        return nest.rebuild(values[0], iter([np.stack([x for _, x in c]) for c in columns]))
 
     def signature(self, value: Any) -> Hashable:
         return nest.structure(value), tuple(sorted(self.describe(value).items()))

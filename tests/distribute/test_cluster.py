@@ -9,10 +9,12 @@ import pytest
 
 from perdure.distribute import (
     Cluster,
+    ClusterOptions,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     resolve,
 )
+from perdure.distribute.cluster.schedulers import expand_hosts, from_kubernetes
 from perdure.errors import ClusterError
 
 WORKERS = ["a:1", "b:2", "c:3"]
@@ -22,6 +24,22 @@ JAX = {
     "JAX_PROCESS_ID": "3",
 }
 TORCHRUN = {"MASTER_ADDR": "t", "MASTER_PORT": "6", "RANK": "1", "WORLD_SIZE": "2"}
+
+
+SLURM = {
+    "SLURM_JOB_ID": "8193",
+    "SLURM_STEP_NODELIST": "node[09-10],login",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NTASKS": "9",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911",
+}
+POD = {"JOB_COMPLETION_INDEX": "1", "JAX_NUM_PROCESSES": "3", "HOSTNAME": "train-1"}
 
 
 def tf_config(cluster: Any, task: Any) -> dict[str, str]:
@@ -48,13 +66,45 @@ def test_a_chief_comes_first() -> None:
 
 def test_order_of_the_sources() -> None:
     tf = tf_config({"worker": WORKERS}, {"type": "worker", "index": 2})
-    everything = {**tf, **JAX, **TORCHRUN}
+    jax = {**JAX, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    torchrun = {**TORCHRUN, "RANK": "2", "WORLD_SIZE": "3"}
+    everything = {**tf, **jax, **torchrun, **SLURM, **OPEN_MPI}
     assert resolve(SimpleClusterResolver("e:7", 2, 1), everything).coordinator == "e:7"
     assert resolve(Cluster("e:7", 2, 1), everything).coordinator == "e:7"
     assert resolve(environ=everything).coordinator == "a:1"
-    assert resolve(environ={**JAX, **TORCHRUN}) == Cluster("j:5", 4, 3, source="JAX_* variables")
+    assert resolve(environ={**jax, **torchrun}) == Cluster("j:5", 3, 2, source="JAX_* variables")
     assert resolve(environ=TORCHRUN) == Cluster("t:6", 2, 1, source="torchrun's variables")
     assert resolve(environ={**TORCHRUN, "MASTER_ADDR": "::1"}).host_port == ("::1", 6)
+    # torchrun's agent listens on MASTER_PORT itself.
+    agent = {**TORCHRUN, "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert resolve(environ=agent).coordinator == "t:62269"
+    # mpirun inside a job of Slurm, torchrun inside that: the innermost counts.
+    assert resolve(environ={**SLURM, **OPEN_MPI}).source == "Open MPI"
+    assert resolve(environ={**SLURM, **TORCHRUN}).source == "torchrun's variables"
+
+
+def test_two_launchers_that_contradict_each_other() -> None:
+    both = {**JAX, **TORCHRUN}
+    with pytest.raises(ClusterError) as error:
+        resolve(environ=both)
+    assert (
+        "JAX_* variables says process 3 of 4, torchrun's variables says process 1 of 2. Unset the "
+        "wrong one, or name the right one: PERDURE_CLUSTER=tf_config|jax|torchrun"
+    ) in str(error.value)
+    for found in (
+        resolve("torchrun", both),
+        resolve(None, {**both, "PERDURE_CLUSTER": "torchrun"}),
+    ):
+        assert found == Cluster("t:6", 2, 1, source="torchrun's variables")
+    assert resolve("jax", {**both, "PERDURE_CLUSTER": "torchrun"}).num_processes == 4
+    with pytest.raises(ClusterError) as error:
+        resolve("pbs", {})
+    assert "expected one of tf_config, jax, torchrun, openmpi, slurm, kubernetes" in str(
+        error.value
+    )
+    with pytest.raises(ClusterError) as error:
+        resolve(environ={"PERDURE_CLUSTER": "slurm"})
+    assert "PERDURE_CLUSTER names slurm, and the environment has nothing of it" in str(error.value)
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
@@ -87,11 +137,17 @@ def test_malformed_tf_config(text: str, says: list[str]) -> None:
         ({"worker": WORKERS}, ("worker", -1), "task index -1 is out of range"),
         ({"worker": WORKERS}, ("worker", "x"), "expected an integer, found 'x'"),
         ({"worker": WORKERS}, ("chief", 0), 'type "chief" is not in the cluster'),
-        ({"worker": WORKERS}, ("evaluator", 0), 'type "evaluator" is not in the cluster'),
+        (
+            {"worker": WORKERS},
+            ("evaluator", 0),
+            "it reads the run directory. Start it without TF_CONFIG",
+        ),
         ({"worker": ["a:1", "a:1"]}, ("worker", 0), "a:1 is there more than once"),
         ({"chief": ["a:1"], "worker": ["a:1"]}, ("worker", 0), "a:1 is there more than once"),
         ({"chief": ["a:1", "b:1"]}, ("chief", 0), "at most one chief"),
-        ({"worker": ["a:1"], "ps": ["p:1"]}, ("worker", 0), 'tasks of type "ps"'),
+        ({"worker": ["a:1"], "ps": ["p:1"]}, ("worker", 0), "in the order in which they come"),
+        ({"worker": ["a:1"], "gpu": ["p:1"]}, ("worker", 0), 'expected only "chief" and "worker"'),
+        ({"worker": []}, ("worker", 0), 'has "task" and no "cluster"'),
         ({"worker": ["a"]}, ("worker", 0), "host:port, found 'a'"),
         ({"worker": ["a:99999"]}, ("worker", 0), "host:port, found 'a:99999'"),
     ],
@@ -123,3 +179,121 @@ def test_explicit_arguments_are_checked_too() -> None:
         assert str(error.value).startswith("arguments")
     with pytest.raises(ClusterError):
         _ = Cluster(None, 1, 0).host_port
+
+
+def test_slurm() -> None:
+    found = resolve(environ=SLURM)
+    assert found == Cluster("node09:61441", 3, 2, ("node09", "node10", "login"), "Slurm")
+    assert found.name(2) == "process 2 (login)"
+    # Two tasks to a host: which is where is not known.
+    six = {**SLURM, "SLURM_STEP_NUM_TASKS": "6"}
+    assert resolve(environ=six) == Cluster("node09:61441", 6, 2, (), "Slurm")
+    older = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NUM_TASKS"}
+    assert resolve(environ=older).num_processes == 9
+    assert resolve(environ={**SLURM, "JAX_COORDINATOR_PORT": "7"}).coordinator == "node09:7"
+    # A batch script is one process, whatever the job asks for; so is a step of one task.
+    batch = {key: value for key, value in SLURM.items() if "STEP" not in key}
+    assert resolve(environ=batch).source == "the environment"
+    one = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert resolve(environ=one) == Cluster(None, 1, 0, source="Slurm")
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID"):
+        with pytest.raises(ClusterError) as error:
+            resolve(environ={key: value for key, value in SLURM.items() if key != name})
+        assert f"Slurm: the environment lacks {name}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a b"),
+        ("node[01-03,7]", "node01 node02 node03 node7"),
+        ("node[098-101],login", "node098 node099 node100 node101 login"),
+        ("r[1-2]n[3,5]-ib", "r1n3-ib r1n5-ib r2n3-ib r2n5-ib"),
+        ("gpu-a[1],gpu-b", "gpu-a1 gpu-b"),
+    ],
+)
+def test_hosts_of_slurm(text: str, hosts: str) -> None:
+    assert expand_hosts(text) == tuple(hosts.split())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "node[1-", "node[3-1]", "node[]", "n[x]", "n]1", "n[0-999999]"]
+)
+def test_hosts_that_slurm_does_not_write(text: str) -> None:
+    with pytest.raises(ClusterError) as error:
+        expand_hosts(text)
+    assert "Slurm: expected a" in str(error.value)
+    assert repr(text) in str(error.value)
+
+
+def test_open_mpi() -> None:
+    # 61440 + 1531576320 / 4096 % 4096
+    assert resolve(environ=OPEN_MPI) == Cluster("10.96.0.1:62624", 2, 1, source="Open MPI")
+    six = "1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370"
+    found = resolve(environ={**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": six})
+    assert found.host_port == ("fe80::b9b:ac5d:9cf0:b858", 62880)
+    newer = {key: value for key, value in OPEN_MPI.items() if "hnp" not in key}
+    with pytest.raises(ClusterError) as error:
+        resolve(environ=newer)
+    assert (
+        "found no OMPI_MCA_orte_hnp_uri. Name the coordinator: mpirun -x MASTER_ADDR=HOST"
+        in str(error.value)
+    )
+    stated = {**newer, "MASTER_ADDR": "m", "MASTER_PORT": "8"}
+    assert resolve(environ=stated) == Cluster("m:8", 2, 1, source="Open MPI")
+    with pytest.raises(ClusterError) as error:
+        resolve(environ={"OMPI_COMM_WORLD_RANK": "0"})
+    assert "lacks OMPI_COMM_WORLD_SIZE" in str(error.value)
+
+
+def test_kubernetes() -> None:
+    def pod(environ: dict[str, str], full_name: str = "train-1.pods.team.svc.cluster.local") -> Any:
+        return from_kubernetes(environ, lambda: full_name)
+
+    hosts = tuple(f"train-{n}.pods.team.svc.cluster.local" for n in range(3))
+    assert pod(POD) == Cluster(f"{hosts[0]}:55527", 3, 1, hosts, "Kubernetes")
+    jobset = pod({**POD, "JOBSET_NAME": "run"}, "run-workers-0-1")
+    assert jobset.coordinator == "run-workers-0-0.run:55527"
+    with pytest.raises(ClusterError) as error:
+        pod(POD, "train-1")
+    assert "expected a host called JOB-1.SERVICE, found 'train-1'" in str(error.value)
+    assert "set `subdomain`" in str(error.value)
+    # What a manifest says of its own counts first, and the index alone comes from the Job.
+    stated = {**POD, "JAX_COORDINATOR_ADDRESS": "train-0.pods:9"}
+    assert resolve(environ=stated).coordinator == "train-0.pods:9"
+    torch = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "m", "MASTER_PORT": "8"}
+    assert resolve(environ=torch).coordinator == "m:8"
+    with pytest.raises(ClusterError) as error:
+        resolve(environ={"JOB_COMPLETION_INDEX": "1"})
+    assert "nothing says of how many. Set JAX_NUM_PROCESSES" in str(error.value)
+
+
+def test_a_scheduler_that_contradicts_the_environment() -> None:
+    with pytest.raises(ClusterError) as error:
+        resolve(environ={**SLURM, "WORLD_SIZE": "4"})
+    assert "Slurm contradicts the environment: SLURM_STEP_NUM_TASKS is 3, WORLD_SIZE is 4" in str(
+        error.value
+    )
+    with pytest.raises(ClusterError) as error:
+        resolve(environ={**SLURM, "SLURM_PROCID": "3"})
+    assert "Slurm: process index 3 is out of range" in str(error.value)
+
+
+def test_limits() -> None:
+    assert ClusterOptions() == ClusterOptions.from_environment({})
+    environ = {"PERDURE_START_TIMEOUT": "20", "PERDURE_HEARTBEAT": "4.5"}
+    assert ClusterOptions.from_environment(environ) == ClusterOptions(20, 4.5)
+    for environ, says in [
+        ({"PERDURE_HEARTBEAT": "soon"}, "PERDURE_HEARTBEAT: expected seconds, found 'soon'"),
+        (
+            {"PERDURE_START_TIMEOUT": "-1"},
+            "PERDURE_START_TIMEOUT: expected seconds above 0, found -1",
+        ),
+    ]:
+        with pytest.raises(ClusterError) as error:
+            ClusterOptions.from_environment(environ)
+        assert says in str(error.value)
+    with pytest.raises(ClusterError) as error:
+        ClusterOptions(operation_timeout=float("inf"))
+    assert "operation_timeout: expected seconds above 0, found inf" in str(error.value)

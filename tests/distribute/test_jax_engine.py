@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from perdure.data import ArrayDataset
-from perdure.distribute.jax_threads import pin
+from perdure.distribute.jax import spmd
+from perdure.distribute.jax.threads import pin
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 
@@ -144,3 +145,12 @@ def test_a_pool_that_nobody_pinned_is_in_the_recipe() -> None:
         found = pin(None, {}, started=True)
     assert isinstance(found, str)
     assert found.startswith("unpinned:")
+
+
+def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
+    for leaf in (np.float32(1), np.ones(2), jnp.ones(2)):
+        assert spmd._is_strong(leaf)
+    weak = jnp.asarray(0.1)
+    assert weak.aval.weak_type
+    for leaf in (0.1, 1, True, weak):
+        assert not spmd._is_strong(leaf)

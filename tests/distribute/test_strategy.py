@@ -178,3 +178,10 @@ def test_other_refusals() -> None:
         strategy(seed=-1)
     with pytest.raises(ValueError, match="one value for each"):
         PerReplica((1,), (0, 1))
+
+
+def test_a_mean_over_an_axis_is_over_all_elements() -> None:
+    own = Strategy(NumpyEngine(2), 2)
+    for parts in ([[1.0, 2.0, 6.0], [5.0]], [[5.0], [1.0, 2.0, 6.0]]):
+        values = PerReplica(tuple(map(np.array, parts)), own.local_replicas)
+        assert own.reduce("mean", values, axis=0) == 3.5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from perdure.data import ArrayDataset
-from perdure.distribute import torch_buffers
+from perdure.distribute.torch import buffers as torch_buffers
 from perdure.errors import StateError, TopologyError
 from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
 
@@ -185,12 +185,34 @@ def test_what_is_refused() -> None:
     with pytest.raises(StateError) as error:
         strategy.step(lambda _s, b, _k: b[1].sum(), lambda s, _: s)({}, batch)
     assert "must return (state, logs), got dict" in str(error.value)
-    for devices in (2, ["cpu", "cpu"]):
+    for devices in ([], ["cuda:0", "cuda:1"], ["cpu", "cuda:0"]):
         with pytest.raises(TopologyError) as error:
             MirroredStrategy(devices)
-        assert "one device per process" in str(error.value)
-    with pytest.raises(TopologyError):
-        MirroredStrategy(threads=0)
+        assert "one process per accelerator" in str(error.value)
+    for wrong in ({"threads": 0}, {"devices": 0}):
+        with pytest.raises(TopologyError):
+            MirroredStrategy(**wrong)
+
+
+def test_many_steps_are_the_steps_one_by_one() -> None:
+    def logged(state: Any, total: Any) -> Any:
+        return update(state, total)[0], {"weight": total["weight"], "one": total["weight"] * 0 + 1}
+
+    results = []
+    for many in (False, True):
+        strategy, state = MirroredStrategy(replicas=V), {"model": Counting()}
+        train_step = strategy.step(grad, logged)
+        batches = [strategy.batch(dataset(), step) for step in range(3)]
+        if many:
+            state, logs = train_step.many(state, batches)
+            assert logs["weight"].tolist() == [6.0, 6.0, 6.0]
+        else:
+            for batch in batches:
+                state, _ = train_step(state, batch)
+        results.append(state["model"].scale.tolist())
+    assert results[0] == results[1]
+    with pytest.raises(TopologyError, match="at least one batch"):
+        train_step.many(state, [])
 
 
 def test_recipe_records_what_decides_bits() -> None:

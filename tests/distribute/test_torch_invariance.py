@@ -22,6 +22,21 @@ def test_any_number_of_processes(groups: Any, count: int, model: str) -> None:
     assert [process[model] for process in groups[count]] == [expected] * count
 
 
+@pytest.fixture(scope="module")
+def threads() -> Any:
+    """By (processes, devices of each)."""
+    return {
+        (processes, devices): group.results("torch_worker.py", processes, "--devices", str(devices))
+        for processes, devices in ((1, 3), (2, 2))
+    }
+
+
+@pytest.mark.parametrize("model", ["cnn", "batchnorm", "reduce", "recipe"])
+def test_several_devices_in_a_process(groups: Any, threads: Any, model: str) -> None:
+    found = [process[model] for results in threads.values() for process in results]
+    assert found == [groups[1][0][model]] * 3
+
+
 def test_models_are_not_all_alike(groups: Any) -> None:
     assert groups[1][0]["cnn"] != groups[1][0]["batchnorm"]
 

@@ -19,7 +19,7 @@ from torch import nn
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, Strategy, nest
 from perdure.distribute.reduction import Reduction
-from perdure.distribute.torch_engine import TorchEngine
+from perdure.distribute.torch.engine import TorchEngine
 from perdure.errors import WorkerLostError
 from perdure.torch import (
     MirroredStrategy,
@@ -170,13 +170,14 @@ def main() -> None:
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--die-at", type=int)
     args = parser.parse_args()
     if args.processes > 1:
         cluster = SimpleClusterResolver(args.coordinator, args.processes, args.process)
-        strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS)
+        strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS, devices=args.devices)
     else:
-        strategy = MirroredStrategy(replicas=REPLICAS)
+        strategy = MirroredStrategy(args.devices, REPLICAS)
     if args.die_at is not None:
         try:
             train(strategy, "cnn", die_at=args.die_at if args.process else None)
@@ -198,7 +199,8 @@ def main() -> None:
         .decode(),
         [part.decode() for part in strategy.processes.gather(str(args.process).encode())],
     ]
-    out["controls"] = controls(strategy)
+    if args.devices == 1:
+        out["controls"] = controls(strategy)
     sys.stdout.write(json.dumps(out) + "\n")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import Crash, Operations, contents, make_leaves, run_on, sharing_states
+from helpers import Crash, Operations, contents, make_leaves, repeated, run_on, sharing_states
 
 from perdure.store import Leaf, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
@@ -37,6 +37,7 @@ class Case:
     before: Callable[[], States] = plain
     added: Callable[[], States] = dict
     damage: Callable[[Path], object] = Path.exists
+    codec: str | None = None
 
 
 def collect(run: Run, steps: set[int]) -> None:
@@ -50,6 +51,10 @@ def damage(path: Path) -> None:
     data[40_000] ^= 1
     pack.write_bytes(data)
     pack.with_name("000000000009-00000-00000000.pack").write_bytes(pack.read_bytes())
+
+
+def encoded() -> States:
+    return {step: repeated(leaves) for step, leaves in sharing_states().items()}
 
 
 def small(step: int) -> Callable[[], States]:
@@ -68,6 +73,18 @@ CASES = {
     "pin": Case(lambda run: run.pin(2), frozenset({1, 2})),
     "prune": Case(lambda run: collect(run, {2, 3}), frozenset({1, 4}), before=sharing_states),
     "compaction": Case(lambda run: collect(run, {1}), frozenset({2, 3, 4}), before=sharing_states),
+    "save_encoded": Case(
+        lambda run: run.save(3, repeated(make_leaves(3, SIZES))),
+        frozenset({1, 2}),
+        added=lambda: {3: repeated(make_leaves(3, SIZES))},
+        codec="shuffle-zstd",
+    ),
+    "compaction_encoded": Case(
+        lambda run: collect(run, {1}),
+        frozenset({2, 3, 4}),
+        before=encoded,
+        codec="shuffle-zstd",
+    ),
     "repair": Case(
         lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
     ),
@@ -75,7 +92,7 @@ CASES = {
 
 
 def prepared(path: Path, case: Case) -> Path:
-    with run_on(path) as run:
+    with run_on(path, codec=case.codec) as run:
         for step, leaves in case.before().items():
             run.save(step, leaves)
     case.damage(path)
@@ -84,7 +101,7 @@ def prepared(path: Path, case: Case) -> Path:
 
 def operations_of(path: Path, case: Case) -> Operations:
     recorder = Operations()
-    with run_on(path, recorder) as run:
+    with run_on(path, recorder, case.codec) as run:
         case.act(run)
     return recorder
 
@@ -113,7 +130,7 @@ def crashes(directory: Path, case: Case) -> Iterator[Path]:
     for number in range(total):
         path = prepared(directory / f"crash{number}", case)
         crash = Operations(crash_at=number)
-        run = run_on(path, crash)
+        run = run_on(path, crash, case.codec)
         with contextlib.suppress(Crash):
             case.act(run)
         run.close()

@@ -39,6 +39,16 @@ def sharing_states() -> dict[int, dict[str, Leaf]]:
     }
 
 
+def repeated(leaves: dict[str, Leaf], times: int = 4) -> dict[str, Leaf]:
+    """The same arrays, each of them several times over: what a codec makes smaller."""
+    return {
+        path: leaf
+        if leaf.is_scalar
+        else Leaf(leaf.dtype, (leaf.shape[0] * times,), memoryview(bytes(leaf.data) * times), True)
+        for path, leaf in leaves.items()
+    }
+
+
 def contents(leaves: dict[str, Leaf]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """What must come back exactly."""
     return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
@@ -71,9 +81,11 @@ class Operations:
         self.paths.append((operation, path))
 
 
-def run_on(path: Path | MemoryStorage, before: Operations | None = None) -> Run:
+def run_on(
+    path: Path | MemoryStorage, before: Operations | None = None, codec: str | None = None
+) -> Run:
     """A run directory with a fixed clock."""
-    if isinstance(path, MemoryStorage):
-        return Run(path, create=True, clock=lambda: 0.0)
-    storage = LocalStorage(path) if before is None else LocalStorage(path, before)
-    return Run(storage, create=True, clock=lambda: 0.0)
+    storage = path
+    if isinstance(path, Path):
+        storage = LocalStorage(path) if before is None else LocalStorage(path, before)
+    return Run(storage, create=True, codec=codec, clock=lambda: 0.0)

@@ -197,6 +197,44 @@ def test_a_large_object_survives_any_request_of_its_upload(
         assert proxy.fired
 
 
+def test_each_stream_of_a_load_is_one_request(s3: ObjectServer) -> None:
+    url = s3.new_url()
+    leaves = make_leaves(1, (2 * LARGE, LARGE, 1000))
+    with run_on_url(s3, url) as run:
+        manifest = run.save(1, leaves)
+    chunks = [chunk for leaf in manifest.leaves for chunk in leaf.chunks]
+    with proxy_to(s3.endpoint) as proxy:
+        loaded = Run(through(s3, proxy, url, concurrency=2)).load(1)
+        ranges = [r.headers["range"] for r in proxy.requests if "/packs/" in r.path]
+    assert len(chunks) > 6
+    assert len(ranges) <= 3  # one for each stream, and what rounding leaves
+    assert contents(loaded.leaves) == contents(leaves)
+    check_run(s3.storage(url))
+
+
+def test_a_stream_that_breaks_off_goes_on_where_it_was(s3: ObjectServer) -> None:
+    url = s3.new_url()
+    data = os.urandom(LARGE)
+    s3.write(url, NAME, data)
+    targets = [memoryview(bytearray(size)) for size in (1000, LARGE - 2000, 0, 5000)]
+    with proxy_to(s3.endpoint, first(1, lambda r: NAME in r.path, "cut")) as proxy:
+        got = list(through(s3, proxy, url, retries=0).read_each(NAME, 500, targets))
+        assert proxy.fired
+        starts = [int(r.headers["range"][len("bytes=") :].split("-")[0]) for r in proxy.requests]
+    assert starts[0] == 500 < starts[1]
+    assert got == [1000, LARGE - 2000, 0, 500]  # the object ends there
+    assert b"".join(targets)[: LARGE - 500] == data[500:]
+
+
+def test_a_stream_that_never_gets_on_is_an_outage(s3: ObjectServer) -> None:
+    url = s3.new_url()
+    s3.write(url, NAME, os.urandom(1000))
+    with proxy_to(s3.endpoint, lambda r: "503" if NAME in r.path else None) as proxy:
+        with pytest.raises(ConnectionError, match="Nothing is known about what is there"):
+            list(through(s3, proxy, url, retries=0).read_each(NAME, 0, [memoryview(bytearray(9))]))
+        assert proxy.fired
+
+
 @pytest.mark.parametrize("what", ["cut", "503", "refuse", "lose"])
 def test_a_read_that_breaks_off_is_tried_again(s3: ObjectServer, what: str) -> None:
     url = s3.new_url()

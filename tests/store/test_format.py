@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import contents, make_leaves, run_on
+from helpers import contents, make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store import MemoryStorage, Run, check
+from perdure.store import Leaf, MemoryStorage, Run, check
 from perdure.store.format import (
+    CODEC_FORMAT,
     decode_manifest,
     encode_manifest,
     hash_bytes,
@@ -20,6 +21,7 @@ from perdure.store.format import (
 )
 
 GOLDEN = "b381e58e"
+GOLDEN_RUN = "1b4ed75bdfaa21427af9bca3b6d891686061dc80fc7c0bcac4cadc2ea64fdece"
 
 
 @pytest.fixture
@@ -37,7 +39,36 @@ def test_a_manifest_reads_back(saved: MemoryStorage) -> None:
     assert manifest.recipe == {"replicas": 8, "seed": 0}
 
 
+def test_bytes_without_a_codec_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 8)
+    storage = MemoryStorage()
+    with run_on(storage) as run:
+        run.save(1, make_leaves(1))
+        run.save(2, {**make_leaves(1), "large": make_leaves(2, (5_000_000,))["model/layer0"]})
+    objects = sorted((n, data) for n, data in storage.objects.items() if n != "lock")
+    found = hash_bytes(b"".join(name.encode() + b"\0" + data for name, data in objects))
+    assert found == GOLDEN_RUN
+
+
 def test_every_single_flipped_bit_of_packs_and_manifests_is_found(saved: MemoryStorage) -> None:
+    flip_every_bit(saved)
+
+
+def test_every_single_flipped_bit_of_encoded_packs_is_found() -> None:
+    storage = MemoryStorage()
+    with run_on(storage, codec="shuffle-zstd") as run:
+        words = repeated(make_leaves(1, (40,)), 128)["model/layer0"]
+        assert run.save(7, {"a": Leaf("int32", (1280,), words.data)}).format == CODEC_FORMAT
+    flip_every_bit(storage)
+    data = bytearray(storage.objects["packs/" + Run(storage).manifest(7).packs[0].name])
+    data[9] ^= 1
+    storage.objects["packs/" + Run(storage).manifest(7).packs[0].name] = bytes(data)
+    with pytest.raises(CorruptionError, match=r"leaf 'a', .* at offset 0: its \d+ encoded bytes"):
+        Run(storage).load(7)
+
+
+def flip_every_bit(saved: MemoryStorage) -> None:
+    """Flip each bit by itself: the checker must find all of them."""
     found = tried = 0
     for name in [n for n in saved.objects if n.startswith(("packs/", "checkpoints/"))]:
         whole = saved.objects[name]
@@ -48,7 +79,7 @@ def test_every_single_flipped_bit_of_packs_and_manifests_is_found(saved: MemoryS
             tried += 1
             found += not check(Run(saved)).ok
         saved.objects[name] = whole
-    assert tried > 10_000
+    assert tried > 5_000
     assert found == tried
     assert check(Run(saved)).ok, "the control: without a flip there is nothing to find"
 
@@ -68,8 +99,8 @@ def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_a_newer_format_is_refused_as_such(saved: MemoryStorage) -> None:
-    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":2')
-    with pytest.raises(FormatVersionError, match=r"format 2; this perdure reads up to format 1"):
+    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":3')
+    with pytest.raises(FormatVersionError, match=r"format 3; this perdure reads up to format 2"):
         decode_manifest(data, "here")
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from helpers import Crash, Operations, contents, make_leaves
+from helpers import Crash, Operations, contents, make_leaves, repeated
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 
 from perdure.errors import CorruptionError, StepExistsError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, check
+from perdure.store.format import CODEC_FORMAT
 from perdure.testing.servers import ObjectServer
 
 STEPS = st.integers(0, 12)
@@ -38,10 +39,13 @@ State = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def state_of(seed: int) -> dict[str, Leaf]:
-    """States that share a part: what is frozen, and what seeds have in common by twos."""
+    """States that share a part: what is frozen, and what seeds have in common by twos.
+
+    A codec makes the two shared ones smaller, and the others not.
+    """
     return {
-        "frozen": make_leaves(99, (300,))["model/layer0"],
-        "half": make_leaves(100 + seed // 2, (300,))["model/layer0"],
+        **repeated({"frozen": make_leaves(99, (300,))["model/layer0"]}, 14),
+        **repeated({"half": make_leaves(100 + seed // 2, (300,))["model/layer0"]}, 14),
         **make_leaves(seed, SIZES),
     }
 
@@ -57,6 +61,7 @@ class Machine(RuleBasedStateMachine):
         self.place = self.make()
         self.model: dict[int, State] = {}
         self.undo: tuple[str, bytes, bytes] | None = None
+        self.codec: str | None = None
         self.run = self.opened()
         self.run.begin_writing()
 
@@ -79,7 +84,8 @@ class Machine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def opened(self, before: Operations | None = None) -> Run:
-        return Run(self.storage(before), create=True, clock=lambda: 0.0)
+        storage = self.storage(before)
+        return Run(storage, create=True, codec=self.codec, clock=lambda: 0.0)
 
     # ------------------------------------------------------------ rules
 
@@ -92,7 +98,7 @@ class Machine(RuleBasedStateMachine):
                 self.run.save(step, leaves)
             return
         try:
-            self.run.save(step, leaves)
+            self.seen["encoded"] += self.run.save(step, leaves).format == CODEC_FORMAT
         except StepExistsError:
             # Only its pack is damaged: the manifest still tells what was saved.
             assert step in damaged
@@ -115,7 +121,11 @@ class Machine(RuleBasedStateMachine):
         assert self.raw()[moved] == before
         del self.model[step]
 
-    @rule()
+    @rule(codec=st.sampled_from([None, "shuffle-zstd"]))
+    def change_the_codec(self, codec: str | None) -> None:
+        self.codec = codec
+        self.reopen()
+
     def reopen(self) -> None:
         self.run.close()
         self.run = self.opened()
@@ -334,11 +344,12 @@ def explore(
 
 def test_a_disk_agrees_with_a_dict() -> None:
     seen = explore(LocalMachine, 40, 20)
-    assert min(seen["crash"], seen["damage"]) > 0
+    assert min(seen["crash"], seen["damage"], seen["encoded"]) > 0
 
 
 def test_memory_agrees_with_a_dict() -> None:
-    assert explore(MemoryMachine, 100, 25)["damage"] > 0
+    seen = explore(MemoryMachine, 100, 25)
+    assert min(seen["damage"], seen["encoded"]) > 0
 
 
 def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:

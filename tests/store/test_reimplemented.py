@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
+from backports import zstd
 from blake3 import blake3
-from helpers import contents, make_leaves, run_on
+from helpers import contents, make_leaves, repeated, run_on
+
+from perdure.store import Leaf
 
 CHUNK = 4_194_304
+
+
+def decoded(stored: bytes, digest: str, size: int) -> bytes:
+    if len(stored) == size:
+        return stored
+    assert len(stored) < size
+    body, seal = stored[:-32], stored[-32:]
+    assert blake3(body, key=bytes.fromhex(digest)).digest() == seal
+    width, plain = body[0], zstd.decompress(body[1:])
+    assert width in (1, 2, 4, 8, 16)
+    assert len(plain) == size
+    count = size // width
+    assert count * width == size
+    return bytes(plain[i % width * count + i // width] for i in range(size))
 
 
 def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
@@ -23,14 +41,17 @@ def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ..
             hashes = [blake3(data).hexdigest()]
         else:
             data, hashes = b"", []
+            left = leaf.get("size", sum(chunk[3] for chunk in leaf.get("chunks", [])))
+            assert manifest["format"] == 2 or "size" not in leaf
             for digest, pack, offset, length in leaf.get("chunks", []):
                 with (root / "packs" / manifest["packs"][pack]["name"]).open("rb") as file:
                     file.seek(offset)
-                    part = file.read(length)
+                    part = decoded(file.read(length), digest, min(left, CHUNK))
+                left -= len(part)
                 assert blake3(part).hexdigest() == digest
                 data += part
                 hashes.append(digest)
-            assert all(h[3] == CHUNK for h in leaf.get("chunks", [])[:-1])
+            assert left == 0
         shape = leaf.get("shape", [])
         leaves[leaf["path"]] = (leaf["dtype"], tuple(shape), data)
         rows.append([leaf["path"], leaf["dtype"], shape, hashes])
@@ -46,10 +67,33 @@ def check_pack(path: Path) -> None:
     index = raw[-56 - length : -56]
     assert blake3(index).digest() == raw[-48:-16]
     at = 0
-    for digest, size in json.loads(index)["chunks"]:
-        assert blake3(raw[at : at + size]).hexdigest() == digest
-        at += size
+    told = json.loads(index)
+    for digest, stored, *size in told["chunks"]:
+        assert len(size) == told["format"] - 1
+        part = decoded(raw[at : at + stored], digest, *size or [stored])
+        assert blake3(part).hexdigest() == digest
+        at += stored
     assert at == len(raw) - 56 - length
+
+
+def test_a_reader_written_from_the_document_agrees_about_encoded_chunks(tmp_path: Path) -> None:
+    words = random.Random(0).randbytes(100) * 43_000
+    leaves = {
+        **repeated(make_leaves(1, (2000, 40, 0))),
+        "large": Leaf("int16", (2_150_000,), memoryview(words), True),
+        "half": Leaf("complex64", (2000,), memoryview(words[:16_000]), True),
+    }
+    with run_on(tmp_path, codec="shuffle-zstd") as run:
+        run.save(1, make_leaves(3))
+        manifest = run.save(12, {**leaves, **make_leaves(3, (1000,))})
+    assert manifest.format == 2
+    assert manifest.stored_nbytes < manifest.nbytes / 3
+    assert read(tmp_path, 12) == (
+        manifest.fingerprint,
+        contents({**leaves, **make_leaves(3, (1000,))}),
+    )
+    for pack in (tmp_path / "packs").iterdir():
+        check_pack(pack)
 
 
 def test_a_reader_written_from_the_document_agrees(tmp_path: Path) -> None:

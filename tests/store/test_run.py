@@ -326,3 +326,34 @@ def test_a_scalar_reads_back_as_text(tmp_path: Path) -> None:
         run.save(1, {"name": Leaf("py:str", (), memoryview("größe".encode()), True)})
         assert run.load(1).leaves["name"].text == "größe"
         assert check(run).problems == ()
+
+
+def test_a_step_is_saved_again_where_its_bytes_are_damaged(tmp_path: Path) -> None:
+    leaves = make_leaves(2)
+    with run_on(tmp_path) as run:
+        run.save(1, leaves)
+        flip(packs(tmp_path)[0])
+        run.save(1, leaves)
+        assert contents(run.load(1).leaves) == contents(leaves)
+        assert len(run.quarantined()) == 1
+
+
+def test_a_marker_that_is_listed_and_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "perdure.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(NotARunError, match=r"found perdure\.json"):
+        Run(tmp_path, create=True)
+
+
+def test_a_quarantine_on_a_full_disk_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(run.storage, "move", full)
+        with pytest.raises(SaveError, match=r"cannot be moved aside: .*No space left"):
+            run.quarantine(1, "a test")
+        assert contents(run.load(1).leaves) == contents(make_leaves(1))

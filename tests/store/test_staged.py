@@ -348,3 +348,24 @@ def test_a_kill_during_an_upload_is_finished_by_the_next_writer(
         run.begin_writing()
     assert check_run(s3.storage(url)).good == (1, 2)
     assert contents(Run(s3.storage(url)).load(2).leaves) == contents(make_leaves(2, (size,)))
+
+
+class Failing(LocalStorage):
+    """A disk that lists its files and cannot read what is in the packs."""
+
+    failed = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if name.startswith("packs/"):
+            self.failed += 1
+            raise OSError(5, "Input/output error")
+        return super().read_into(name, offset, target)
+
+
+def test_the_remote_helps_out_where_the_disk_cannot_be_read(tmp_path: Path) -> None:
+    there, leaves = MemoryStorage(), make_leaves(1)
+    with Run(StagedStorage(LocalStorage(tmp_path), there), create=True) as run:
+        run.save(1, leaves)
+    disk = Failing(tmp_path)
+    assert contents(Run(StagedStorage(disk, there)).load(1).leaves) == contents(leaves)
+    assert disk.failed

@@ -2,7 +2,11 @@
 
 from perdure.checkpoint.checkpoint import Checkpoint, load
 from perdure.checkpoint.manager import CheckpointManager, ManagerOptions, Restored
-from perdure.checkpoint.preemption import EXIT_PREEMPTED
+from perdure.checkpoint.preemption import (
+    EXIT_PREEMPTED,
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.retention import Retention
 
@@ -11,9 +15,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "ManagerOptions",
+    "PreemptionCheckpointHandler",
     "Processes",
     "Restored",
     "Retention",
     "SingleProcess",
+    "TerminationConfig",
     "load",
 ]

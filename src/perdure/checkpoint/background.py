@@ -26,9 +26,14 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the job under way; raises what it raised, once."""
-        job, self._job = self._job, None
-        if job is not None:
+        if (job := self._job) is None:
+            return
+        try:
             job.result()
+        finally:
+            # An interrupted wait (Ctrl-C) leaves the job under way: it still reads the snapshot.
+            if job.done():
+                self._job = None
 
     def check(self) -> None:
         """Raise what a finished job raised, once; never waits."""

@@ -40,12 +40,15 @@ class Checkpoint:
         """Replace members."""
         vars(self).update(members)
 
-    def save(self, directory: str | os.PathLike[str] | Storage, step: int) -> str:
+    def save(
+        self, directory: str | os.PathLike[str] | Storage, step: int, codec: str | None = None
+    ) -> str:
         """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint.
 
+        `codec` ("shuffle-zstd", with the extra `zstd`) stores them smaller where it can.
         They are read where they lie, without a copy: no other thread may change them meanwhile.
         """
-        with Run(directory, create=True) as run:
+        with Run(directory, create=True, codec=codec) as run:
             return run.save(step, flatten(self)).fingerprint
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, SupportsFloat
 
 from perdure.checkpoint.background import Background
-from perdure.checkpoint.preemption import EXIT_PREEMPTED, PreemptionFlag
+from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
+from perdure.checkpoint.recipe import allowed, check_group, check_resume
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.checkpoint.together import load_together, save_together
 from perdure.errors import (
     PruneError,
-    RecipeMismatchError,
     SaveError,
     StepNotFoundError,
     StoreError,
@@ -46,12 +46,15 @@ class ManagerOptions:
 
     `retention` says what stays besides the newest `max_to_keep`. `on_error` is what a save that does
     not commit (disk full, permission, ...) means: "raise" it at the next call, or "continue" with a
-    warning and try again at the next save; the last good checkpoint stays in both. `clock` gives
-    seconds since 1970.
+    warning and try again at the next save; the last good checkpoint stays in both. `codec`
+    ("shuffle-zstd") stores chunks smaller where it can, for slow or dear storage; it may change from
+    one session to the next, fingerprints do not depend on it, and it needs the extra `zstd`. `clock`
+    gives seconds since 1970.
     """
 
     retention: Retention = field(default_factory=Retention)
     on_error: Literal["raise", "continue"] = "raise"
+    codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -66,8 +69,9 @@ class CheckpointManager:
     already. `save_interval_steps` spaces the saves, `max_to_keep` (5, as in TensorFlow; None keeps
     all) bounds how many stay; `options` has the rest of it (best by a metric, one an hour, ...) and
     what a failed save means. `recipe` (from `strategy.recipe(dataset)`) is recorded in every
-    checkpoint, and a checkpoint of another recipe is refused, save for the fields in `allow`.
-    In a group of processes pass `processes=strategy.processes`.
+    checkpoint; one of another recipe is refused (`RecipeMismatchError`), save for the fields in `allow`
+    and in PERDURE_ALLOW, which are a warning. In a group pass `processes=strategy.processes`: the
+    recipes of all are compared too, at the first save or restore.
     """
 
     def __init__(
@@ -88,15 +92,18 @@ class CheckpointManager:
                 f"save_interval_steps: expected at least 1, found {save_interval_steps}."
             )
         self._options = options or ManagerOptions()
-        self._run = Run(directory, create=True, clock=self._options.clock)
+        self._run = Run(
+            directory, create=True, codec=self._options.codec, clock=self._options.clock
+        )
         self._max_to_keep = max_to_keep
         self._interval = save_interval_steps
         self._recipe = dict(recipe or {})
-        self._allow = allow
+        self._allow = allowed(allow)
+        self._compared = False
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
         self._arena = Arena()
-        self._flag = PreemptionFlag()
+        self.preemption = PreemptionFlag(describe=self._newest)
         self._notes: list[str] = []
         self._told: set[str] = set()
 
@@ -185,9 +192,10 @@ class CheckpointManager:
             except SaveError as error:
                 self._tolerate(error)
                 return False
+        self._check_group()
         leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._background.submit(lambda: self._commit(step, leaves, numbers))
+        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
         return True
 
     def wait_until_finished(self) -> None:
@@ -233,27 +241,46 @@ class CheckpointManager:
         The first call takes over SIGTERM: from then on the signal no longer ends the process, and
         the loop has to, by `save_and_exit`.
         """
-        self._flag.install()
-        return self._processes.any(self._flag.raised)
+        self.preemption.install()
+        return self._processes.any(self.preemption.raised)
 
-    def save_and_exit(self, step: int, state: Any) -> NoReturn:
+    def save_and_exit(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> NoReturn:
         """Save `state` as `step`, wait until it is durable, and leave with exit status 75.
 
-        Raises what the save raised, whatever `on_error` says: status 75 means that it is saved.
+        Raises what the save raised, whatever `on_error` says: status 75 means that it is saved. A
+        `TerminationConfig` may name another way to leave.
         """
         self._settle(wait=True)
+        self.preemption.before_saving(step)
+        self._check_group()
         leaves = snapshot(state, self._arena)
-        self._background.submit(lambda: self._commit(step, leaves, {}))
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._background.submit(lambda: self._commit(step, leaves, numbers))
         self._background.wait()
-        self.close()
+        self.exit_preempted()
+
+    def exit_preempted(self) -> NoReturn:
+        """Leave with exit status 75 once what was saved before is durable, without another save."""
+        self._settle(wait=True)
+        self._release()
         self._processes.barrier()
-        raise SystemExit(EXIT_PREEMPTED)
+        self.preemption.leave()
+
+    def claim(self) -> None:
+        """Become the writer now and not at the first save; `LockedError` where there is another.
+
+        The directory is a run directory from here on, so that more may be put into it.
+        """
+        if self._processes.is_chief:
+            self._run.begin_writing()
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint. Raises `StepNotFoundError` where there is none, `StoreError` for a
         pinned one."""
         self._settle(wait=True)
-        if not self._run.delete([step]):
+        if self._processes.is_chief and not self._run.delete([step]):
             self._run.manifest(step)
 
     def close(self) -> None:
@@ -261,15 +288,28 @@ class CheckpointManager:
         try:
             self._settle(wait=True)
         finally:
-            self._flag.remove()
-            self._arena.release()
-            self._run.close()
+            self.preemption.remove()
+            if not self._background.busy:  # as it is only where the wait was interrupted
+                self._release()
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _release(self) -> None:
+        self._arena.release()
+        self._run.close()
+
+    def _newest(self) -> str:
+        """For people, when time runs out."""
+        steps = self._run.steps()
+        return (
+            f"The newest committed checkpoint in {self.directory} is step {steps[-1]}."
+            if steps
+            else f"{self.directory} holds no checkpoint yet."
+        )
 
     def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
         if self._processes.count == 1:
@@ -310,6 +350,7 @@ class CheckpointManager:
 
     def _restore(self, step: int | None, like: Any) -> Restored | None:
         self._settle(wait=True)
+        self._check_group()
         loaded = load_together(self._run, self._processes, step)
         if loaded is None:
             return None
@@ -332,20 +373,15 @@ class CheckpointManager:
             )
 
     def _check_recipe(self, loaded: Loaded) -> None:
-        there, here = loaded.manifest.recipe, self._recipe
-        if not there or not here:
-            return
-        lines = [
-            f"  {field}: the checkpoint has {there.get(field, 'nothing')!r}, "
-            f"this run has {here.get(field, 'nothing')!r}"
-            for field in sorted(there.keys() | here.keys())
-            if field not in self._allow and there.get(field) != here.get(field)
-        ]
-        if lines:
-            fields = tuple(line.split(":")[0].strip() for line in lines)
-            raise RecipeMismatchError(
-                f"{self.directory}: step {loaded.manifest.step} was made by another recipe, so that "
-                f"going on would not give the bits of an uninterrupted run:\n"
-                + "\n".join(lines)
-                + f"\nUse the recipe of the checkpoint, or name what may differ: allow={fields!r}."
-            )
+        where = f"{self.directory}: step {loaded.manifest.step}"
+        note = check_resume(where, loaded.manifest.recipe, self._recipe, self._allow)
+        if note and self._processes.is_chief:
+            warnings.warn(note, stacklevel=5)
+
+    def _check_group(self) -> None:
+        """Once: the recipe with its dataset, which the strategy could not compare."""
+        if not self._compared:
+            note = check_group(self._processes, self._recipe, self._allow)
+            self._compared = True
+            if note:
+                warnings.warn(note, stacklevel=4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -25,7 +25,7 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, Loaded, Run
 from perdure.store.contents import Catalog
-from perdure.store.format import RecipeValue
+from perdure.store.format import RecipeValue, hash_bytes
 from perdure.store.share import Share, assemble, leaf_digests, write_share
 from perdure.store.writer import Held, Written
 
@@ -115,6 +115,14 @@ def load_together(run: Run, processes: Processes, step: int | None) -> Loaded | 
         ) from error
 
 
+def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
+    """Raise `StateError` naming leaf and process unless all processes hold one state. A collective."""
+    digests = leaf_digests(leaves)
+    mine = hash_bytes(msgspec.json.encode(digests)).encode()
+    if len(set(processes.gather(mine))) > 1:
+        _differ(processes, digests)
+
+
 def _tell(processes: Processes, outcome: _Outcome) -> None:
     if processes.count > 1:
         processes.broadcast(msgspec.msgpack.encode(outcome))
@@ -130,7 +138,7 @@ def _write_part(
     try:
         known = held.held() if isinstance(held, Catalog) else held
         index, count = processes.index, processes.count
-        return _Part(write_share(run.storage, step, leaves, known, index, count))
+        return _Part(write_share(run.storage, step, leaves, known, index, count, run.encode))
     except (OSError, StoreError) as error:
         return _Part(error=f"process {processes.index}: {error}")
 
@@ -142,13 +150,13 @@ def _agreed(processes: Processes, leaves: Mapping[str, Leaf], part: _Part) -> li
         raise SaveError(f"{'; '.join(failed)}. Every earlier checkpoint is still there.")
     shares = [part.share for part in parts if part.share is not None]
     if len({share.state for share in shares}) > 1:
-        _differ(processes, leaves)
+        _differ(processes, leaf_digests(leaves))
     return shares
 
 
-def _differ(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
+def _differ(processes: Processes, digests: Mapping[str, str]) -> NoReturn:
     """Say which leaves differ between the processes; every process raises the same."""
-    said = processes.gather(msgspec.json.encode(leaf_digests(leaves)))
+    said = processes.gather(msgspec.json.encode(digests))
     every: Sequence[dict[str, str]] = [msgspec.json.decode(data) for data in said]
     lines = [
         f"  {path}: process {number} holds other bits than process 0"
@@ -157,7 +165,7 @@ def _differ(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
         if digests.get(path) != every[0].get(path)
     ]
     raise StateError(
-        "the processes of the group hold different states, so there is no one checkpoint to save:\n"
+        "the processes of the group hold different states:\n"
         + "\n".join(lines[:20])
         + "\nAll processes must start from the same state and run the same steps: give them one seed, "
         "and restore in all of them."

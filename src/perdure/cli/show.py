@@ -8,6 +8,7 @@ import msgspec
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.errors import StepNotFoundError
 from perdure.store import Leaf, Run
+from perdure.store.format import FORMAT
 
 
 @click.command("show")
@@ -29,7 +30,8 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     click.echo(f"step         {manifest.step}")
     click.echo(f"created      {manifest.created}")
     click.echo(f"fingerprint  {manifest.fingerprint}")
-    click.echo(f"size         {size_text(manifest.nbytes)} in {len(manifest.packs)} packs")
+    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
+    click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
     for field, value in sorted(manifest.recipe.items()):
         click.echo(f"recipe       {field} = {value}")
     click.echo("")

@@ -41,9 +41,14 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
 def _print(report: Report, mend: bool) -> None:
     for problem in report.problems:
         click.echo(f"{'DAMAGED' if problem.harmful else 'note'}  {problem.name}: {problem.what}")
+    decoded = (
+        f", {size_text(report.decoded_nbytes)} decoded"
+        if report.decoded_nbytes > report.nbytes
+        else ""
+    )
     click.echo(
         f"{len(report.good)} checkpoints good, {len(report.bad)} damaged; "
-        f"{report.chunks} chunks, {size_text(report.nbytes)} read"
+        f"{report.chunks} chunks, {size_text(report.nbytes)} read{decoded}"
     )
     if report.bad or mend:
         newest = max(report.good, default=None)

@@ -1,7 +1,19 @@
-"""The map from a step to a global batch, by index."""
+"""The map from a step to a global batch."""
 
-from perdure.data.arrays import ArrayDataset
+from perdure.data.augment import Augment
+from perdure.data.dataset import ArrayDataset, Dataset
 from perdure.data.idx import load_images, read_idx
 from perdure.data.permutation import permute
+from perdure.data.prefetch import Prefetch
+from perdure.data.stream import StreamDataset
 
-__all__ = ["ArrayDataset", "load_images", "permute", "read_idx"]
+__all__ = [
+    "ArrayDataset",
+    "Augment",
+    "Dataset",
+    "Prefetch",
+    "StreamDataset",
+    "load_images",
+    "permute",
+    "read_idx",
+]

@@ -66,20 +66,30 @@ def _feistel(
     take = np.uint64(64 - half)
     left, right = value >> shift, value & low
     for key in keys:
-        mixed = right ^ key
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX_1)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
-        mixed ^= mixed >> np.uint64(31)
+        mixed = finalise(right ^ key)
         left, right = right, left ^ (mixed >> take)
     return (left << shift) | right
 
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(key: tuple[int, ...]) -> tuple[np.uint64, ...]:
+    state = fold(key)
+    return tuple(np.uint64(_finalise(state + (i + 1) * _GOLDEN)) for i in range(ROUNDS))
+
+
+def fold(key: tuple[int, ...]) -> int:
+    """64 bits of a tuple of integers; (1, 0), (0, 1) and (1,) give different ones."""
     state = len(key)
     for part in key:
         state = _finalise((state + _GOLDEN) ^ (part & _MASK))
-    return tuple(np.uint64(_finalise(state + (i + 1) * _GOLDEN)) for i in range(ROUNDS))
+    return state
+
+
+def finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser of every element: a bijection of 64 bits."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
+    return value ^ (value >> np.uint64(31))
 
 
 def _finalise(value: int) -> int:

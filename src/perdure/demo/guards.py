@@ -23,24 +23,40 @@ def random_numbers_by_device(strategy: Any) -> None:
 
 def sums_by_all_reduce(strategy: Any, all_reduce: AllReduce) -> None:
     """Add up on each device in a row, then let the framework add over the devices."""
+    one_by_one(strategy)
     plan: Plan = strategy._plan
     plan.reduction = lambda: _PlainSum(plan, all_reduce)  # type: ignore[method-assign]
 
 
-class _DeviceStreams:
+def one_by_one(strategy: Any) -> None:
+    """Keep the strategy from its way for a whole step at once, which passes the guards by."""
+    strategy._plan.engine = _OneByOne(strategy._plan.engine)
+
+
+class _OneByOne:
+    """The verbs of another engine, save for the one that does a whole step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def together(self, *_: Any) -> None:
+        """None: there is no such way."""
+
+
+class _DeviceStreams(_OneByOne):
     """An engine whose streams know the device and the turn on it, not the replica."""
 
     def __init__(self, plan: Plan) -> None:
-        self._engine: Engine = plan.engine
+        super().__init__(plan.engine)
         first_device = sum(plan.engine.devices_per_process[: plan.engine.processes.index])
         self._streams = {
             replica: (first_device + device) * 1000 + replica - start
             for device, (start, stop) in enumerate(plan.local)
             for replica in range(start, stop)
         }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def grad(self, fn: Any, state: Any, share: Any, stream: Stream) -> Any:
         """As the engine's, under the random numbers of a device."""

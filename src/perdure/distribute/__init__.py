@@ -4,24 +4,56 @@ The strategies themselves are made by an engine: `perdure.jax` and `perdure.torc
 """
 
 from perdure.checkpoint.processes import Processes, SingleProcess
+from perdure.distribute import metrics
 from perdure.distribute.cluster import (
     Cluster,
+    ClusterOptions,
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     resolve,
 )
+from perdure.distribute.context import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from perdure.distribute.inputs import (
+    AutoShardPolicy,
+    DistributedDataset,
+    InputContext,
+    ValueContext,
+)
+from perdure.distribute.loss_scale import LossScale
+from perdure.distribute.losses import compute_average_loss, scale_regularization_loss
 from perdure.distribute.strategy import Strategy
-from perdure.distribute.values import PerReplica
+from perdure.distribute.values import PerReplica, ReduceOp
 
 __all__ = [
+    "AutoShardPolicy",
     "Cluster",
+    "ClusterOptions",
     "ClusterResolver",
+    "DistributedDataset",
+    "InputContext",
+    "LossScale",
     "PerReplica",
     "Processes",
+    "ReduceOp",
+    "ReplicaContext",
     "SimpleClusterResolver",
     "SingleProcess",
     "Strategy",
     "TFConfigClusterResolver",
+    "ValueContext",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "metrics",
     "resolve",
+    "scale_regularization_loss",
 ]

@@ -7,7 +7,8 @@ program of its own that does not know the topology; all other verbs move bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from perdure.checkpoint.processes import Processes
@@ -17,6 +18,32 @@ Scalar = str | int | float | bool
 # grad(state, batch, key) -> contributions; update(state, total) -> (state, logs)
 Grad = Callable[[Any, Any, Any], Any]
 Update = Callable[[Any, Any], tuple[Any, Any]]
+
+
+# work(device, state) contributes the replicas of one local device, one at each step of the iteration,
+# which gives (replica, contribution). It may be begun afresh.
+Work = Callable[[int, Any], Iterator[tuple[int, Any]]]
+
+
+# together(state, shares of all replicas, step) -> (state, logs), with the bits of the step that is made
+# of the verbs below; None where it does not apply, and the verbs are to be used.
+Together = Callable[[Any, Sequence[Any], int], tuple[Any, Any] | None]
+
+
+# The values of every process -> their sum, in the tree. A value may also be a slice of all of them.
+Merge = Callable[[list[list[Any]]], Any]
+
+# From this size in bytes of all partial sums of a process, slices are exchanged.
+SLICED_FROM = 4 << 20
+
+
+def sliced(nbytes: int, counts: tuple[int, ...]) -> bool:
+    """Whether slices of what is merged are exchanged; the same in every process.
+
+    With P processes each receives P - 1 times its bytes as wholes and 2 (P - 1) / P times as slices,
+    in two rounds: of two processes slices are never better.
+    """
+    return len(counts) > 2 and nbytes * max(counts) >= SLICED_FROM
 
 
 class Stream(NamedTuple):
@@ -53,7 +80,10 @@ class Engine(Protocol):
         ...
 
     def place(self, state: Any) -> list[Any]:
-        """The user's state as one value per local device; no copy of what is there already."""
+        """The user's state as one value per memory; no copy of what is there already.
+
+        One for each local device, or a single one where all of them share their memory.
+        """
         ...
 
     def collect(self, values: list[Any]) -> Any:
@@ -76,17 +106,51 @@ class Engine(Protocol):
         """(new state, logs), on the device of `state`. `stream.replica` is the number of replicas."""
         ...
 
-    def exchange(self, roots: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
-        """The partial sums of every process, on the first local device. Only bytes move.
+    def runner(self) -> Callable[[Work, list[Any]], None]:
+        """What runs the work of the local devices on placed states; one for each TrainStep.
 
-        `counts` is the number of them in every process; `roots` are this process's own.
+        As much at once as the framework can, and with the same bits as one device after another.
+        """
+        ...
+
+    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> Together | None:
+        """A whole step at once, where this engine has such a way and proves it; one per TrainStep."""
+        ...
+
+    def exchange(
+        self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
+    ) -> Any:
+        """The total of the partial sums of every process, on the first local device.
+
+        `counts` is the number of them in every process; `roots` are this process's own. `merge` adds
+        values with `add`; without it, the values of every process are the result. Between processes
+        only bytes move: whole values to everybody, or, of large ones that are to be merged, a slice
+        to each process, and then the total's slices to everybody.
         """
         ...
 
     def call(
-        self, fn: Callable[..., Any], device: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        fn: Callable[..., Any],
+        device: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Stream | None = None,
     ) -> Any:
-        """fn(*args, **kwargs), eagerly, with the arrays on `device`."""
+        """fn(*args, **kwargs), eagerly, with the arrays on `device`.
+
+        With `stream`, what the framework's global generators give is a function of it.
+        """
+        ...
+
+    def random_state(self) -> Any:
+        """State of the framework's global generators; not None."""
+        ...
+
+    def set_random_state(self, state: Any) -> None: ...
+
+    def settings(self) -> Callable[[], AbstractContextManager[None]]:
+        """What the calling thread computes under, to be entered in another thread."""
         ...
 
     def key(self, stream: Stream) -> Any:
@@ -97,6 +161,10 @@ class Engine(Protocol):
         """`fn` of every leaf as an array, in the same structure."""
         ...
 
+    def stack(self, values: list[Any]) -> Any:
+        """One value, whose leaves are those of all values along a new first axis."""
+        ...
+
     def signature(self, value: Any) -> Hashable:
         """Structure, dtypes and shapes; equal for values that can be added."""
         ...
@@ -104,3 +172,10 @@ class Engine(Protocol):
     def describe(self, value: Any) -> dict[str, str]:
         """dtype and shape of every leaf, by path."""
         ...
+
+
+def in_turns(work: Work, states: list[Any], devices: int) -> None:
+    """Run work on every device, a replica at a time, so that each has some as early as possible."""
+    waiting = [work(device, states[device % len(states)]) for device in range(devices)]
+    while waiting:
+        waiting = [turns for turns in waiting if next(turns, None) is not None]

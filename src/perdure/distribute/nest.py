@@ -15,12 +15,12 @@ def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as "grads/0/bias"."""
     if value is None:
         return []
-    children = _children(value)
-    if children is None:
+    found = children(value)
+    if found is None:
         return [(path, value)]
     return [
         leaf
-        for name, child in children
+        for name, child in found
         for leaf in flatten(child, f"{path}/{name}" if path else str(name))
     ]
 
@@ -29,10 +29,14 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     """The containers of `value` around new leaves, in the order of `flatten`."""
     if value is None:
         return None
-    children = _children(value)
-    if children is None:
+    found = children(value)
+    if found is None:
         return next(leaves)
-    new = {name: rebuild(child, leaves) for name, child in children}
+    return remake(value, {name: rebuild(child, leaves) for name, child in found})
+
+
+def remake(value: Any, new: dict[Any, Any]) -> Any:
+    """A container like `value` around new children, given by name."""
     if isinstance(value, dict):
         return {name: new[name] for name in value}
     if hasattr(value, "_fields"):
@@ -49,13 +53,14 @@ def structure(value: Any) -> Hashable:
     """Equal for values with the same containers and names."""
     if value is None:
         return None
-    children = _children(value)
-    if children is None:
+    found = children(value)
+    if found is None:
         return "leaf"
-    return type(value).__name__, tuple((name, structure(child)) for name, child in children)
+    return type(value).__name__, tuple((name, structure(child)) for name, child in found)
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """(name, child) of a container, in the fixed order; None for a leaf."""
     if isinstance(value, dict):
         return sorted(value.items(), key=lambda item: str(item[0]))
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:

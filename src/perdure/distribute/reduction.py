@@ -21,9 +21,12 @@ class Plan:
     def __init__(self, engine: Engine, replicas: int) -> None:
         self.engine = engine
         self.replicas = replicas
-        parts = split(replicas, engine.devices_per_process)
-        self.local = parts[engine.processes.index]
-        self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in parts]
+        # For every process, the range of replicas of each of its devices.
+        self.parts = split(replicas, engine.devices_per_process)
+        self.local = self.parts[engine.processes.index]
+        self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
+        # What the engine says of a contribution, by signature: for the error, without keeping values.
+        self.described: dict[Any, dict[str, str]] = {}
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
     def reduction(self) -> Reduction:
@@ -43,25 +46,27 @@ class Reduction:
         self._plan = plan
         self._engine = plan.engine
         self._stacks = [ShiftReduce(plan.replicas, plan.engine.add) for _ in plan.local]
-        self._first: tuple[int, Any, Any] | None = None
+        # Of each device: its replicas, with the signatures. Compared when all are there.
+        self._seen: list[list[tuple[int, Any]]] = [[] for _ in plan.local]
+        self._whole = [True for _ in plan.local]
+
+    def begin(self, device: int) -> None:
+        """Forget what was pushed for a device. Devices may be pushed to from different threads."""
+        self._stacks[device] = ShiftReduce(self._plan.replicas, self._engine.add)
+        self._seen[device], self._whole[device] = [], True
 
     def push(self, device: int, replica: int, value: Any) -> None:
         """Add the contribution of `replica`; those of one device come in their order."""
-        signature = self._engine.signature(value)
-        if self._first is None:
-            self._first = (replica, signature, value)
-        elif signature != self._first[1]:
-            other = self._first[0]
-            raise StateError(
-                f"logical replica {replica} gives another structure than replica {other}: "
-                + _differences(
-                    self._engine.describe(self._first[2]),
-                    self._engine.describe(value),
-                    f"replica {other}",
-                    f"replica {replica}",
-                )
-            )
-        self._stacks[device].push(Node(0, replica), value)
+        own = (replica, self._engine.signature(value))
+        if own[1] not in self._plan.described:
+            self._plan.described[own[1]] = self._engine.describe(value)
+        seen = self._seen[device]
+        seen.append(own)
+        # After one that differs nothing can be added; `total` says which.
+        if own[1] == seen[0][1] and self._whole[device]:
+            self._stacks[device].push(Node(0, replica), value)
+        else:
+            self._whole[device] = False
 
     def total(self, *, check: bool) -> Any:
         """The sum over all replicas of the group, on the first local device. A collective.
@@ -71,6 +76,9 @@ class Reduction:
         """
         engine, plan = self._engine, self._plan
         home = engine.devices[0]
+        for seen in self._seen:
+            for own in seen:
+                self._alike(self._seen[0][0], own)
         nodes = self._stacks[0].roots()
         for stack in self._stacks[1:]:
             nodes += [(node, engine.put(value, home)) for node, value in stack.roots()]
@@ -80,16 +88,31 @@ class Reduction:
             if check:
                 self._compare(nodes[0][1])
             counts = tuple(len(roots) for roots in plan.roots)
-            found = engine.exchange([value for _, value in nodes], counts)
-            nodes = [
-                item
-                for roots, values in zip(plan.roots, found, strict=True)
-                for item in zip(roots, values, strict=True)
-            ]
-            nodes = merge(nodes, plan.replicas, engine.add)
+
+            def together(found: list[list[Any]]) -> Any:
+                every = [
+                    item
+                    for roots, values in zip(plan.roots, found, strict=True)
+                    for item in zip(roots, values, strict=True)
+                ]
+                ((_, total),) = merge(every, plan.replicas, engine.add)
+                return total
+
+            return engine.exchange([value for _, value in nodes], counts, together)
         ((_, total),) = nodes
-        self._first = None
         return total
+
+    def _alike(self, first: tuple[int, Any], own: tuple[int, Any]) -> None:
+        if own[1] != first[1]:
+            raise StateError(
+                f"logical replica {own[0]} gives another structure than replica {first[0]}: "
+                + _differences(
+                    self._plan.described[first[1]],
+                    self._plan.described[own[1]],
+                    f"replica {first[0]}",
+                    f"replica {own[0]}",
+                )
+            )
 
     def _compare(self, value: Any) -> None:
         mine = self._engine.describe(value)

@@ -8,37 +8,40 @@ is behind `perdure.distribute.engine.Engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from perdure.checkpoint.processes import Processes
+from perdure.checkpoint.recipe import allowed, check_group
+from perdure.distribute import collectives, context, inputs
+from perdure.distribute.cluster import ClusterResolver
+from perdure.distribute.context import Inside
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
+from perdure.distribute.finite import FiniteEngine
+from perdure.distribute.inputs import AutoShardPolicy, Dataset, DistributedDataset
+from perdure.distribute.lockstep import Lockstep
 from perdure.distribute.reduction import Plan
+from perdure.distribute.replica import RunContext, commit
 from perdure.distribute.step import TrainStep
-from perdure.distribute.values import PerReplica
+from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
 
 # Goes into the recipe. It changes whenever the order of additions or the derivation of keys does.
 TREE_VERSION = 1
 
 
-class Dataset(Protocol):
-    """What a strategy asks of a dataset; perdure.data.ArrayDataset is one."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any: ...
-
-    def recipe(self) -> Mapping[str, Scalar]: ...
-
-
 class Strategy:
     """V logical replicas on the devices of an engine.
 
     `replicas` is V, by default the number of devices in the whole group, as in TensorFlow. Give it,
-    and the result no longer depends on the devices.
+    and the result no longer depends on the devices. All processes of a group make it together:
+    RecipeMismatchError in each of them where their recipes differ.
     """
+
+    cluster_resolver: ClusterResolver | None = None
+    """Whose `cluster()` is the group that this strategy joined; None for a single process."""
 
     def __init__(self, engine: Engine, replicas: int | None = None, *, seed: int = 0) -> None:
         if not 0 <= seed < 2**63:
@@ -46,12 +49,19 @@ class Strategy:
         self._engine = engine
         self._seed = seed
         self._replicas = sum(engine.devices_per_process) if replicas is None else replicas
+        if note := check_group(engine.processes, self.recipe(), allowed()):
+            warnings.warn(note, stacklevel=3)
         self._plan = Plan(engine, self._replicas)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """V, the number of logical replicas."""
         return self._replicas
+
+    @property
+    def engine(self) -> Engine:
+        """The framework's verbs."""
+        return self._engine
 
     @property
     def processes(self) -> Processes:
@@ -68,7 +78,20 @@ class Strategy:
         """Numbers of the logical replicas that this process runs."""
         return self._plan.local_replicas
 
-    def recipe(self, dataset: Dataset | None = None) -> dict[str, Scalar]:
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """`with strategy.scope():` makes it the strategy that get_strategy() returns inside.
+
+        Metrics made there belong to it. A scope of another strategy inside is refused.
+        """
+        if context.has_strategy() and context.get_strategy() is not self:
+            raise TopologyError(
+                "the scope of one strategy cannot stand in that of another; leave the outer one first"
+            )
+        with context.standing(self, None):
+            yield self
+
+    def recipe(self, dataset: Dataset | DistributedDataset | None = None) -> dict[str, Scalar]:
         """What decides the result, and nothing about topology. Save it beside every checkpoint.
 
         An entry of the dataset whose name is taken gets the prefix "data_" (data_seed).
@@ -90,6 +113,35 @@ class Strategy:
         shares = tuple(dataset.batch(step, r, self._replicas) for r in self.local_replicas)
         return PerReplica(shares, self.local_replicas, step)
 
+    def distribute_dataset(
+        self,
+        dataset: Dataset,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.DATA,
+    ) -> DistributedDataset:
+        """The batches of all steps, one after the other, from step 0; see DistributedDataset."""
+        source = inputs.sharded(dataset, auto_shard_policy)
+        return DistributedDataset(source, self.batch)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[inputs.InputContext], Any]
+    ) -> DistributedDataset:
+        """The batches of pipelines that `dataset_fn(input_context)` makes: one for each replica.
+
+        A pipeline is a sequence (`__len__` and `__getitem__`; one pass over it is an epoch) or an
+        iterable of the shares of its replica. Pipelines go by logical replica and not by process, so
+        that a batch does not depend on the number of processes.
+        """
+        source = inputs.from_function(dataset_fn, self.local_replicas, self._replicas)
+        inputs.same_length(source, self.processes)
+        return DistributedDataset(source, self.batch)
+
+    def distribute_values_from_function(
+        self, value_fn: Callable[[inputs.ValueContext], Any]
+    ) -> PerReplica:
+        """`value_fn(value_context)` of every local replica."""
+        values = [value_fn(inputs.ValueContext(r, self._replicas)) for r in self.local_replicas]
+        return PerReplica(tuple(values), self.local_replicas)
+
     def keys(self, step: int) -> PerReplica:
         """A source of random numbers for each local replica, a function of (seed, step, replica)."""
         return PerReplica(
@@ -98,15 +150,26 @@ class Strategy:
             step,
         )
 
-    def step(self, grad: Grad, update: Update) -> TrainStep:
+    def step(self, grad: Grad, update: Update, *, check_finite: bool = False) -> TrainStep:
         """A training step, to be called as `state, logs = train_step(state, batch)`.
 
         `grad(state, batch, key)` returns the contributions of ONE logical replica: sums over its
         examples, never means (gradients, (sum, weight) pairs of metrics, sums of model state).
         `update(state, total)` gets the contributions summed over all replicas and returns
         (state, logs); it divides once, by a weight that is part of the total.
+
+        With `check_finite`, contributions that are not finite raise NonFiniteError before `update`,
+        which names step, replica and array. It costs a look at every contribution.
         """
-        return TrainStep(self._plan, self._seed, grad, update)
+        plan = self._plan
+        if check_finite:
+            plan = Plan(cast(Engine, FiniteEngine(self._engine)), self._replicas)
+        return TrainStep(
+            plan,
+            self._seed,
+            Inside(grad, self._replicas, "grad"),
+            Inside(update, self._replicas, "update"),
+        )
 
     def run(
         self,
@@ -114,64 +177,79 @@ class Strategy:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> PerReplica:
-        """fn for every local replica, eagerly. PerReplica arguments are split, others passed whole."""
-        kwargs = dict(kwargs or {})
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, PerReplica) and value.replicas != self.local_replicas:
-                raise TopologyError(
-                    f"expected values for the replicas {self.local_replicas}, found {value.replicas}"
-                )
-        results = [
-            self._engine.call(
-                fn,
-                self._engine.devices[device],
-                [_of(value, replica) for value in args],
-                {name: _of(value, replica) for name, value in kwargs.items()},
-            )
-            for device, (start, stop) in enumerate(self._plan.local)
-            for replica in range(start, stop)
-        ]
-        return PerReplica(tuple(results), self.local_replicas)
+        """fn for every local replica, eagerly. PerReplica arguments are split, others passed whole.
 
-    def reduce(self, reduce_op: str, value: PerReplica, axis: int | None = None) -> Any:
+        In fn, `get_replica_context()` offers the collectives; all replicas of the group must come to
+        the same ones. Where an argument carries a step (a batch, keys), PyTorch's global generators
+        are under (seed, step, replica); without one, draw from keys that you pass.
+        """
+        self._outside_of_replicas("run")
+        kwargs = dict(kwargs or {})
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, PerReplica)]
+        for value in given:
+            if value.replicas != self.local_replicas:
+                raise TopologyError(
+                    f"expected values for the replicas {self.local_replicas}, found "
+                    f"{value.replicas}: they were made by another strategy"
+                )
+        step = next((value.step for value in given if value.step is not None), None)
+
+        def body(replica: int) -> Any:
+            with context.standing(self, contexts[replica - self._plan.first]):
+                return self._engine.call(
+                    fn,
+                    self._engine.devices[self._device_of(replica)],
+                    [of(value, replica) for value in args],
+                    {name: of(value, replica) for name, value in kwargs.items()},
+                    None if step is None else Stream(self._seed, step, replica),
+                )
+
+        name = getattr(fn, "__name__", repr(fn))
+        lockstep = Lockstep(self, body, name=name, switch_random=step is not None)
+        contexts = [RunContext(self, replica, lockstep) for replica in self.local_replicas]
+        try:
+            results = PerReplica(tuple(lockstep()), self.local_replicas)
+            commit(contexts)
+        finally:
+            contexts.clear()  # a cycle, which would keep the arguments until it is collected
+        return results
+
+    def reduce(self, reduce_op: ReduceOp | str, value: PerReplica, axis: int | None = None) -> Any:
         """ "sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
 
         With `axis`, over that axis of every replica's value too; the mean is then over all elements.
         A mean of shares that hold padding is wrong: reduce (sum, weight) pairs with "sum".
         """
-        op = str(getattr(reduce_op, "value", reduce_op)).lower()
-        if op not in ("sum", "mean"):
-            raise TopologyError(f'reduce_op must be "sum" or "mean", got {reduce_op!r}')
-        if not isinstance(value, PerReplica) or value.replicas != self.local_replicas:
-            raise TopologyError(
-                f"reduce expects a PerReplica for the replicas {self.local_replicas}, got {value!r}"
-            )
-        engine = self._engine
-        sizes: list[int] = []
+        self._outside_of_replicas("reduce")
+        return collectives.reduce(self._plan, reduce_op, value, axis)
 
-        def prepare(leaf: Any) -> Any:
-            sizes.append(1 if axis is None else leaf.shape[axis])
-            return leaf if axis is None else leaf.sum(axis)
+    def gather(self, value: PerReplica, axis: int) -> Any:
+        """The values of all replicas of the group, in their order, joined along `axis`. A collective.
 
-        reduction = self._plan.reduction()
-        for device, (start, stop) in enumerate(self._plan.local):
-            for replica in range(start, stop):
-                sizes.clear()
-                own = engine.map(prepare, _of(value, replica))
-                reduction.push(device, replica, engine.put(own, engine.devices[device]))
-        total = reduction.total(check=True)
-        if op == "sum":
-            return total
-        # Every replica has the same sizes, which the reduction has checked. Divided once, at the end.
-        remaining = iter(sizes)
-        return engine.map(lambda leaf: leaf / (self._replicas * next(remaining)), total)
+        The result is the same in every process. The values may differ in length along `axis`, and in
+        nothing else.
+        """
+        self._outside_of_replicas("gather")
+        return collectives.gather(self._plan, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas; of any other value, the tuple of it alone."""
         return value.values if isinstance(value, PerReplica) else (value,)
 
+    def everywhere(self, value: Any) -> PerReplica:
+        """The same value for every local replica, on its device."""
+        values = tuple(
+            self._engine.put(value, self._engine.devices[self._device_of(replica)])
+            for replica in self.local_replicas
+        )
+        return PerReplica(values, self.local_replicas)
 
-def _of(value: Any, replica: int) -> Any:
-    if isinstance(value, PerReplica):
-        return value.values[value.replicas.index(replica)]
-    return value
+    def _device_of(self, replica: int) -> int:
+        return next(d for d, (_, stop) in enumerate(self._plan.local) if replica < stop)
+
+    def _outside_of_replicas(self, name: str) -> None:
+        if context.get_replica_context() is not None:
+            raise TopologyError(
+                f"strategy.{name} was called in a logical replica, which cannot speak for all; use "
+                "get_replica_context().all_reduce or .all_gather there"
+            )

@@ -6,7 +6,15 @@ Owns `PerReplica`. Invariant: it holds the values of this process's replicas onl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
+
+
+class ReduceOp(Enum):
+    """What `reduce` and `all_reduce` may do; the strings "sum" and "mean" mean the same."""
+
+    SUM = "sum"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True)
@@ -27,3 +35,10 @@ class PerReplica:
                 f"expected one value for each of the replicas {self.replicas}, "
                 f"got {len(self.values)} values"
             )
+
+
+def of(value: Any, replica: int) -> Any:
+    """A replica's part of a PerReplica, or the whole of another value."""
+    if isinstance(value, PerReplica):
+        return value.values[value.replicas.index(replica)]
+    return value

@@ -1,5 +1,17 @@
 """Live objects <-> trees of leaves. One short adapter per framework, loaded only when used."""
 
+from perdure.state.builtin import Beside
+from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.tree import differences, flatten, restore, snapshot, unflatten
 
-__all__ = ["differences", "flatten", "restore", "snapshot", "unflatten"]
+__all__ = [
+    "Beside",
+    "differences",
+    "flatten",
+    "is_positioned",
+    "position",
+    "reposition",
+    "restore",
+    "snapshot",
+    "unflatten",
+]

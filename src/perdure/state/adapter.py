@@ -52,3 +52,16 @@ class Adapter(Protocol):
         value, for objects such as optimizers that create their state only when they are first used.
         """
         ...
+
+
+class ContainersOnly:
+    """The verbs of an adapter whose values hold others and are no leaves: only `node` is its own."""
+
+    def spec(self, value: Any) -> Spec | None:
+        return None
+
+    def leaf(self, value: Any) -> Leaf | None:
+        return None
+
+    def load(self, like: Any, leaf: Leaf) -> Any:
+        raise NotImplementedError

@@ -20,7 +20,7 @@ PART_BYTES = 32 * 1024 * 1024
 """From here on a copy is shared between threads, in parts of this size."""
 
 SMALL_BYTES = 32 * 1024
-"""Up to here an array gets memory of its own, from the allocator, which uses it again as well."""
+"""Arrays up to here are copied together, into memory of the allocator, which uses it again as well."""
 
 
 class Arena:
@@ -36,13 +36,18 @@ class Arena:
         """
         held = dict(leaves)
         changing = []
+        small = []
         for path, leaf in leaves.items():
             if leaf.frozen:
                 continue
-            if len(leaf.data) <= SMALL_BYTES:
-                held[path] = leaf.copy()
-            else:
-                changing.append((path, leaf))
+            (small if len(leaf.data) <= SMALL_BYTES else changing).append((path, leaf))
+        # In one call, because there may be very many.
+        together = memoryview(b"".join([leaf.data for _, leaf in small]))
+        at = 0
+        for path, leaf in small:
+            end = at + len(leaf.data)
+            held[path] = Leaf(leaf.dtype, leaf.shape, together[at:end], True)
+            at = end
         # Each on a boundary that every dtype and every copy loop is content with.
         needed = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in changing) * ALIGNMENT
         if not needed:

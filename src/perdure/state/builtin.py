@@ -12,6 +12,7 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec
+from perdure.state.iterator import is_positioned, position, reposition
 from perdure.store.leaf import Leaf
 
 _SCALARS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
@@ -91,6 +92,14 @@ def plain_value(leaf: Leaf) -> Any:
     return leaf_array(leaf)
 
 
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A state with more beside it; the leaf paths of `main` are those that it has alone."""
+
+    main: Any
+    extras: Mapping[str, Any]
+
+
 class Builtin:
     """The adapter that needs no framework."""
 
@@ -143,6 +152,13 @@ class Builtin:
             return Node([(str(i), child) for i, child in enumerate(value)], type(value))
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             return Node([("", value.state_dict())], lambda new: _loaded(value, new[0]))
+        if is_positioned(value):
+            return Node([("", position(value))], lambda new: reposition(value, new[0]))
+        if isinstance(value, Beside):
+            return Node(
+                [("", value.main), *value.extras.items()],
+                lambda new: Beside(new[0], dict(zip(value.extras, new[1:], strict=True))),
+            )
         if isinstance(value, np.random.Generator):
             return Node([("", value.bit_generator.state)], lambda new: _reseeded(value, new[0]))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -7,23 +7,13 @@ from typing import Any
 
 from flax import nnx
 
-from perdure.state.adapter import Node, Spec
-from perdure.store.leaf import Leaf
+from perdure.state.adapter import ContainersOnly, Node, Spec
 
 _OBJECTS = getattr(nnx, "Pytree", nnx.Module)
 
 
-class FlaxState:
+class FlaxState(ContainersOnly):
     """See `perdure.state.adapter.Adapter`. Arrays inside are JAX's and left to its adapter."""
-
-    def spec(self, value: Any) -> Spec | None:
-        return None
-
-    def leaf(self, value: Any) -> Leaf | None:
-        return None
-
-    def load(self, like: Any, leaf: Leaf) -> Any:
-        raise NotImplementedError
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
         if isinstance(value, nnx.Variable):

@@ -16,12 +16,16 @@ from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec
 from perdure.state.arena import Arena
 from perdure.state.builtin import Builtin, plain_value
+from perdure.store.collector import collector_paused
 from perdure.store.leaf import Leaf
 
 # Before the built-in one, because what a framework registered (a dataclass with static fields) is
-# its own to take apart. Flax before JAX for the same reason.
+# its own to take apart. Flax and Equinox before JAX for the same reason, and Keras before PyTorch,
+# one of whose modules a Keras layer is on that backend.
 _FRAMEWORKS = {
+    "keras": "perdure.state.keras_state",
     "flax.nnx": "perdure.state.flax_state",
+    "equinox": "perdure.state.equinox_state",
     "jax": "perdure.state.jax_state",
     "torch": "perdure.state.torch_state",
 }
@@ -43,7 +47,8 @@ def snapshot(state: Any, into: Arena | None = None) -> dict[str, Leaf]:
 
     The copies lie in `into`, where they stay until the next snapshot into it, or in new memory.
     """
-    return (into or Arena()).hold(flatten(state))
+    with collector_paused():
+        return (into or Arena()).hold(flatten(state))
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -131,8 +136,10 @@ def _collect(value: Any, path: str, adapters: Sequence[Adapter], leaves: dict[st
     except StateError as error:
         _name(error, path)
         raise
+    prefix = f"{path}/" if path else ""
     for key, child in node.children:
-        _collect(child, _join(path, key), adapters, leaves)
+        at = prefix + key if key.isalnum() else _join(path, key)
+        _collect(child, at, adapters, leaves)
 
 
 def _walk(

@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 from perdure.errors import StoreError
 
 MIB = 1024 * 1024
+PIECE_BYTES = MIB
+"""So much of a transfer is looked at together."""
+
 CREATED_BY = "perdurewriter"
 """Attribute of an object that says which attempt to create it made it."""
 
@@ -39,8 +42,8 @@ class CloudOptions:
     `{"endpoint": "http://127.0.0.1:9000", "region": "us-east-1"}` and `{"connect_timeout": "5s"}`. A
     request is tried again up to `retries` times and for at most `retry_seconds`. An object of up to
     `single_put_bytes` is one request, so that its creation is exclusive; a larger one goes in parts
-    of at least `part_bytes`, `concurrency` at a time. The writer's lock lapses when it was not
-    renewed for `lease_seconds`.
+    of at least `part_bytes`, `concurrency` at a time, and a load reads as many streams at once. The
+    writer's lock lapses when it was not renewed for `lease_seconds`.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -91,12 +94,28 @@ class Bucket:
         """The whole object."""
         return bytes(self._call("reading", name, self._get, name))
 
-    def get_range(self, name: str, start: int, length: int) -> memoryview:
-        """Bytes of an object from `start`, fewer only at its end; it must hold at least one there."""
-        ranged = self._api.get_range
-        return memoryview(
-            self._call("reading", name, ranged, self._store, name, start=start, length=length)
-        )
+    def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
+        """Bytes of an object from `start` in pieces as they come, fewer only at its end.
+
+        It must hold at least one there. A transfer that breaks off goes on where it was.
+        """
+        at, broke_at = start, -1
+        while at < start + length:
+            try:
+                options = {"range": (at, start + length)}
+                found = self._call(
+                    "reading", name, self._api.get, self._store, name, options=options
+                )
+                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                    view = memoryview(piece)
+                    at += len(view)
+                    yield view
+                return
+            except self._api.exceptions.BaseError as error:
+                failed = self._translated(error, "reading", name)
+            if not isinstance(failed, ConnectionError) or at == broke_at:
+                raise failed
+            broke_at = at
 
     def head(self, name: str) -> Mapping[str, Any]:
         """`size`, `last_modified` and what identifies the version of an object."""

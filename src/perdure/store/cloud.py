@@ -7,10 +7,11 @@ answered; creating one where there is none is the commit.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from perdure.store.bucket import Bucket, CloudOptions
+from perdure.store.direct import copy_bytes
 from perdure.store.lease import Lease
 from perdure.store.upload import CloudSink
 
@@ -40,6 +41,7 @@ class CloudStorage:
         self._clock = clock
         self._lease: Lease | None = None
         self.where = self._bucket.url
+        self.streams = self._bucket.options.concurrency
 
     def create(self, name: str, size: int) -> CloudSink:
         return CloudSink(self._bucket, name, size, self._check_lock)
@@ -52,19 +54,23 @@ class CloudStorage:
         return self._bucket.get(name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        if not target:
-            return 0
-        try:
-            part = self._bucket.get_range(name, offset, len(target))
-        except (ConnectionError, FileNotFoundError):
-            raise
-        except OSError:
-            # A range that begins at the end or beyond is an error of the protocol.
-            if offset < self.size(name):
-                raise
-            return 0
-        target[: len(part)] = part
-        return len(part)
+        (got,) = self.read_each(name, offset, [target])
+        return got
+
+    def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
+        pieces = self._pieces(name, offset, sum(map(len, targets)))
+        piece = memoryview(b"")
+        for target in targets:
+            done = 0
+            while done < len(target):
+                piece = piece or next(pieces, memoryview(b""))
+                if not piece:
+                    break
+                part = min(len(piece), len(target) - done)
+                copy_bytes(target[done:], piece[:part])
+                piece = piece[part:]
+                done += part
+            yield done
 
     def size(self, name: str) -> int:
         return self._bucket.head(name)["size"]
@@ -113,6 +119,16 @@ class CloudStorage:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def _pieces(self, name: str, offset: int, length: int) -> Iterator[memoryview]:
+        try:
+            yield from self._bucket.stream(name, offset, length)
+        except (ConnectionError, FileNotFoundError):
+            raise
+        except OSError:
+            # A range that begins at the end or beyond is an error of the protocol.
+            if offset < self.size(name):
+                raise
 
     def _check_lock(self) -> None:
         if self._lease is not None:

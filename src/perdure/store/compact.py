@@ -7,28 +7,31 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from perdure.errors import CorruptionError
+from perdure.store.codec import is_intact
 from perdure.store.format import (
     PACKS,
     Chunk,
     LeafRecord,
     Manifest,
+    PackedChunk,
     PackRecord,
+    array_record,
     decode_manifest,
     encode_manifest,
     encode_pack_tail,
-    hash_bytes,
+    format_of,
     manifest_name,
     pack_name,
 )
 from perdure.store.storage import Storage
 
-LiveChunks = dict[int, tuple[str, int]]
-"""Offset -> (hash, length) of the chunks of one pack that are needed."""
+LiveChunks = dict[int, PackedChunk]
+"""By offset, the chunks of one pack that are needed."""
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
@@ -39,18 +42,18 @@ def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[s
         if all(found is None for found in here):
             continue
         for leaf in manifest.leaves:
-            for chunk in leaf.chunks:
+            for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 if (found := here[chunk.pack]) is not None:
-                    found[chunk.offset] = (chunk.hash, chunk.length)
+                    found[chunk.offset] = (chunk.hash, chunk.length, size)
     return live
 
 
 def relocated_size(live: Mapping[str, LiveChunks]) -> int:
     """Bytes of one new pack that holds these chunks, each once; 0 for none."""
-    chunks = dict(chunk for name in live for chunk in live[name].values())
+    chunks = _smallest(live)
     if not chunks:
         return 0
-    return sum(chunks.values()) + len(encode_pack_tail(list(chunks.items())))
+    return sum(length for _, length, _ in chunks) + len(_tail(chunks))
 
 
 def compact(
@@ -85,6 +88,23 @@ def compact(
     return {}, damaged
 
 
+def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
+    """Each chunk once, as it takes the least room: it may lie encoded here and as it is there."""
+    chunks: dict[str, PackedChunk] = {}
+    for name in live:
+        for chunk in live[name].values():
+            if chunk[0] not in chunks or chunk[1] < chunks[chunk[0]][1]:
+                chunks[chunk[0]] = chunk
+    return list(chunks.values())
+
+
+def _tail(chunks: Sequence[PackedChunk]) -> bytes:
+    return encode_pack_tail(
+        [(digest, length) for digest, length, _ in chunks],
+        {digest: size for digest, length, size in chunks if length < size},
+    )
+
+
 class _Damaged(CorruptionError):
     """A chunk that should be copied is not what its manifest says."""
 
@@ -94,28 +114,30 @@ class _Damaged(CorruptionError):
 
 
 class _Moved:
-    """The new pack: its record, and the offset of every chunk in it by hash."""
+    """The new pack: its record, and the (offset, length) of every chunk in it by hash."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
-        self.at: dict[str, int] = {}
+        self.at: dict[str, tuple[int, int]] = {}
 
 
 def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
     moved = _Moved(pack_name(step, 0, secrets.token_hex(4)))
-    order: list[tuple[str, int]] = []
+    wanted = set(_smallest(live))
+    order: list[PackedChunk] = []
     sink = storage.create(PACKS + moved.name, relocated_size(live))
     try:
         for name in sorted(live):
-            for offset, (digest, length) in sorted(live[name].items()):
-                if digest in moved.at:
+            for offset, chunk in sorted(live[name].items()):
+                digest, length, _ = chunk
+                if digest in moved.at or chunk not in wanted:
                     continue
-                sink.write(memoryview(_read(storage, name, offset, digest, length)))
-                moved.at[digest] = moved.size
+                sink.write(memoryview(_read(storage, name, offset, chunk)))
+                moved.at[digest] = moved.size, length
                 moved.size += length
-                order.append((digest, length))
-        tail = encode_pack_tail(order)
+                order.append(chunk)
+        tail = _tail(order)
         sink.write(memoryview(tail))
         moved.size += len(tail)
         sink.commit()
@@ -125,7 +147,8 @@ def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved
     return moved
 
 
-def _read(storage: Storage, name: str, offset: int, digest: str, length: int) -> bytearray:
+def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytearray:
+    digest, length, size = chunk
     where = f"{storage.where}/{PACKS}{name} at offset {offset}"
     data = bytearray(length)
     try:
@@ -137,8 +160,8 @@ def _read(storage: Storage, name: str, offset: int, digest: str, length: int) ->
         raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
     if got != length:
         raise _Damaged(name, f"{where}: expected {length} bytes, found {got}.")
-    if (found := hash_bytes(data)) != digest:
-        raise _Damaged(name, f"{where}: expected hash {digest}, found {found}.")
+    if not is_intact(data, digest, size):
+        raise _Damaged(name, f"{where}: expected hash {digest}, found other bytes.")
     return data
 
 
@@ -152,14 +175,20 @@ def _replace(
     for leaf in manifest.leaves:
         chunks = []
         for chunk in leaf.chunks:
-            name, offset = manifest.packs[chunk.pack].name, chunk.offset
+            name, place = manifest.packs[chunk.pack].name, (chunk.offset, chunk.length)
             if name in live:
-                name, offset = moved.name, moved.at[chunk.hash]
+                name, place = moved.name, moved.at[chunk.hash]
             number = numbers.setdefault(name, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, offset, chunk.length))
-        leaves.append(msgspec.structs.replace(leaf, chunks=tuple(chunks)))
+            chunks.append(Chunk(chunk.hash, number, *place))
+        leaves.append(
+            leaf
+            if leaf.text is not None
+            else array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
+        )
     packs = tuple(there[name] for name in numbers)
-    renewed = msgspec.structs.replace(manifest, packs=packs, leaves=tuple(leaves))
+    renewed = msgspec.structs.replace(
+        manifest, format=format_of(leaves), packs=packs, leaves=tuple(leaves)
+    )
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)
     decode_manifest(data, f"{storage.where}/{name}: its replacement", manifest.step)

@@ -5,6 +5,7 @@ Only the writer may remember what it read: nobody else changes anything while it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,3 +162,15 @@ def quarantined(storage: Storage) -> list[str]:
         for name in storage.list(QUARANTINE)
         if not name.endswith((".reason.json", TEMP_SUFFIX))
     )
+
+
+def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping[str, str]) -> str:
+    """Move `name` to a free place in quarantine, with `note` beside it; returns its new name."""
+    taken = set(storage.list(QUARANTINE))
+    number = next(
+        n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
+    )
+    place = f"{QUARANTINE}{stem}-{number}"
+    storage.replace(f"{place}.reason.json", json.dumps(note).encode() + b"\n")
+    storage.move(name, place + suffix)
+    return place + suffix

@@ -21,6 +21,9 @@ from msgspec import Meta, Struct
 from perdure.errors import CorruptionError, FormatVersionError
 
 FORMAT = 1
+CODEC_FORMAT = 2
+"""Of manifests and packs with encoded chunks; all others stay as every reader knows them."""
+
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
 
@@ -69,13 +72,26 @@ class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     shape: tuple[Natural, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     text: str | None = None
+    size: Natural | None = None
+    """Bytes of the leaf where some of its chunks are encoded, so that their lengths do not say it."""
 
     @property
     def nbytes(self) -> int:
         if self.text is not None:
             return len(self.text.encode())
+        return self.stored_nbytes if self.size is None else self.size
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that its chunks take, those included that other leaves share."""
         chunks = self.chunks
         return chunks[0].length if len(chunks) == 1 else sum(chunk.length for chunk in chunks)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk once it is decoded."""
+        if self.size is None:
+            return [chunk.length for chunk in self.chunks]
+        return [stop - start for start, stop in chunk_spans(self.size)]
 
     def hashes(self) -> list[str]:
         if self.text is not None:
@@ -107,6 +123,16 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
 
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that its chunks take in its packs, each of them counted once."""
+        places = {
+            (chunk.pack, chunk.offset): chunk.length
+            for leaf in self.leaves
+            for chunk in leaf.chunks
+        }
+        return sum(places.values())
+
 
 class Marker(Struct, frozen=True):
     """Says that a directory is a run directory, and which reader it needs."""
@@ -116,10 +142,21 @@ class Marker(Struct, frozen=True):
 
 
 class PackIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a pack holds, in order and without gaps from offset 0."""
+    """What a pack holds, in order and without gaps from offset 0: (hash, stored length)."""
 
     format: Natural
     chunks: tuple[tuple[Hash, Natural], ...]
+
+
+class EncodedPackIndex(Struct, frozen=True, forbid_unknown_fields=True):
+    """The same of a pack with encoded chunks: (hash, stored length, size once decoded)."""
+
+    format: Natural
+    chunks: tuple[tuple[Hash, Natural, Natural], ...]
+
+
+PackedChunk = tuple[str, int, int]
+"""Hash, stored length, size: equal to the length for a chunk that is stored as it is."""
 
 
 class _Header(Struct):
@@ -132,8 +169,14 @@ def hash_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def hash_each(parts: Iterable[bytes | bytearray | memoryview]) -> list[str]:
-    """`hash_bytes` of many small parts, without a call for each."""
-    return [blake3(part).hexdigest() for part in parts]
+    """`hash_bytes` of many small parts, without a call and a hasher for each."""
+    hasher = blake3()
+    digests = []
+    for part in parts:
+        hasher.reset()
+        hasher.update(part)
+        digests.append(hasher.hexdigest())
+    return digests
 
 
 def manifest_name(step: int) -> str:
@@ -247,6 +290,8 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
                 raise CorruptionError(
                     f"{where}: leaf {leaf.path!r} names a pack that is not listed."
                 )
+        if leaf.size is not None:
+            _check_lengths(manifest.format, leaf, leaf.size, where)
     actual = fingerprint_of(manifest.leaves)
     if actual != manifest.fingerprint:
         raise CorruptionError(
@@ -266,9 +311,33 @@ def decode_marker(data: bytes, where: str) -> Marker:
     return _decode(data, Marker, where)
 
 
-def encode_pack_tail(chunks: Sequence[tuple[str, int]]) -> bytes:
-    """Index and trailer that follow the chunks [(hash, stored length)] of a pack."""
-    index = msgspec.json.encode(PackIndex(format=FORMAT, chunks=tuple(chunks)))
+def array_record(
+    path: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk], nbytes: int
+) -> LeafRecord:
+    """The record of an array of `nbytes` bytes."""
+    record = LeafRecord(path, dtype, shape, tuple(chunks))
+    if record.stored_nbytes == nbytes:
+        return record
+    return msgspec.structs.replace(record, size=nbytes)
+
+
+def format_of(leaves: Iterable[LeafRecord]) -> int:
+    """The format of a manifest with these leaves: the lowest that can say it."""
+    return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
+
+
+def encode_pack_tail(
+    chunks: Sequence[tuple[str, int]], sizes: Mapping[str, int] | None = None
+) -> bytes:
+    """Index and trailer that follow the chunks [(hash, stored length)] of a pack.
+
+    `sizes` has the size of each encoded chunk by its hash.
+    """
+    if not sizes:
+        index = msgspec.json.encode(PackIndex(format=FORMAT, chunks=tuple(chunks)))
+    else:
+        rows = tuple((digest, length, sizes.get(digest, length)) for digest, length in chunks)
+        index = msgspec.json.encode(EncodedPackIndex(format=CODEC_FORMAT, chunks=rows))
     return index + len(index).to_bytes(8, "little") + blake3(index).digest() + PACK_MAGIC
 
 
@@ -283,18 +352,33 @@ def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
     return size - TRAILER_BYTES - length, length
 
 
-def decode_pack_index(index: bytes, trailer: bytes, start: int, where: str) -> PackIndex:
-    """The index of a pack whose chunks end at byte `start`, checked against its trailer."""
+def decode_pack_index(
+    index: bytes, trailer: bytes, start: int, where: str
+) -> tuple[PackedChunk, ...]:
+    """What a pack holds whose chunks end at byte `start`, checked against its trailer.
+
+    Raises `CorruptionError`, and `FormatVersionError` for a pack of a newer format.
+    """
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
-    decoded = _decode(index, PackIndex, where)
-    _check_hashes([digest for digest, _ in decoded.chunks], where)
-    held = sum(length for _, length in decoded.chunks)
+    chunks: tuple[PackedChunk, ...]
+    if _check_version(index, where) == FORMAT:
+        pairs = _decode(index, PackIndex, where).chunks
+        chunks = tuple((digest, length, length) for digest, length in pairs)
+    else:
+        chunks = _decode(index, EncodedPackIndex, where).chunks
+        for digest, length, size in chunks:
+            if not length <= size <= CHUNK_BYTES:
+                raise CorruptionError(
+                    f"{where}: the index gives {length} bytes to chunk {digest} of {size} bytes."
+                )
+    _check_hashes([digest for digest, _, _ in chunks], where)
+    held = sum(length for _, length, _ in chunks)
     if held != start:
         raise CorruptionError(
             f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."
         )
-    return decoded
+    return chunks
 
 
 def _manifest(body: bytes, where: str) -> Manifest:
@@ -303,7 +387,7 @@ def _manifest(body: bytes, where: str) -> Manifest:
     except ValueError:  # also what a newer format looks like, which has to be said as such
         _check_version(body, where)
         manifest = _decode(body, Manifest, where)
-    if manifest.format > FORMAT:
+    if manifest.format > CODEC_FORMAT:
         _check_version(body, where)
     hashes = [chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks]
     _check_hashes([manifest.fingerprint, *hashes], where)
@@ -316,13 +400,27 @@ def _check_hashes(hashes: Iterable[str], where: str) -> None:
         raise CorruptionError(f"{where}: expected hexadecimal hashes, found {found[:9]!r} in them.")
 
 
-def _check_version(data: bytes, where: str) -> None:
+def _check_lengths(version: int, leaf: LeafRecord, size: int, where: str) -> None:
+    """Raise unless the stored lengths of a leaf with encoded chunks are what its size allows."""
+    lengths = [chunk.length for chunk in leaf.chunks]
+    # Counted first: the spans of a size that is not true could take all memory.
+    sizes = leaf.sizes() if -(-size // CHUNK_BYTES) == len(lengths) else []
+    fits = sizes != lengths and all(map(int.__le__, lengths, sizes))
+    if not (sizes and fits) or leaf.text is not None or version < CODEC_FORMAT:
+        raise CorruptionError(
+            f"{where}: leaf {leaf.path!r} of {size} bytes cannot lie in {len(lengths)} chunks of "
+            f"together {sum(lengths)} bytes in format {version}."
+        )
+
+
+def _check_version(data: bytes, where: str) -> int:
     version = _decode(data, _Header, where).format
-    if version > FORMAT:
+    if version > CODEC_FORMAT:
         raise FormatVersionError(
-            f"{where}: written in format {version}; this perdure reads up to format {FORMAT}. "
+            f"{where}: written in format {version}; this perdure reads up to format {CODEC_FORMAT}. "
             f"Nothing was changed. Install a newer perdure to use it."
         )
+    return version
 
 
 def _decode(data: bytes, kind: type[T], where: str) -> T:

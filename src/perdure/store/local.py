@@ -78,7 +78,8 @@ class LocalStorage:
         self._link(self.path(name), self.path(target))
         self.sync_parent(target)
         self.step("unlink", self.path(name))
-        os.unlink(self.path(name))
+        with contextlib.suppress(FileNotFoundError):  # where there are no hard links it was renamed
+            os.unlink(self.path(name))
         self.sync_parent(name)
 
     def delete(self, name: str) -> None:
@@ -110,14 +111,16 @@ class LocalStorage:
                 raise
             identity = _identity(path)
             _held[identity] = owner
+        # Names of its own: one that is never left ends with Python, when the module's are gone.
+        guard, held, close = _held_guard, _held, os.close
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner, 0)
             yield
         finally:
-            with _held_guard:
-                _held.pop(identity, None)
-                os.close(fd)
+            with guard:
+                held.pop(identity, None)
+                close(fd)
 
     def free_bytes(self) -> int | None:
         status = os.statvfs(self.where)

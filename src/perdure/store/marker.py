@@ -15,7 +15,7 @@ from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
 
-def is_marked(storage: Storage, *, create: bool) -> bool:
+def is_marked(storage: Storage, *, create: bool, again: bool = False) -> bool:
     """Whether the marker is there; False for an empty place that may become a run directory.
 
     Raises `NotARunError` for any other place, `FormatVersionError` for a newer run directory, and
@@ -41,6 +41,9 @@ def is_marked(storage: Storage, *, create: bool) -> bool:
         raise NotARunError(f"{storage.where}: {error}.") from error
     if create and not found:
         return False
+    if found and MARKER in found and not again:
+        # Another process made it one in between. Once only: a dangling link is listed and not there.
+        return is_marked(storage, create=create, again=True)
     if steps := committed_steps(storage):
         what = f"{len(steps)} checkpoints, but {MARKER} is gone; bring it back"
     elif found is None:

@@ -2,23 +2,36 @@
 
 Large chunks are read by several threads straight into the memory of their leaf, page-aligned so
 that they can go past the page cache. Small ones that lie side by side in a pack are read together.
+Other threads hash, so that the disk is never without work: where one thread does both, all of them
+hash at once and then all of them read, and a load reaches three quarters of the speed of the disk.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from perdure.errors import CorruptionError, StepNotFoundError
+from perdure.store.codec import decode
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
 from perdure.store.leaf import Leaf
 from perdure.store.staging import pages
-from perdure.store.storage import Storage
+from perdure.store.storage import Storage, StreamingStorage
 
-# More than cores: a thread that hashes leaves the disk without work.
-READ_THREADS = 2 + max(2, min(8, os.cpu_count() or 2))
+READ_THREADS = 4
+HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
+STREAM_BYTES = 256 * 1024 * 1024
+"""At most so much by one request of an object store: each has to end before its time is up."""
+
+LOOSE_BYTES = 32 * 1024 * 1024
+"""The same for what does not go straight into its leaf: it takes memory of its own until the end."""
+
+VERIFY_BYTES = 64 * 1024 * 1024
+
 INLINE_READ_BYTES = 1024 * 1024
 SMALL_BYTES = 256 * 1024
 
@@ -29,6 +42,11 @@ class _Read:
 
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = field(default_factory=list)
     nbytes: int = 0
+
+    def straight(self) -> bool:
+        """Whether the bytes go where they are to stay: one chunk that is stored as it is."""
+        _, chunk, target = self.parts[0]
+        return len(self.parts) == 1 and chunk.length == len(target)
 
 
 def load_leaves(
@@ -57,24 +75,54 @@ def load_leaves(
             parts.append((record, record.chunks[0], target))
             continue
         at = 0
-        for chunk in record.chunks:
-            parts.append((record, chunk, target[at : at + chunk.length]))
-            at += chunk.length
+        for chunk, size in zip(record.chunks, record.sizes(), strict=True):
+            parts.append((record, chunk, target[at : at + size]))
+            at += size
 
-    def read(job: _Read) -> None:
-        _read(storage, manifest, job)
+    spans = _spans(storage, list(_grouped(parts)))
+    if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
+        for span in spans:
+            for check in _fetch(storage, manifest, span):
+                check()
+        return leaves
+    hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash")
+    threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
+    failed = threading.Event()
+    with hashers, ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
 
-    reads = list(_grouped(parts))
-    if sum(job.nbytes for job in reads) < INLINE_READ_BYTES:
-        _run(map(read, reads))
-    else:
-        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="perdure-read") as pool:
-            try:
-                _run(pool.map(read, reads))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        def fetch(span: Sequence[_Read]) -> list[Future[None]]:
+            pending: list[Future[None]] = []
+            for read, check in zip(span, _fetch(storage, manifest, span), strict=True):
+                if failed.is_set():
+                    break
+                if read.straight():
+                    pending.append(hashers.submit(check))
+                else:  # at once, because what waits holds memory of its own
+                    check()
+            return pending
+
+        try:
+            for checks in readers.map(fetch, spans):
+                for check in checks:
+                    check.result()
+        except BaseException:
+            failed.set()
+            readers.shutdown(wait=False, cancel_futures=True)
+            hashers.shutdown(wait=False, cancel_futures=True)
+            raise
     return leaves
+
+
+def verify_leaves(storage: Storage, manifest: Manifest) -> None:
+    """Read and verify every leaf, a part of them in memory at a time; raises `CorruptionError`."""
+    part: set[str] = set()
+    size = 0
+    for number, leaf in enumerate(manifest.leaves, 1):
+        part.add(leaf.path)
+        size += leaf.nbytes
+        if size >= VERIFY_BYTES or number == len(manifest.leaves):
+            load_leaves(storage, manifest, part.__contains__)
+            part, size = set(), 0
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -89,7 +137,7 @@ def _grouped(parts: list[tuple[LeafRecord, Chunk, memoryview]]) -> Iterator[_Rea
     # By place: neighbours meet, and the disk is read from front to back.
     for part in sorted(parts, key=lambda part: (part[1].pack, part[1].offset)):
         chunk = part[1]
-        if chunk.length >= SMALL_BYTES:
+        if len(part[2]) >= SMALL_BYTES:
             yield _Read([part], chunk.length)
             continue
         follows = chunk.pack == pack and chunk.offset == end
@@ -103,14 +151,48 @@ def _grouped(parts: list[tuple[LeafRecord, Chunk, memoryview]]) -> Iterator[_Rea
         yield under_way
 
 
-def _read(storage: Storage, manifest: Manifest, job: _Read) -> None:
-    """Fill the memory of every chunk of a read and check its hash; raises `CorruptionError`."""
-    record, first, target = job.parts[0]
-    alone = len(job.parts) == 1
-    data = target if alone else memoryview(bytearray(job.nbytes))
+def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
+    """What is read by one request: one read, or from an object store all that lie side by side.
+
+    There a request costs more than its bytes (and some servers look at the whole object for each), so
+    that every stream gets one contiguous share.
+    """
+    if not isinstance(storage, StreamingStorage):
+        return [[read] for read in reads]
+    share = -(-sum(read.nbytes for read in reads) // storage.streams)
+    most = min(max(share, CHUNK_BYTES), STREAM_BYTES)
+    spans: list[list[_Read]] = []
+    room = loose = 0
+    place = (-1, -1)
+    for read in reads:
+        chunk = read.parts[0][1]
+        if place != (chunk.pack, chunk.offset) or room <= 0 or loose <= 0:
+            spans.append([])
+            room, loose = most, LOOSE_BYTES
+        spans[-1].append(read)
+        room -= read.nbytes
+        loose -= 0 if read.straight() else read.nbytes
+        place = (chunk.pack, chunk.offset + read.nbytes)
+    return spans
+
+
+def _fetch(
+    storage: Storage, manifest: Manifest, span: Sequence[_Read]
+) -> Iterator[Callable[[], None]]:
+    """Fill the memory of one read after the other; yields the check of each when that is done."""
+    record, first, _ = span[0].parts[0]
     name = PACKS + manifest.packs[first.pack].name
+    memory = [
+        read.parts[0][2] if read.straight() else memoryview(bytearray(read.nbytes)) for read in span
+    ]
     try:
-        got = storage.read_into(name, first.offset, data)
+        if isinstance(storage, StreamingStorage):
+            filled = storage.read_each(name, first.offset, memory)
+        else:
+            filled = iter([storage.read_into(name, first.offset, data) for data in memory])
+        for read, data in zip(span, memory, strict=True):
+            record, first, _ = read.parts[0]
+            yield partial(_check, storage, manifest, read, data, next(filled))
     except FileNotFoundError:
         raise CorruptionError(
             f"{_place(storage, manifest, record, first)}: expected a pack, found no such file."
@@ -119,20 +201,28 @@ def _read(storage: Storage, manifest: Manifest, job: _Read) -> None:
         raise CorruptionError(
             f"{_place(storage, manifest, record, first)}: cannot be read: {error}."
         ) from error
+
+
+def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, got: int) -> None:
+    """Compare every chunk of a read with its hash; raises `CorruptionError`."""
+    straight = job.straight()
     at = 0
     for record, chunk, target in job.parts:
-        part = data if alone else data[at : at + chunk.length]
+        part = data[at : at + chunk.length]
         if at + chunk.length > got:
             raise CorruptionError(
                 f"{_place(storage, manifest, record, chunk)}: expected {chunk.length} bytes, found "
                 f"{max(0, got - at)}; the pack is cut short."
             )
-        if (found := hash_bytes(part)) != chunk.hash:
+        if len(part) != len(target):
+            if (wrong := decode(part, chunk.hash, target)) is not None:
+                raise CorruptionError(f"{_place(storage, manifest, record, chunk)}: {wrong}.")
+        elif (found := hash_bytes(part)) != chunk.hash:
             raise CorruptionError(
                 f"{_place(storage, manifest, record, chunk)}: expected hash {chunk.hash}, "
                 f"found {found}."
             )
-        if not alone:
+        elif not straight:
             target[:] = part
         at += chunk.length
 
@@ -142,8 +232,3 @@ def _place(storage: Storage, manifest: Manifest, record: LeafRecord, chunk: Chun
         f"{storage.where}: step {manifest.step}, leaf {record.path!r}, "
         f"{PACKS}{manifest.packs[chunk.pack].name} at offset {chunk.offset}"
     )
-
-
-def _run(results: Iterable[None]) -> None:
-    for _ in results:
-        pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perdure.errors import PruneError
+from perdure.errors import PruneError, SaveError
 from perdure.store.collect import Request
 from perdure.store.format import MAX_STEP, PACKS
 from perdure.store.run import Run
@@ -49,7 +49,7 @@ def repair(run: Run) -> Repaired:
         for step in sorted(run.pinned() - set(run.steps())):
             run.unpin(step)
             actions.append(f"removed the pin of step {step}: it is not there")
-    except OSError as error:
+    except (OSError, SaveError) as error:
         raise PruneError(
             f"{run.where}: the repair stopped in the middle: {error}. Nothing that was good is lost. "
             f"Mend the cause, then run `perdure verify --repair` again."

@@ -25,6 +25,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
+from perdure.store.codec import encoder
 from perdure.store.collect import (
     Collected,
     CollectPlan,
@@ -32,6 +33,7 @@ from perdure.store.collect import (
     execute_collect,
     plan_collect,
 )
+from perdure.store.collector import collector_paused
 from perdure.store.compact import compact
 from perdure.store.contents import (
     Catalog,
@@ -39,9 +41,9 @@ from perdure.store.contents import (
     committed_steps,
     pinned_steps,
     quarantined,
+    set_aside,
 )
 from perdure.store.format import (
-    FORMAT,
     LOCK,
     MANIFESTS,
     MARKER,
@@ -59,6 +61,7 @@ from perdure.store.format import (
     encode_marker,
     fingerprint,
     fingerprint_of,
+    format_of,
     hash_bytes,
     manifest_name,
     pin_name,
@@ -87,6 +90,9 @@ class Run:
 
     With `create`, an empty or missing directory becomes a run directory at the first save; without
     it, a path that holds none raises `NotARunError`. Raises `FormatVersionError` for a newer format.
+
+    `codec` ("shuffle-zstd") is for the chunks that this object will write; whoever reads finds out by
+    itself. Raises `StoreError` where its library is missing.
     """
 
     def __init__(
@@ -94,8 +100,10 @@ class Run:
         where: str | os.PathLike[str] | Storage,
         *,
         create: bool = False,
+        codec: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.encode = encoder(codec)
         self.storage: Storage = open_storage(where)
         self._clock = clock
         self._catalog = Catalog(self.storage)
@@ -245,6 +253,16 @@ class Run:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
+        return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
+
+    def _save(
+        self,
+        step: int,
+        leaves: Mapping[str, Leaf],
+        recipe: dict[str, RecipeValue],
+        metrics: dict[str, float | None],
+        write: Callable[[Mapping[str, Held]], Written] | None,
+    ) -> Manifest:
         try:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
@@ -252,15 +270,17 @@ class Run:
             require_room(self.storage, leaves, self._catalog.held())
             held = self._catalog.held()
             records, packs, located = (
-                write(held) if write else write_pack(self.storage, step, 0, leaves, held)
+                write(held)
+                if write
+                else write_pack(self.storage, step, 0, leaves, held, self.encode)
             )
             manifest = Manifest(
-                format=FORMAT,
+                format=format_of(records),
                 step=step,
                 created=time_text(self._clock()),
                 fingerprint=fingerprint_of(records),
-                recipe=dict(recipe or {}),
-                metrics=plain_metrics(metrics or {}),
+                recipe=recipe,
+                metrics=metrics,
                 packs=tuple(packs),
                 leaves=tuple(records),
             )
@@ -347,14 +367,12 @@ class Run:
 
         Its packs stay: parts of them may be good, and other checkpoints may read from them.
         """
-        self.begin_writing()
         target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
         return target
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
-        """Move a damaged pack out of the way; returns its new name. No checkpoint may need it."""
-        self.begin_writing()
+        """Move a pack that no checkpoint needs out of the way; returns its new name."""
         return self._set_aside(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
 
     def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
@@ -380,10 +398,7 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give the writer's lock back. May be called twice.
-
-        Raises `SaveError` when a storage with two places could not bring all of it to the second.
-        """
+        """Give the writer's lock back. `SaveError` when not all could be brought to a second place."""
         self._writing = self._ready = False
         try:
             self._lock.close()
@@ -397,15 +412,12 @@ class Run:
         self.close()
 
     def _set_aside(self, name: str, stem: str, suffix: str, reason: str) -> str:
-        taken = set(self.storage.list(QUARANTINE))
-        number = next(
-            n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
-        )
-        place = f"{QUARANTINE}{stem}-{number}"
+        self.begin_writing()
         note = {"name": name, "found": time_text(self._clock()), "reason": reason}
-        self.storage.replace(f"{place}.reason.json", json.dumps(note).encode() + b"\n")
-        self.storage.move(name, place + suffix)
-        return place + suffix
+        try:
+            return set_aside(self.storage, name, stem, suffix, note)
+        except OSError as error:
+            raise SaveError(f"{self.where}: {name} cannot be moved aside: {error}.") from error
 
     def _same_step(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
         try:
@@ -420,6 +432,13 @@ class Run:
         rows = [(path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found == present.fingerprint:
+            from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+            try:  # the manifest says what should be there; "saved" means that it is
+                verify_leaves(self.storage, present)
+            except CorruptionError as error:
+                self.quarantine(step, str(error))
+                return None
             if step in self._unsure:
                 # The name is there, and the sync after it failed: nothing says that it is durable.
                 self.storage.replace(manifest_name(step), encode_manifest(present))
@@ -433,9 +452,10 @@ class Run:
         )
 
     def _commit(self, manifest: Manifest) -> None:
-        data = encode_manifest(manifest)
-        # Constructors check nothing: what cannot be read back must never be committed.
-        check_encoded(data, manifest, f"{self.where}: the manifest of this save")
+        with collector_paused(len(manifest.leaves)):
+            data = encode_manifest(manifest)
+            # Constructors check nothing: what cannot be read back must never be committed.
+            check_encoded(data, manifest, f"{self.where}: the manifest of this save")
         create_whole(self.storage, manifest_name(manifest.step), data)
 
     def _no_such_step(self, step: int) -> str:

@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Struct
 
 from perdure.errors import CorruptionError
-from perdure.store.format import Chunk, LeafRecord, PackRecord, chunk_spans, hash_bytes
+from perdure.store.codec import Encode
+from perdure.store.format import (
+    Chunk,
+    LeafRecord,
+    PackRecord,
+    array_record,
+    chunk_spans,
+    hash_bytes,
+)
 from perdure.store.leaf import Leaf
 from perdure.store.storage import Storage
 from perdure.store.writer import Held, Written, write_pack
@@ -37,15 +45,16 @@ def write_share(
     known: Mapping[str, Held],
     process: int,
     count: int,
+    encode: Encode | None = None,
 ) -> Share:
     """Write the chunks that are this process's and that `known` lacks; durable on return."""
     own = {
         # Names that sort as the numbers do.
-        f"{number:012d}": Leaf("uint8", (len(data),), data, frozen=True)
-        for number, (_, data) in enumerate(_chunks(leaves))
+        f"{number:012d}": Leaf(leaves[path].dtype, (len(data),), data, frozen=True)
+        for number, (path, data) in enumerate(_chunks(leaves))
         if number % count == process
     }
-    records, packs, _ = write_pack(storage, step, process, own, known)
+    records, packs, _ = write_pack(storage, step, process, own, known, encode)
     return Share(
         state=hash_bytes(msgspec.json.encode(leaf_digests(leaves))),
         chunks={
@@ -67,7 +76,7 @@ def assemble(leaves: Mapping[str, Leaf], shares: Sequence[Share]) -> Written:
         if number not in placed:
             raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
         digest, pack, offset, length = placed[number]
-        if length != len(data):
+        if length > len(data):
             raise CorruptionError(
                 f"leaf {path!r}: chunk {number} has {len(data)} bytes here and {length} in the process "
                 f"that wrote it."
@@ -76,7 +85,7 @@ def assemble(leaves: Mapping[str, Leaf], shares: Sequence[Share]) -> Written:
     records = [
         LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text)
         if leaf.is_scalar
-        else LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks[path]))
+        else array_record(path, leaf.dtype, leaf.shape, chunks[path], len(leaf.data))
         for path, leaf in sorted(leaves.items())
     ]
     packs = [PackRecord(name=name, size=sizes[name]) for name in names]

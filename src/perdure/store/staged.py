@@ -7,6 +7,7 @@ any time, also after a crash of either.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import warnings
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from functools import partial
 
 from perdure.errors import CorruptionError
 from perdure.store.carry import Carrier
+from perdure.store.codec import is_intact
 from perdure.store.format import (
     MANIFESTS,
     MARKER,
@@ -24,9 +26,9 @@ from perdure.store.format import (
     QUARANTINE,
     TEMP_SUFFIX,
     TRAILER_BYTES,
+    PackedChunk,
     decode_manifest,
     decode_pack_index,
-    hash_bytes,
     index_span,
     step_of,
 )
@@ -35,8 +37,8 @@ from perdure.store.storage import Sink, Storage, create_whole
 _INDEXES_KEPT = 64
 _CARRIED = (MANIFESTS, PACKS, PINS, QUARANTINE)
 
-Chunks = dict[int, tuple[str, int]]
-"""Offset of each chunk of a pack, its hash and its length."""
+Chunks = dict[int, PackedChunk]
+"""The chunks of a pack by their offsets."""
 
 
 class StagedStorage:
@@ -135,14 +137,17 @@ class StagedStorage:
 
     def read(self, name: str) -> bytes:
         if self._is_local(name) and self._is_good(name):
-            return self.local.read(name)
+            with contextlib.suppress(OSError):  # a failing disk, and the remote may have it
+                return self.local.read(name)
         return self._from_remote(name).read(name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
         if self._is_local(name) and (not name.startswith(PACKS) or self._chunks(name) is not None):
-            got = self.local.read_into(name, offset, target)
-            if not name.startswith(PACKS) or self._matches(name, offset, target[:got]):
-                return got
+            with contextlib.suppress(OSError):
+                got = self.local.read_into(name, offset, target)
+                whole = got == len(target) and self._matches(name, offset, target)
+                if whole or not name.startswith(PACKS):
+                    return got
         return self._from_remote(name).read_into(name, offset, target)
 
     def size(self, name: str) -> int:
@@ -240,9 +245,9 @@ class StagedStorage:
         chunks = self._chunks(name) or {}
         at = 0
         while at < len(data) and (known := chunks.get(offset + at)) is not None:
-            digest, length = known
+            digest, length, size = known
             part = data[at : at + length]
-            if len(part) == length and hash_bytes(part) != digest:
+            if len(part) == length and not is_intact(part, digest, size):
                 return False
             at += length
         return True
@@ -250,9 +255,10 @@ class StagedStorage:
     def _refusal(self, name: str) -> str | None:
         """Why a local object must not be uploaded: it is damaged, or what it needs is not there."""
         if name.startswith(PACKS):
-            chunks = self._chunks(name) or {-1: ("", 0)}
-            for offset, (digest, length) in chunks.items():
-                if offset < 0 or hash_bytes(_read_part(self.local, name, offset, length)) != digest:
+            if not (chunks := self._chunks(name)):
+                return "the local copy is damaged"
+            for offset, (digest, length, size) in chunks.items():
+                if not is_intact(_read_part(self.local, name, offset, length), digest, size):
                     return "the local copy is damaged"
         if step_of(name) is not None:
             packs = self._packs_of(name)
@@ -303,12 +309,11 @@ def _read_index(storage: Storage, name: str) -> Chunks:
     size = storage.size(name)
     trailer = _read_part(storage, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, name)
-    index = decode_pack_index(_read_part(storage, name, start, length), trailer, start, name)
     chunks: Chunks = {}
     at = 0
-    for digest, nbytes in index.chunks:
-        chunks[at] = (digest, nbytes)
-        at += nbytes
+    for chunk in decode_pack_index(_read_part(storage, name, start, length), trailer, start, name):
+        chunks[at] = chunk
+        at += chunk[1]
     return chunks
 
 

@@ -5,9 +5,9 @@ Names are relative, with `/` between parts. A backend knows nothing of packs or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Sink(Protocol):
@@ -78,6 +78,22 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room that is left, None where that has no meaning."""
+        ...
+
+
+@runtime_checkable
+class StreamingStorage(Protocol):
+    """What a `Storage` offers beside, where a request takes long to be answered: a bucket."""
+
+    streams: int
+    """How many requests run at a time."""
+
+    def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
+        """Fill `targets`, which follow each other from `offset`, by one request.
+
+        Yields the bytes of each as soon as they are there, fewer only at the end of the object.
+        Raises what `Storage.read_into` raises.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
+from perdure.store.codec import decode
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -17,6 +18,7 @@ from perdure.store.format import (
     TRAILER_BYTES,
     Chunk,
     Manifest,
+    PackedChunk,
     decode_pack_index,
     hash_bytes,
     index_span,
@@ -36,13 +38,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What a full check found. `good` steps can be restored, `bad` ones cannot."""
+    """What a full check found. `good` steps can be restored, `bad` ones cannot.
+
+    `nbytes` are the bytes of the packs, `decoded_nbytes` those of the chunks in them: more where
+    chunks are encoded.
+    """
 
     where: str
     good: tuple[int, ...]
     bad: tuple[int, ...]
     chunks: int
     nbytes: int
+    decoded_nbytes: int
     problems: tuple[Problem, ...]
 
     @property
@@ -59,7 +66,8 @@ class Packs:
     sizes: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     chunks: int = 0
-    _good: dict[str, dict[int, tuple[str, int]]] = field(default_factory=dict)
+    decoded_nbytes: int = 0
+    _good: dict[str, dict[int, PackedChunk]] = field(default_factory=dict)
 
     def read_all(self) -> None:
         """Read every pack that is there now."""
@@ -81,12 +89,12 @@ class Packs:
                     f"found {self.sizes[pack.name]}."
                 )
         for leaf in manifest.leaves:
-            for chunk in leaf.chunks:
-                self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk)
+            for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
+                self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk, size)
 
-    def _require_chunk(self, where: str, manifest: Manifest, chunk: Chunk) -> None:
+    def _require_chunk(self, where: str, manifest: Manifest, chunk: Chunk, size: int) -> None:
         name = manifest.packs[chunk.pack].name
-        wanted = (chunk.hash, chunk.length)
+        wanted = (chunk.hash, chunk.length, size)
         if self._good[name].get(chunk.offset) == wanted:
             return
         if name in self.damaged:
@@ -95,7 +103,7 @@ class Packs:
                 data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
             except FileNotFoundError:
                 raise CorruptionError(f"{where} needs {name}, which is missing.") from None
-            if hash_bytes(data) == chunk.hash:
+            if _wrong(data, chunk.hash, size) is None:
                 self._good[name][chunk.offset] = wanted
                 return
         raise CorruptionError(
@@ -121,6 +129,7 @@ class Packs:
         except CorruptionError as error:
             self.damaged.setdefault(name, str(error))
         self.chunks += len(good)
+        self.decoded_nbytes += sum(size for _, _, size in good.values())
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ def examine(run: Run) -> Findings:
         bad=tuple(bad),
         chunks=packs.chunks,
         nbytes=sum(packs.sizes.values()),
+        decoded_nbytes=packs.decoded_nbytes,
         problems=tuple(problems),
     )
     return Findings(report, bad, damaged)
@@ -223,28 +233,31 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
 
 def _read_pack(
     run: Run, name: str, size: int
-) -> Iterator[tuple[int, tuple[str, int] | CorruptionError]]:
-    """(offset, (hash, length)) of every chunk of a pack that hashes; the error for one that does not.
+) -> Iterator[tuple[int, PackedChunk | CorruptionError]]:
+    """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
 
     Raises `CorruptionError` when the index cannot be used.
     """
     where = f"{run.where}/{name}"
     trailer = _read(run, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, where)
-    index = decode_pack_index(_read(run, name, start, length), trailer, start, where)
+    chunks = decode_pack_index(_read(run, name, start, length), trailer, start, where)
     at = 0
-    for number, (digest, nbytes) in enumerate(index.chunks):
-        found = hash_bytes(_read(run, name, at, nbytes))
-        if found == digest:
-            yield at, (digest, nbytes)
+    for number, chunk in enumerate(chunks):
+        digest, length, nbytes = chunk
+        if (wrong := _wrong(_read(run, name, at, length), digest, nbytes)) is None:
+            yield at, chunk
         else:
-            yield (
-                at,
-                CorruptionError(
-                    f"{where}: chunk {number} at offset {at}: expected hash {digest}, found {found}."
-                ),
-            )
-        at += nbytes
+            yield at, CorruptionError(f"{where}: chunk {number} at offset {at}: {wrong}.")
+        at += length
+
+
+def _wrong(stored: bytes, digest: str, size: int) -> str | None:
+    """What is wrong with a stored chunk; None when a restore could use it."""
+    if len(stored) == size:
+        found = hash_bytes(stored)
+        return None if found == digest else f"expected hash {digest}, found {found}"
+    return decode(memoryview(stored), digest, memoryview(bytearray(size)))
 
 
 def _read(run: Run, name: str, offset: int, length: int) -> bytes:

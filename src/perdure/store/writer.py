@@ -14,6 +14,8 @@ from itertools import islice
 
 from msgspec import Struct
 
+from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
+from perdure.store.collector import collector_paused
 from perdure.store.format import (
     PACKS,
     Chunk,
@@ -34,8 +36,11 @@ HASH_AHEAD = 4
 LARGE_BYTES = 256 * 1024
 """From here on a chunk is hashed on another core, and placed so that it can be read by itself."""
 
-ALONE_BYTES = 16 * 1024 * 1024
+ALONE_BYTES = 1024 * 1024
 """Up to here starting other threads takes longer than it saves."""
+
+ENCODE_ALONE_BYTES = 1024 * 1024
+"""The same where chunks are encoded, which takes ten times as long as hashing them."""
 
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
@@ -70,11 +75,12 @@ def write_pack(
     process: int,
     leaves: Mapping[str, Leaf],
     known: Mapping[str, Held],
+    encode: Encode | None = None,
 ) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
-    No pack is written when every chunk is known already. On an error nothing stays but a temporary
-    file that the next writer clears.
+    `encode` makes what is stored of a chunk smaller where it can. No pack is written when every chunk
+    is known already. On an error nothing stays but a temporary file that the next writer clears.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
@@ -82,18 +88,22 @@ def write_pack(
     located = pack.located
     left = sum(len(leaf.data) for leaf in leaves.values())
     try:
-        large, small = _in_pack_order(ordered, hashes)
-        for (slots, at, data), digest in _hashed(large):
+        with collector_paused(len(leaves)):
+            large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
+        jobs = _hashed(large) if encode is None else _encoded(large, encode, (known, located))
+        for (slots, at, data, _), digest, stored in jobs:
             slots[at] = digest
             if digest not in known and digest not in located:
-                pack.add(digest, data, left)
+                pack.add(digest, stored, left, len(data))
             left -= len(data)
-        pack.add_small(small, known, left)
+        with collector_paused(len(leaves)):
+            pack.add_small(small, known, left)
         pack.commit()
     except BaseException:
         pack.abort()
         raise
-    records, packs = _records(ordered, hashes, known, located, storage, pack.written)
+    with collector_paused(len(leaves)):
+        records, packs = _records(ordered, hashes, known, located, storage, pack.written)
     return records, packs, located
 
 
@@ -103,15 +113,21 @@ class _Pack:
     def __init__(self, storage: Storage, written: WrittenPack) -> None:
         self.written = written
         self.located: dict[str, Held] = {}
+        self._encoded: dict[str, int] = {}
         self._storage = storage
         self._sink: Sink | None = None
 
-    def add(self, digest: str, data: memoryview, left: int) -> None:
-        """Append a chunk; `left` bounds the bytes of chunks still to come, this one included."""
+    def add(self, digest: str, data: memoryview, left: int, size: int) -> None:
+        """Append a chunk of `size` bytes, stored as `data`.
+
+        `left` bounds the bytes of chunks still to come, this one included.
+        """
         if self._sink is None:
             self._sink = self._storage.create(PACKS + self.written.name, left)
         self.located[digest] = Held(self.written.name, self.written.size, len(data))
         self.written.size += len(data)
+        if len(data) != size:
+            self._encoded[digest] = size
         self._sink.write(data)
 
     def add_small(self, jobs: Sequence[_Job], known: Mapping[str, Held], left: int) -> None:
@@ -123,8 +139,8 @@ class _Pack:
         name, at, located = self.written.name, self.written.size, self.located
         gathered: list[memoryview] = []
         waiting = 0
-        digests = hash_each([data for _, _, data in jobs])
-        for (slots, number, data), digest in zip(jobs, digests, strict=True):
+        digests = hash_each([data for _, _, data, _ in jobs])
+        for (slots, number, data, _), digest in zip(jobs, digests, strict=True):
             slots[number] = digest
             if digest in known or digest in located:
                 continue
@@ -144,7 +160,8 @@ class _Pack:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
-        tail = encode_pack_tail([(digest, at.length) for digest, at in self.located.items()])
+        chunks = [(digest, at.length) for digest, at in self.located.items()]
+        tail = encode_pack_tail(chunks, self._encoded)
         self._sink.write(memoryview(tail))
         self.written.size += len(tail)
         self._sink.commit()
@@ -159,12 +176,14 @@ class _Pack:
         self._sink.write(memoryview(b"".join(parts)))
 
 
-# Where the hash of a chunk goes, and the chunk. A plain tuple: there may be very many.
-_Job = tuple[list[str], int, memoryview]
+# Where the hash of a chunk goes, the chunk, its dtype. A plain tuple: there may be very many.
+_Job = tuple[list[str], int, memoryview, str]
+_Done = tuple[_Job, str, memoryview]
+"""A chunk, its hash, and its bytes as they are stored."""
 
 
 def _in_pack_order(
-    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]]
+    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], large_from: int
 ) -> tuple[list[_Job], list[_Job]]:
     """(large chunks, small chunks) in the order of the pack: those of whole blocks before others."""
     whole: list[_Job] = []
@@ -174,31 +193,53 @@ def _in_pack_order(
         size = len(leaf.data)
         if not size or leaf.is_scalar:
             continue
-        if size < LARGE_BYTES:
+        if size < large_from:
             slots.append("")
-            small.append((slots, 0, leaf.data))
+            small.append((slots, 0, leaf.data, leaf.dtype))
             continue
         spans = chunk_spans(size)
         slots.extend([""] * len(spans))
         for at, (start, stop) in enumerate(spans):
             length = stop - start
-            into = small if length < LARGE_BYTES else uneven if length % BLOCK else whole
-            into.append((slots, at, leaf.data[start:stop]))
+            into = small if length < large_from else uneven if length % BLOCK else whole
+            into.append((slots, at, leaf.data[start:stop], leaf.dtype))
     return whole + uneven, small
 
 
-def _hashed(chunks: Sequence[_Job]) -> Iterator[tuple[_Job, str]]:
+def _hashed(chunks: Sequence[_Job]) -> Iterator[_Done]:
     """Each large chunk with its hash, in order, hashed ahead on other cores if there are many."""
-    if sum(len(data) for _, _, data in chunks) <= ALONE_BYTES:
-        yield from ((job, hash_bytes(job[2])) for job in chunks)
+    if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
+        yield from ((job, hash_bytes(job[2]), job[2]) for job in chunks)
         return
     jobs = iter(chunks)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash") as pool:
         ahead = deque((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, HASH_AHEAD))
         while ahead:
             job, digest = ahead.popleft()
-            yield job, digest.result()
+            yield job, digest.result(), job[2]
             ahead.extend((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, 1))
+
+
+def _encoded(
+    chunks: Sequence[_Job], encode: Encode, there: tuple[Mapping[str, Held], ...]
+) -> Iterator[_Done]:
+    """Each chunk with its hash and stored bytes, in order; those that are there are not encoded."""
+
+    def work(job: _Job) -> _Done:
+        digest = hash_bytes(job[2])
+        if any(digest in held for held in there):
+            return job, digest, job[2]
+        return job, digest, encode(job[2], job[3], digest)
+
+    if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
+        yield from map(work, chunks)
+        return
+    jobs = iter(chunks)
+    with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="perdure-encode") as pool:
+        ahead = deque(pool.submit(work, job) for job in islice(jobs, 2 * ENCODE_THREADS))
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(pool.submit(work, job) for job in islice(jobs, 1))
 
 
 def _records(
@@ -216,11 +257,16 @@ def _records(
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
         chunks = []
+        size, stored = len(leaf.data), 0
         for digest in digests:
             at = located.get(digest) or known[digest]
-            number = names.setdefault(at.pack, len(names))
+            number = names.get(at.pack)
+            if number is None:
+                number = names[at.pack] = len(names)
             chunks.append(Chunk(digest, number, at.offset, at.length))
-        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks)))
+            stored += at.length
+        size = None if stored == size else size
+        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
     packs = [
         PackRecord(
             name=name, size=written.size if name == written.name else storage.size(PACKS + name)

@@ -1,0 +1,256 @@
+"""How long an exact step takes, beside TensorFlow, beside torch's DDP and beside plain JAX.
+
+    make bench-distribute     one table, and the same as JSON in build/bench-distribute.json
+
+What is the same for everybody: the model (TensorFlow's tutorial's, unless said), Adam, the global
+batch, one in memory, and that a step ends when its loss is a Python number. All subjects of a block
+are alive at once and take turns, a few steps each, round by round; figures are medians, `spread` is
+the lowest and highest median of a round. XLA's pool is pinned for the plain steps too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_store import compared, installed, row, show
+
+HERE = Path(__file__).parent
+Row = dict[str, Any]
+
+
+def port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Subject:
+    """The processes of one way to train: one, or a group."""
+
+    def __init__(self, framework: str, processes: int = 1, env: dict[str, str] | None = None):
+        self.label = f"{framework}, {processes} processes" if processes > 1 else framework
+        coordinator = f"127.0.0.1:{port()}"
+        self._children = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(HERE / "distribute_case.py"), framework),
+                    *((str(p), str(processes), coordinator) if processes > 1 else ()),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if not os.environ.get("SHOW") else None,
+                text=True,
+                env=os.environ | (env or {}),
+            )
+            for p in range(processes)
+        ]
+
+    def ask(self, order: dict[str, Any]) -> Any:
+        """The answer of the first process; None, with its error, where one fails."""
+        for child in self._children:
+            if child.poll() is None:
+                child.stdin.write(json.dumps(order) + "\n")
+                child.stdin.flush()
+        answers = [child.stdout.readline() for child in self._children]
+        if all(answers):
+            return json.loads(answers[0])
+        self.close()
+        return None
+
+    def close(self) -> None:
+        for child in self._children:
+            child.stdin.close()
+        for child in self._children:
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            text = child.stderr.read() if child.stderr else ""
+            if child.wait():
+                print(f"{self.label} failed:\n{text[-1500:]}", file=sys.stderr)
+
+
+def take_turns(
+    subjects: dict[str, tuple[Subject, str]], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Medians of every round, by subject."""
+    found: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        for name, (subject, what) in subjects.items():
+            if turn and name not in found:
+                continue
+            times = subject.ask({"subject": what, "steps": steps})
+            if times is not None:
+                found.setdefault(name, []).append(statistics.median(times))
+    return found
+
+
+def timed(text: str, series: list[float]) -> Row:
+    spread = f"{min(series):.3g} .. {max(series):.3g}"
+    return row(text, statistics.median(series), "ms/step", spread)
+
+
+def against(text: str, mine: list[float], name: str, peer: list[float], most: float | None) -> Row:
+    """The ratio is the median of the rounds' ratios: a machine changes while it is measured."""
+    ratio = statistics.median(a / b for a, b in zip(mine, peer, strict=True))
+    own = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
+    met = None if most is None else ratio <= most
+    return {**own, "ratio": ratio, "reach": f"<= {most:g}x" if most else "report", "met": met}
+
+
+def peers(rounds: int) -> list[Row]:
+    """Against TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
+    torch1, torch2, ddp = Subject("torch"), Subject("torch", 2), Subject("torch", 2)
+    subjects = {
+        "exact": (torch1, "exact cnn 128 2 2"),
+        "exact, 2 workers": (torch2, "exact cnn 128 2"),
+        "DDP, gloo": (ddp, "ddp cnn 128"),
+    }
+    if installed(("tensorflow",)):
+        subjects["TF MirroredStrategy"] = (Subject("tf"), "mirrored 128 2")
+        subjects["TF MultiWorkerMirroredStrategy"] = (Subject("tf", 2), "workers 128")
+    found = take_turns(subjects, rounds, 6)
+    for subject, _ in subjects.values():
+        subject.close()
+    rows = []
+    one, two = (
+        "exact V=2, PyTorch, 2 threads of 1 process",
+        "exact V=2, PyTorch, 2 worker processes",
+    )
+    if "exact" in found and "TF MirroredStrategy" in found:
+        name = "TF MirroredStrategy"
+        rows.append(against(one, found["exact"], name, found[name], 1.0))
+    groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in found]
+    if "exact, 2 workers" in found:
+        mine = found["exact, 2 workers"]
+        rows += [against(two, mine, name, found[name], None) for name in groups]
+        if groups:
+            best = min(groups, key=lambda name: statistics.median(found[name]))
+            rows.append(against(two, mine, f"better: {best}", found[best], 1.0))
+        if "DDP, gloo" in found:
+            text = "exact, torch, V=D=2 processes, cnn 128"
+            rows.append(against(text, mine, "plain: DDP", found["DDP, gloo"], 1.05))
+    return rows
+
+
+# (model, global batch) of the rows of one engine.
+SMALL = (("mlp", 128), ("cnn", 128), ("transformer", 32))
+LARGE = (("mlp", 4096), ("cnn", 512), ("transformer", 256))
+
+
+def same_topology(rounds: int) -> list[Row]:
+    """V=D against plain data parallelism of the same engine."""
+    jax = Subject("jax", env={"JAX_NUM_CPU_DEVICES": "4"})
+    torch = Subject("torch")
+    rows = []
+    for model, batch in SMALL:
+        for devices in (1, 2, 4):
+            pair = {
+                "exact": (jax, f"exact {model} {batch} {devices} {devices}"),
+                "plain": (jax, f"plain {model} {batch} {devices}"),
+            }
+            text = f"exact, jax, V=D={devices}, {model} {batch}"
+            rows += _pair(text, "plain: jit, sharded", pair, rounds, 1.05)
+        pair = {
+            "exact": (torch, f"exact {model} {batch} 1"),
+            "plain": (torch, f"plain {model} {batch}"),
+        }
+        rows += _pair(f"exact, torch, V=D=1, {model} {batch}", "plain: eager", pair, rounds, 1.05)
+    jax.close()
+    torch.close()
+    return rows
+
+
+def _pair(
+    text: str, name: str, pair: dict[str, tuple[Subject, str]], rounds: int, most: float | None
+) -> list[Row]:
+    found = take_turns(pair, rounds, 8)
+    if len(found) < 2:
+        return []
+    own = against(text, found["exact"], name, found["plain"], most)
+    print(f"  {text}: {own['value']:.3g} ms, {own['ratio']:.3f}x", file=sys.stderr, flush=True)
+    return [own]
+
+
+def one_device(rounds: int) -> list[Row]:
+    """Eight replicas on one device against the whole batch at once."""
+    rows = []
+    for engine in ("jax", "torch"):
+        subject = Subject(engine)
+        for sizes, most in ((SMALL, None), (LARGE, 1.15)):
+            for model, batch in sizes:
+                last = " 1" if engine == "jax" else ""
+                pair = {
+                    "exact": (subject, f"exact {model} {batch} 8 1"),
+                    "plain": (subject, f"plain {model} {batch}{last}"),
+                }
+                text = f"exact, {engine}, V=8 on D=1, {model} {batch}"
+                rows += _pair(text, "one full-batch step", pair, max(rounds // 2, 2), most)
+        subject.close()
+    return rows
+
+
+def counted() -> list[Row]:
+    rows = []
+    torch = Subject("torch")
+    for replicas, copies in (torch.ask({"ask": "live_contributions"}) or {}).items():
+        text = f"gradients alive at once, V={replicas}"
+        limit = float(math.ceil(math.log2(int(replicas))) + 2)
+        rows.append(compared(row(text, copies, "copies"), "log2(V)+2", limit, most=1.0))
+    torch.close()
+    jax = Subject("jax")
+    found = jax.ask({"ask": "compilations"}) or {}
+    jax.close()
+    if found:
+        counts = {int(v): count for v, (count, _) in found.items() if int(v) > 1}
+        text = f"programs compiled, V={min(counts)} .. {max(counts)}"
+        most, least = max(counts.values()), min(counts.values())
+        rows.append(compared(row(text, most, "programs"), "the fewest", float(least), most=1.0))
+        rows += [
+            row(f"compile time, V={v}", seconds, "s", f"{count} programs")
+            for v, (count, seconds) in found.items()
+        ]
+    return rows
+
+
+def loader() -> list[Row]:
+    if not (HERE / "distribute_loader.py").exists():
+        return []
+    import distribute_loader
+
+    return distribute_loader.rows()
+
+
+BLOCKS = {"peers": peers, "same_topology": same_topology, "one_device": one_device}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/bench-distribute.json"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="blocks to run, with commas between")
+    given = parser.parse_args()
+    wanted = given.only.split(",") if given.only else [*BLOCKS, "counted", "loader"]
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    rows: list[Row] = []
+    for name in wanted:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        rows += BLOCKS[name](given.rounds) if name in BLOCKS else globals()[name]()
+    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
+    show(rows)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

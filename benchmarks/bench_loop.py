@@ -1,0 +1,199 @@
+"""What the Trainer adds to a bare compiled loop, and what a point in an event file costs.
+
+    make bench-loop          one table, and the same as JSON in build/bench-loop.json
+
+The bare loop is the same compiled step on the same batches, in blocks between the blocks of the
+Trainer, inside one run: a hook stops one clock and runs the other. Figures are medians over the
+blocks; `spread` is their quartiles. Two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_NPROC", "8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from perdure import RunConfig, Trainer
+from perdure.train import Hook
+from perdure.train.events import EventWriter
+
+TARGET_S = 2e-3
+STATE_BYTES = 5_000_000
+LEAVES = 12
+Row = dict[str, Any]
+
+
+class Turns(Hook):
+    """Times blocks of `block` steps of the run, and as many bare ones after each of them.
+
+    Blocks begin at `offset`, so that a save behind a multiple of the block lies inside of one.
+    """
+
+    def __init__(self, bare: Any, block: int, offset: int) -> None:
+        self._bare = bare
+        self._block, self._offset = block, offset
+        self._mark: float | None = None
+        self.own: list[float] = []
+        self.bare: list[float] = []
+
+    def after_step(self, trainer: Trainer, logs: Any) -> None:
+        if trainer.step % self._block != self._offset:
+            return
+        jax.block_until_ready(trainer.state)
+        now = time.perf_counter()
+        if self._mark is not None:
+            self.own.append((now - self._mark) / self._block)
+            start = time.perf_counter()
+            jax.block_until_ready(self._bare(trainer.state, trainer.step, self._block))
+            self.bare.append((time.perf_counter() - start) / self._block)
+        self._mark = time.perf_counter()
+
+
+def compiled_step() -> tuple[Any, Any]:
+    """A state of 5 MB, and a step on it that takes about 2 ms here."""
+    size = STATE_BYTES // 4 // LEAVES
+    state = {f"w{n}": jnp.full((size,), 1.0 + n, jnp.float32) for n in range(LEAVES)}
+    state["a"] = jnp.eye(192, dtype=jnp.float32)
+
+    def make(turns: int) -> Any:
+        @jax.jit
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+            a = jax.lax.fori_loop(0, turns, lambda _, x: x @ state["a"] * 0.5 + batch, state["a"])
+            new = {name: w * 0.999 + 0.001 for name, w in state.items()}
+            new["a"] = state["a"]
+            return new, {"loss": a.mean()}
+
+        return step
+
+    def seconds(step: Any) -> float:
+        held, batch = state, batches(0)
+        for _ in range(20):
+            held, _ = step(held, batch)
+        jax.block_until_ready(held)
+        start = time.perf_counter()
+        for _ in range(100):
+            held, _ = step(held, batch)
+        jax.block_until_ready(held)
+        return (time.perf_counter() - start) / 100
+
+    few, many = seconds(make(1)), seconds(make(41))
+    return state, make(max(1, round((TARGET_S - few) / ((many - few) / 40))))
+
+
+def batches(step: int) -> Any:
+    return np.float32(step % 7)
+
+
+def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) -> Turns:
+    """One run of the Trainer with bare blocks in it."""
+
+    def bare(held: Any, start: int, count: int) -> Any:
+        for number in range(start, start + count):
+            held, _ = step(held, batches(number))
+        return held
+
+    turns = Turns(bare, block, block // 4)
+    with tempfile.TemporaryDirectory(prefix="perdure-bench-") as where:
+        saves = (
+            {"save_checkpoints_secs": 3600} if save is None else {"save_checkpoints_steps": save}
+        )
+        config = RunConfig(where, **saves, progress="lines", console=io.StringIO())
+        Trainer(step, state, batches, config, [turns]).train(block * (blocks + 1) + block // 4)
+    return turns
+
+
+def events_case(count: int) -> tuple[list[float], list[float]]:
+    """Seconds for each scalar: alone in its event, and eight in one; flushed to a file each time."""
+    alone, together = [], []
+    with tempfile.NamedTemporaryFile() as file:
+        writer = EventWriter(file, time.time())  # type: ignore[arg-type]
+        eight = {f"metric/{n}": 0.1 * n for n in range(8)}
+        for part in range(20):
+            start = time.perf_counter()
+            for number in range(count):
+                writer.scalars(part * count + number, {"loss": 0.123}, 1.7e9)
+                writer.flush()
+            alone.append((time.perf_counter() - start) / count)
+            start = time.perf_counter()
+            for number in range(count // 8):
+                writer.scalars(part * count + number, eight, 1.7e9)
+                writer.flush()
+            together.append((time.perf_counter() - start) / (count // 8 * 8))
+    return alone, together
+
+
+def row(what: str, values: list[float], unit: str, most: float) -> Row:
+    quarter = statistics.quantiles(values, n=4)
+    value = statistics.median(values)
+    spread = f"{quarter[0]:.3g} to {quarter[2]:.3g}"
+    return {
+        "what": what,
+        "value": value,
+        "unit": unit,
+        "spread": spread,
+        "blocks": len(values),
+        "most": most,
+        "met": value <= most,
+    }
+
+
+def overheads(turns: Turns) -> list[float]:
+    """Seconds a step that each block took above the mean of the bare blocks around it."""
+    around = [turns.bare[0], *turns.bare]
+    return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]
+
+
+def rows(scale: float) -> list[Row]:
+    found: list[Row] = []
+    alone, together = events_case(round(1000 * scale))
+    found.append(row("one scalar into an event file", [1e6 * s for s in alone], "us", 10))
+    found.append(row("each of eight scalars in one event", [1e6 * s for s in together], "us", 10))
+    nothing = loop_case({"a": np.zeros(4)}, lambda s, b: (s, b), round(40 * scale), 2000, None)
+    found.append(row("Trainer, empty step: added", [1e6 * s for s in overheads(nothing)], "us", 25))
+    state, step = compiled_step()
+    quiet = loop_case(state, step, round(60 * scale), 200, None)
+    base = statistics.median(quiet.bare)
+    print(f"bare step: {base * 1e3:.3f} ms")
+    added = overheads(quiet)
+    found.append(row("Trainer, 2 ms step: added", [1e6 * s for s in added], "us", 25))
+    found.append(row("Trainer, 2 ms step: added", [100 * s / base for s in added], "%", 1))
+    saving = loop_case(state, step, round(60 * scale), 200, 50)
+    base = statistics.median(saving.bare)
+    added = overheads(saving)
+    found.append(row("with a save of 5 MB every 50 steps", [100 * s / base for s in added], "%", 3))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/bench-loop.json"))
+    parser.add_argument("--scale", type=float, default=1.0, help="how many blocks, as a factor")
+    given = parser.parse_args()
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    found = rows(given.scale)
+    for each in found:
+        print(
+            f"{each['what']:<38}{each['value']:>8.2f} {each['unit']:<3} ({each['spread']}), at most "
+            f"{each['most']}: {'met' if each['met'] else 'NOT MET'}"
+        )
+    given.out.parent.mkdir(exist_ok=True)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""One process of a subject of bench_distribute: builds training steps, and runs some when told to.
+
+    distribute_case.py FRAMEWORK [PROCESS PROCESSES COORDINATOR]
+
+Reads lines of JSON ({"subject": ..., "steps": n} or {"ask": ...}) and answers each with one: the
+milliseconds of every step, or what was asked for. A step counts until its loss is a Python number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WARM = 6
+
+
+class Group(NamedTuple):
+    """Which process of a group this is."""
+
+    process: int = 0
+    processes: int = 1
+    coordinator: str = ""
+
+
+def images(batch: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.random((batch, 28, 28), dtype=np.float32)
+    return x, rng.integers(0, 10, batch, dtype=np.int32)
+
+
+def tokens(batch: int, length: int = 33) -> tuple[Any, Any]:
+    rows = np.random.default_rng(2).integers(0, 256, (batch, length), dtype=np.int32)
+    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+
+def data(model: str, batch: int) -> tuple[Any, Any]:
+    return tokens(batch) if model == "transformer" else images(batch)
+
+
+def measure(step: Callable[[], float], steps: int) -> list[float]:
+    out = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        loss = step()
+        out.append((time.perf_counter() - start) * 1e3)
+        if not np.isfinite(loss):
+            raise ArithmeticError(f"the loss became {loss}")
+    return out
+
+
+def main() -> None:
+    framework, *place = sys.argv[1:]
+    group = Group(int(place[0]), int(place[1]), place[2]) if place else Group()
+    # Libraries write to stdout too; the answers have a pipe of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    cases: Any = importlib.import_module(f"distribute_{framework}")
+    built: dict[str, Callable[[], float]] = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "ask" in order:
+            answer: Any = getattr(cases, order["ask"])()
+        else:
+            name = order["subject"]
+            if name not in built:
+                kind, *arguments = name.split()
+                built[name] = getattr(cases, kind)(group, *arguments)
+                measure(built[name], WARM)
+            answer = measure(built[name], order["steps"])
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

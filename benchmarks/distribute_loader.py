@@ -1,0 +1,152 @@
+"""The loader: how long a training step waits for its batch, and what a billion examples cost.
+
+A part of the bench of the strategies; `python benchmarks/distribute_loader.py` runs it alone. The step
+is that of the tutorial's network in PyTorch, at global batch 128 with 2 logical replicas, on as many
+examples as MNIST has, filled with noise: what is measured does not depend on what the images show.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from perdure.data import ArrayDataset, Augment, Dataset, Prefetch
+
+EXAMPLES = 60_000
+BATCH = 128
+REPLICAS = 2
+WARM = 5
+STEPS = 60
+SMALL, LARGE = 10**4, 10**9
+
+
+class Waiting:
+    """A dataset that notes how long its caller waited for each share."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.batch_size = dataset.batch_size
+        self.seconds = 0.0
+
+    def recipe(self) -> Any:
+        return self._dataset.recipe()
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
+        begin = time.perf_counter()
+        batch = self._dataset.batch(step, replica, replicas)
+        self.seconds += time.perf_counter() - begin
+        return batch
+
+
+class Numbers:
+    """Examples that are made when asked for, any number of them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> Any:
+        return np.full(64, number, np.float32)
+
+
+def shift(batch: Any, keys: Any) -> Any:
+    """Every image moved by 0 to 3 pixels along each axis, by its own key."""
+    down, right = keys[:, 0] & 3, keys[:, 1] & 3
+    wide = np.pad(batch["image"], ((0, 0), (0, 3), (0, 3), (0, 0)))
+    rows = np.arange(28)[None, :, None] + down[:, None, None]
+    columns = np.arange(28)[None, None, :] + right[:, None, None]
+    moved = wide[np.arange(len(wide))[:, None, None], rows, columns]
+    return {**batch, "image": moved}
+
+
+def images() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    image = rng.random((EXAMPLES, 28, 28, 1), np.float32)
+    return {"image": image, "label": rng.integers(0, 10, EXAMPLES, np.int32)}
+
+
+def waited(dataset: Any) -> tuple[float, float]:
+    """Seconds in which a step waits for its batch, and seconds of a step; medians."""
+    from perdure.demo.train_torch import grad, init, update
+    from perdure.torch import MirroredStrategy
+
+    strategy = MirroredStrategy(replicas=REPLICAS)
+    train_step = strategy.step(grad, update)
+    state, data = init(0), Waiting(dataset)
+    waits, steps = [], []
+    for step in range(WARM + STEPS):
+        begin, data.seconds = time.perf_counter(), 0.0
+        state, _ = train_step(state, strategy.batch(data, step))
+        waits.append(data.seconds)
+        steps.append(time.perf_counter() - begin)
+    return statistics.median(waits[WARM:]), statistics.median(steps[WARM:])
+
+
+def wait_rows() -> Iterator[dict[str, Any]]:
+    """The share of a step that is spent waiting; under 1% is to be reached."""
+    arrays = images()
+    plain = ArrayDataset(arrays, BATCH, fingerprint="noise")
+    moved = ArrayDataset(arrays, BATCH, fingerprint="noise", augment=Augment(shift, batched=True))
+    with Prefetch(plain) as ahead, Prefetch(moved) as moved_ahead:
+        for what, dataset, claimed in [
+            ("arrays, prefetched", ahead, True),
+            ("arrays, not prefetched", plain, False),
+            ("arrays with random shifts, prefetched", moved_ahead, True),
+            ("arrays with random shifts, not prefetched", moved, False),
+        ]:
+            wait, step = waited(dataset)
+            yield {
+                "what": f"loader, MNIST size, {what}: share of a step that waits",
+                "value": round(100 * wait / step, 2),
+                "unit": "%",
+                "against": f"a step of {step * 1e3:.1f} ms; waits {wait * 1e6:.0f} us",
+                "ratio": round(wait / step, 4),
+                "reach": "< 1%" if claimed else "reported",
+                "met": wait < 0.01 * step if claimed else None,
+            }
+
+
+def peak(length: int) -> int:
+    """Most bytes of Python's and NumPy's memory in use while batches of four epochs are made."""
+    tracemalloc.start()
+    data = Dataset(Numbers(length), BATCH, fingerprint="numbers")
+    for epoch in range(4):
+        for within in (0, 1, data.steps_per_epoch // 2, data.steps_per_epoch - 1):
+            data.batch(epoch * data.steps_per_epoch + within)
+    found = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return found
+
+
+def memory_row() -> dict[str, Any]:
+    """10^9 examples beside 10^4."""
+    peak(100)  # what is made once in a process
+    small, large = peak(SMALL), peak(LARGE)
+    return {
+        "what": "loader: peak memory of shuffled batches from 10^9 examples",
+        "value": round(large / 1024, 1),
+        "unit": "KiB",
+        "against": f"10^4 examples: {small / 1024:.1f} KiB",
+        "ratio": round(large / small, 3),
+        "reach": "<= 1.01",
+        "met": large <= 1.01 * small,
+    }
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """What the bench of the strategies shows of the loader."""
+    yield from wait_rows()
+    yield memory_row()
+
+
+if __name__ == "__main__":
+    for each in rows():
+        print(json.dumps(each))

@@ -1,0 +1,203 @@
+"""Every example exactly once per epoch: counted over all workers, while the topology changes.
+
+A part of the proof of the strategies; `python proofs/data_rows.py` runs it alone. Every worker is a
+process of its own, started for its part of the run: it builds its dataset anew, asks for the rows of
+its logical replicas, and says which examples they were. The length does not divide by the batch, and
+the topology changes in the middle of epochs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Row, finish, row
+
+from perdure.data import ArrayDataset, Dataset, Prefetch, StreamDataset
+from perdure.data import stream as stream_module
+from perdure.distribute.topology import split
+from perdure.errors import DataError
+
+REPLICAS = 8
+BATCH = 48
+EXAMPLES = 1009  # a prime: it divides by nothing
+STEPS = 44  # two epochs of 22 steps; streams need 25 and are counted for one
+# Devices in each process.
+TOPOLOGIES = [(1,), (3,), (8,), (1, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1)]
+# 16 shards of different lengths, one of them empty; together 1009.
+SHARDS = [63, 0, 71, 74, 60, 55, 70, 66, 59, 73, 68, 72, 61, 75, 70, 72]
+
+
+class Made:
+    """Examples that are made when asked for, as a torch Dataset makes them."""
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return {"n": number, "x": np.full(3, number, np.float32)}
+
+
+def _arrays(_: str) -> Any:
+    return ArrayDataset({"n": np.arange(EXAMPLES)}, BATCH)
+
+
+def _mapped(folder: str) -> Any:
+    path = Path(folder) / "numbers.npy"
+    return ArrayDataset({"n": np.load(path, mmap_mode="r")}, BATCH)
+
+
+def _prefetched(_: str) -> Any:
+    return Prefetch(Dataset(Made(), BATCH), ahead=3, threads=3)
+
+
+def _grain(_: str) -> Any:
+    import grain
+
+    return Dataset(grain.MapDataset.source(Made()).seed(4).shuffle(), BATCH)
+
+
+def _read(shard: int, epoch: int) -> Iterator[Any]:
+    first = sum(SHARDS[:shard])
+    order = np.random.default_rng((shard, epoch)).permutation(SHARDS[shard])
+    return ({"n": first + place} for place in order)
+
+
+def _streams(_: str) -> Any:
+    return StreamDataset(_read, dict(enumerate(SHARDS)), BATCH)
+
+
+# ---------------------------------------------------------------- what must be counted wrong
+
+
+class _Restarted(Dataset):
+    """Counts its steps from its own start, as an iterator without a saved position does."""
+
+    first: int | None = None
+
+    def indices(self, step: int) -> Any:
+        self.first = step if self.first is None else self.first
+        return super().indices(step - self.first)
+
+
+class _SeededByWorkers(Dataset):
+    """Each group shuffles by its own size: exact until the size changes in the middle of an epoch."""
+
+
+def _restarted(_: str) -> Any:
+    return _Restarted(Made(), BATCH)
+
+
+def _seeded_by_workers(_: str) -> Any:
+    return _SeededByWorkers(Made(), BATCH)
+
+
+def _streams_restarted(_: str) -> Any:
+    def go(shard: Any, epoch: int, at: int) -> None:
+        if shard._place is None or shard._place[0] != epoch:
+            shard._start(epoch, 0)
+        shard._place = (epoch, at)
+
+    if parent_process() is not None:  # only in a worker, which nobody else shares
+        stream_module._Shard._go = go
+    return _streams("")
+
+
+# ---------------------------------------------------------------- workers
+
+
+def worker(
+    make: Callable[[str], Any], folder: str, topology: tuple[int, ...], index: int, steps: range
+) -> dict[int, Counter[int]]:
+    """What one worker sees in some steps, by epoch; only its own logical replicas."""
+    data = make(folder)
+    if isinstance(data, _SeededByWorkers):
+        data.seed = len(topology)
+    seen: dict[int, Counter[int]] = {}
+    for step in steps:
+        for first, last in split(REPLICAS, topology)[index]:
+            for replica in range(first, last):
+                batch = data.batch(step, replica, REPLICAS)
+                real = batch["n"][batch["weight"] == 1]
+                seen.setdefault(data.epoch(step)[0], Counter()).update(real.tolist())
+    if hasattr(data, "close"):
+        data.close()
+    return seen
+
+
+def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]) -> bool:
+    """Whether every finished epoch of a run in these parts holds each example exactly once."""
+    seen: dict[int, Counter[int]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="perdure-data-") as folder,
+        ProcessPoolExecutor(2, _context(), max_tasks_per_child=1) as pool,
+    ):
+        np.save(Path(folder) / "numbers.npy", np.arange(EXAMPLES))
+        jobs = [
+            pool.submit(worker, make, folder, topology, index, steps)
+            for topology, steps in parts
+            for index in range(len(topology))
+        ]
+        try:
+            for job in jobs:
+                for epoch, found in job.result().items():
+                    seen.setdefault(epoch, Counter()).update(found)
+        except DataError as error:
+            print(f"       a worker refused: {error}")
+            return False
+        finished = (parts[-1][1].stop) // make(folder).steps_per_epoch
+    return finished > 0 and all(seen[e] == Counter(range(EXAMPLES)) for e in range(finished))
+
+
+def _context() -> Any:
+    """New processes from a server that has the imports done and nothing else."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(
+        ["numpy", "perdure.data", "perdure.distribute.topology", "report"]
+    )
+    return context
+
+
+def changing(order: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], range]]:
+    """A run in which the topology changes every few steps, in the middle of epochs."""
+    cuts = [STEPS * i // len(order) for i in range(len(order) + 1)]
+    return [(t, range(a, b)) for t, a, b in zip(order, cuts, cuts[1:], strict=False)]
+
+
+SOURCES = {
+    "arrays": _arrays,
+    "memory-mapped file": _mapped,
+    "__len__ and __getitem__, prefetched": _prefetched,
+    "Grain MapDataset": _grain,
+    "16 streams of different lengths": _streams,
+}
+CONTROLS = {
+    "iterators restarted": _restarted,
+    "shuffle seeded by the number of workers": _seeded_by_workers,
+    "streams restarted": _streams_restarted,
+}
+
+
+def rows() -> Iterator[Row]:
+    """A row for each source, and one for the controls, which must all be counted wrong."""
+    whole = [[(topology, range(STEPS))] for topology in TOPOLOGIES]
+    orders = [TOPOLOGIES, TOPOLOGIES[::-1], [TOPOLOGIES[i * 3 % 7] for i in range(7)]]
+    for name, make in SOURCES.items():
+        what = f"each example once per epoch, {name}:"
+        yield row(f"{what} 7 topologies", [exact(make, parts) for parts in whole])
+        outcomes = [exact(make, changing(order)) for order in orders]
+        yield row(f"{what} topology changed 6 times, mid-epoch", outcomes)
+    wrong = [not exact(make, changing(orders[0])) for make in CONTROLS.values()]
+    yield row(f"negative controls are counted wrong: {', '.join(CONTROLS)}", wrong)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    finish("data", rows())

@@ -1,0 +1,151 @@
+"""Negative controls: each takes out one thing that keeps the bits apart from the topology.
+
+Trains the tutorial's CNN with Adam. Tells the fingerprint of the real thing and of each control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from distribute_worker import FIRST, REPLICAS, STEPS, dataset, fingerprint, tell, train
+
+from perdure.data import ArrayDataset
+from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_all_reduce
+from perdure.distribute.reduction import Reduction
+
+MODEL = "tutorial's CNN"
+# 8 examples for each replica: with fewer, the size of the thread pool has not enough to cut up.
+BATCH = 64
+
+
+class Reversed(Reduction):
+    """Adds the most distant replicas first (4, 2, 1), as a butterfly from the other end does."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__(plan)
+        self._values: dict[int, Any] = {}
+
+    def push(self, device: int, replica: int, value: Any) -> None:
+        """Keep it."""
+        self._values[replica] = value
+
+    def total(self, *, check: bool) -> Any:
+        """The sum over all replicas, which are all here."""
+        engine = self._plan.engine
+        values = [engine.put(value, engine.devices[0]) for _, value in sorted(self._values.items())]
+        while len(values) > 1:
+            half = len(values) // 2
+            values = [engine.add(values[i], values[i + half]) for i in range(half)]
+        return values[0]
+
+
+class Strided(ArrayDataset):
+    """Deals the rows of a batch out to the devices in turn."""
+
+    devices = 1
+
+    def indices(self, step: int) -> Any:
+        """Rows 0, D, 2D, ... first."""
+        index, weight = super().indices(step)
+        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
+        return index[order], weight[order]
+
+
+def strided(devices: int) -> ArrayDataset:
+    plain = dataset(BATCH)
+    step = plain.batch(0)  # for the names of the columns
+    columns = {name: plain._arrays[name] for name in step if name != "weight"}
+    data = Strided(columns, BATCH, seed=3)
+    data.devices = devices
+    return data
+
+
+def vmapped(strategy: Any, cell: Any) -> str:
+    """JAX: the gradients of all replicas of a device in one batched program, then the same tree."""
+    import jax
+
+    plan = strategy._plan
+    together = jax.jit(jax.vmap(cell.grad, (None, 0, 0)))
+    update, state, data = jax.jit(cell.update), cell.init(), dataset(BATCH)
+    logs: Any = {}
+    for step in range(FIRST, FIRST + STEPS):
+        batch, keys = strategy.batch(data, step), strategy.keys(step)
+        reduction = plan.reduction()
+        for device, (start, stop) in enumerate(plan.local):
+            shares = jax.tree.map(lambda *leaves: np.stack(leaves), *batch.values[start:stop])
+            stacked = jax.tree.map(
+                lambda *leaves: jax.numpy.stack(leaves), *keys.values[start:stop]
+            )
+            values = together(state, shares, stacked)
+            for place, replica in enumerate(range(start, stop)):
+                one = jax.tree.map(lambda leaf, place=place: leaf[place], values)
+                reduction.push(device, replica, one)
+        state, logs = update(state, reduction.total(check=False))
+    return fingerprint({"state": state, "logs": logs})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=("jax", "torch"), required=True)
+    parser.add_argument("--devices", default="1", help="numbers of devices, by comma")
+    parser.add_argument("--threads", type=int, help="another size of the thread pool, and no more")
+    options = parser.parse_args()
+    group = "TF_CONFIG" in os.environ
+    engine = import_module(f"distribute_{options.engine}")
+    demo = import_module(f"perdure.demo.train_{options.engine}")
+    cell = engine.MODELS[MODEL](REPLICAS)["adam"]
+
+    def make(devices: str) -> Any:
+        return engine.make_strategy(devices, REPLICAS, group)
+
+    if options.threads:
+        strategy = engine.MirroredStrategy(replicas=REPLICAS, threads=options.threads)
+        found = train(strategy, cell, dataset(BATCH))
+        tell(event="control", name="another thread-pool size", devices=1, fingerprint=found)
+        return
+    for devices in options.devices.split(","):
+
+        def plain(strategy: Any) -> str:
+            return train(strategy, cell, dataset(BATCH))
+
+        def all_reduce(strategy: Any) -> str:
+            sums_by_all_reduce(strategy, demo.all_reduce)
+            return plain(strategy)
+
+        def rng(strategy: Any) -> str:
+            random_numbers_by_device(strategy)
+            return plain(strategy)
+
+        def rows(strategy: Any) -> str:
+            count = sum(strategy._plan.engine.devices_per_process)
+            return train(strategy, cell, strided(count))
+
+        def backwards(strategy: Any) -> str:
+            one_by_one(strategy)
+            plan = strategy._plan
+            plan.reduction = lambda: Reversed(plan)
+            return plain(strategy)
+
+        trials: dict[str, Callable[[Any], str]] = {
+            "the real thing": plain,
+            "psum" if options.engine == "jax" else "all_reduce": all_reduce,
+            "random numbers by device": rng,
+            "strided rows": rows,
+        }
+        if not group:
+            trials["reversed tree"] = backwards
+            if options.engine == "jax":
+                trials["vmap over replicas"] = lambda strategy: vmapped(strategy, cell)
+        for name, trial in trials.items():
+            strategy = make(devices)
+            count = sum(strategy._plan.engine.devices_per_process)
+            tell(event="control", name=name, devices=count, fingerprint=trial(strategy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The same bits on any topology, proved cell by cell. About a quarter of an hour on two cores.
+
+Run by `make proof-distribute`; ARGS='--data PATH' adds the tutorials' training on MNIST,
+ARGS='--only matrix --engine torch' runs a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+from proof_foundation import fingerprint
+from report import Row, finish, row
+
+from perdure.supervise import Group
+
+HERE = Path(__file__).parent
+ENGINES = ("jax", "torch")
+PARTS = ("figures", "matrix", "changes", "controls", "data", "mnist")
+
+# (processes, devices of each; by comma where one process runs several topologies)
+TOPOLOGIES = {
+    "jax": [(1, "1,2,3,4,5,8,reversed"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
+    "torch": [(1, "1,2,3,8"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
+}
+# (processes, devices) of each stretch of ten steps.
+CHANGES = {
+    "jax": [(1, 1), (1, 4), (2, 1), (1, 3), (2, 2), (1, 8)],
+    "torch": [(1, 1), (2, 1), (3, 1), (4, 1), (2, 1), (1, 1)],
+}
+CHANGE_STEPS = 10
+EPOCHS = 10
+
+
+def script(name: str) -> list[str]:
+    """A program beside this one, as arguments of Python."""
+    return [str(HERE / f"{name}.py")]
+
+
+def run(
+    program: list[str], arguments: list[str], processes: int = 1, devices: int = 1, kill_at: int = 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(worker, event) of a group, as they come; SIGKILL to all of it after step `kill_at`."""
+    environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, *program, *arguments]
+    with Group(command, processes, environment) as group:
+        for worker, event in group.events():
+            yield worker, event
+            if kill_at and event.get("step") == kill_at:
+                group.kill()
+        group.require(group.wait(), [-9] if kill_at else [0])
+
+
+def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
+    """Line 1: models x optimizers x topologies, one fingerprint for each model and optimizer."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for processes, devices in TOPOLOGIES[engine]:
+        most = 8 if "8" in devices else int(devices)
+        options = ["--engine", engine, "--devices", devices, *arguments]
+
+        def events(*more: str, p: int = processes, d: int = most, o: list[str] = options) -> Any:
+            return list(run(script("distribute_worker"), [*o, *more], p, d))
+
+        # A single process keeps one core busy, mostly with compiling.
+        halves = [("--half", "0"), ("--half", "1")] if processes == 1 else [()]
+        with ThreadPoolExecutor(len(halves)) as pool:
+            parts = list(pool.map(lambda more, events=events: events(*more), halves))
+        for worker, event in itertools.chain(*parts):
+            name = f"P{processes} D{event['devices']} worker {worker}"
+            found[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
+    # What the first topology gave is compared with, so it is not counted as a case.
+    for (model, optimizer), cells in found.items():
+        (_, first), *others = cells
+        outcome = row(
+            f"{engine}, {model}, {optimizer}: {first} in every process of every topology",
+            (each == first for _, each in others),
+        )
+        for name, each in cells:
+            if each != first:
+                print(f"       {name}: {each}")
+        yield outcome
+    prints = {cells[0][1] for cells in found.values()}
+    yield row(
+        f"{engine}: fingerprints of models and optimizers that tell them apart",
+        [len(prints) == len(found)] * len(found),
+    )
+
+
+def changes(engine: str) -> Iterator[bool]:
+    """Line 2: 60 steps, killed and continued on another topology after every tenth."""
+    steps = CHANGE_STEPS * len(CHANGES[engine])
+    program = ["-m", f"perdure.demo.train_{engine}"]
+    with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
+
+        def stretch(directory: str, processes: int, devices: int, kill_at: int = 0) -> None:
+            options = ["--run", f"{work}/{directory}", "--steps", str(steps)]
+            options += ["--devices", str(devices)]
+            for _ in run(program, options, processes, devices, kill_at):
+                pass
+
+        stretch("plain", 1, 1)
+        *changed, last = CHANGES[engine]
+        for turn, (processes, devices) in enumerate(changed, 1):
+            stretch("changed", processes, devices, kill_at=turn * CHANGE_STEPS)
+        stretch("changed", *last)
+        same = fingerprint(Path(work, "changed"), steps) == fingerprint(Path(work, "plain"), steps)
+    # A kill that did not fire has raised in `run`.
+    yield from [same] * len(changed)
+
+
+def controls(engine: str) -> Iterator[Row]:
+    """Line 3: what gives other bits, so that line 1 could have failed."""
+    program = script("distribute_controls")
+    options = ["--engine", engine]
+    found: dict[str, set[str]] = defaultdict(set)
+
+    def collect(*arguments: str, processes: int = 1, devices: int = 1) -> None:
+        for worker, event in run(program, [*options, *arguments], processes, devices):
+            if worker == 0:
+                found[event["name"]].add(event["fingerprint"])
+                print(f"       {event['name']}, {event['devices']} devices: {event['fingerprint']}")
+
+    if engine == "jax":
+        collect("--devices", "1,2,4", devices=4)
+        collect("--threads", "1")
+    else:
+        for processes in (1, 2, 4):
+            collect(processes=processes)
+        collect("--threads", "2")
+    real = found.pop("the real thing")
+    yield row(
+        f"{engine}: the real thing under the controls' data has one fingerprint", [len(real) == 1]
+    )
+    for name, prints in found.items():
+        # By how much it differs depends on the control; that it does is what it is there for.
+        yield row(f"{engine}, control that must differ: {name}", [bool(prints - real)])
+
+
+def figures(engine: str) -> Iterator[bool]:
+    """Line 5: the worked figures of TensorFlow's custom-training tutorial."""
+    for _, event in run(script("distribute_figures"), ["--engine", engine]):
+        yield event["losses"] == [1.25, 2.25]
+        yield event["sum"] == 3.5
+
+
+def mnist(engine: str, data: str) -> Iterator[Row]:
+    """Line 6: the tutorials' training on MNIST digits."""
+    with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
+        accuracy = []
+        for processes in (1, 4):
+            # 8,000 digits in batches of 128: 63 steps are an epoch.
+            options = ["--run", f"{work}/{processes}", "--steps", str(63 * EPOCHS), "--data", data]
+            for worker, event in run(["-m", f"perdure.demo.train_{engine}"], options, processes):
+                if worker == 0 and event["event"] == "done":
+                    accuracy.append((event["accuracy"], event["examples"]))
+        print(f"       test accuracy on 1 device and on 4 workers: {accuracy}")
+        yield row(
+            f"{engine}: the same test accuracy on 1 device and on 4 workers",
+            [len(accuracy) == 2 and accuracy[0] == accuracy[1]],
+        )
+    for worker, event in run(script("distribute_mnist"), ["--engine", engine, "--data", data], 2):
+        if worker == 0:
+            print(f"       training accuracy by epoch on 2 workers: {event['training']}")
+            print(f"       then on the test part: {event['test']}")
+            yield row(f"{engine}: epochs of the multi-worker training reported", [True] * 3)
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Every line of the proof that was asked for."""
+    parts = options.only.split(",") if options.only else PARTS
+    engines = [options.engine] if options.engine else ENGINES
+    chosen = []
+    for name in ("models", "optimizers"):
+        if getattr(options, name):
+            chosen += [f"--{name}", getattr(options, name)]
+    for engine in engines:
+        if "figures" in parts:
+            yield row(f"{engine}: TensorFlow's worked figures 1.25, 2.25 and 3.5", figures(engine))
+        if "matrix" in parts:
+            yield from matrix(engine, chosen)
+        if "changes" in parts:
+            yield row(
+                f"{engine}: changes of topology with SIGKILL after which the bits are the same",
+                changes(engine),
+            )
+        if "controls" in parts:
+            yield from controls(engine)
+        if "mnist" in parts and options.data is not None:
+            yield from mnist(engine, options.data)
+    if "data" in parts and util.find_spec("data_rows") is not None:
+        yield from import_module("data_rows").rows()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", help="MNIST files, for the tutorials' training")
+    parser.add_argument("--engine", choices=ENGINES, help="one of the engines; by default both")
+    parser.add_argument("--only", help=f"parts of the proof, by comma: {', '.join(PARTS)}")
+    parser.add_argument("--models", help="a part of the matrix: models by semicolon")
+    parser.add_argument("--optimizers", help="a part of the matrix: optimizers by comma")
+    finish("distribute", rows(parser.parse_args()))

@@ -1,0 +1,167 @@
+"""The ready-made loop, proved by signals at random times. About ten minutes on two cores.
+
+Run by `make proof-loop`; ARGS='preemption tensorboard group' picks parts, ARGS='--signals 20' makes it
+shorter. The part `tensorboard` needs TensorBoard, and says so where it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from loop_program import EVERY, STEPS, SUMMARY
+from report import Row, finish, row
+
+from perdure.store import Run
+from perdure.supervise import Group
+from perdure.testing import check_run
+
+PROGRAM = Path(__file__).parent / "loop_program.py"
+
+
+def start(
+    where: Path,
+    workers: int = 1,
+    after: float | None = None,
+    number: int = signal.SIGTERM,
+    times: int = 1,
+    behind: int = 0,
+) -> tuple[int, int, str]:
+    """One start of the program; `number` is sent to one worker, `after` seconds behind its begin, or
+    behind step `behind`.
+
+    Gives the status, the last step that was told, and the end of the chief's log.
+    """
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    told = 0
+    with Group([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
+
+        def send(delay: float) -> None:
+            time.sleep(delay)
+            victim = group._processes[-1]
+            for _ in range(times):
+                if victim.poll() is None:
+                    victim.send_signal(number)
+                    time.sleep(0.005)
+
+        for worker, event in group.events():
+            if worker != 0:
+                continue
+            if event["event"] == "step":
+                told = event["step"]
+            if after is not None and (event["event"] == "begin" if not behind else told >= behind):
+                threading.Thread(target=send, args=(after,), daemon=True).start()
+                after = None
+        return group.wait().status, told, group.log(0)
+
+
+def whole(work: Path) -> str:
+    """The fingerprint of a run that nobody interrupts."""
+    status, _, log = start(work / "whole")
+    assert status == 0, log
+    return Run(work / "whole").manifest(STEPS).fingerprint
+
+
+def preemption(work: Path, signals: int) -> Iterator[Row]:
+    """Line 4: SIGTERM at random times; every second time twice."""
+    expected = whole(work)
+    chance = random.Random(4)
+    saved: list[bool] = []
+    ends: list[bool] = []
+    lives, places = 0, {"before the first step": 0, "later": 0}
+    while len(saved) < signals:
+        where = work / f"run-{lives}"
+        lives += 1
+        status = -1
+        while status != 0:
+            # Early ones meet compilation, later ones steps, evaluations and saves.
+            after = chance.choice([0.0, 0.3, 1.2]) * chance.random()
+            send = None if len(saved) >= signals else after
+            status, told, log = start(where, after=send, times=1 + len(saved) % 2)
+            if status != 0:
+                newest = Run(where).steps()[-1]
+                said = (
+                    "which is saved now" in log or f"the newest checkpoint is step {newest}" in log
+                )
+                saved.append(status == 75 and said and newest >= told)
+                places["later" if told else "before the first step"] += 1
+                if not saved[-1]:
+                    print(f"       status {status}, step {told}, newest {newest}:\n{log}")
+            if status not in (0, 75):
+                break
+        ends.append(status == 0 and Run(where).manifest(STEPS).fingerprint == expected)
+        check_run(where)
+    print(f"       signals: {places}")
+    yield row("SIGTERM at a random time: saved, or said which checkpoint stands; status 75", saved)
+    yield row("runs interrupted so that end with the bits of an uninterrupted one", ends)
+
+
+def group(work: Path, signals: int) -> Iterator[Row]:
+    """Line 4, in a group of two: one worker gets the signal, both leave at one step."""
+    expected = whole(work)
+    chance = random.Random(5)
+    where = work / "group"
+    left: list[bool] = []
+    for _ in range(max(1, signals // 20)):
+        status, told, log = start(where, 2, chance.random())
+        left.append(status == 75 and Run(where).steps()[-1] >= told)
+        if not left[-1]:
+            print(f"       status {status}, step {told}:\n{log}")
+    status, _, log = start(where, 2)
+    yield row("SIGTERM to one of two workers: both left with 75, saved", left)
+    same = status == 0 and Run(where).manifest(STEPS).fingerprint == expected
+    yield row("and the group ends with the bits of one process", [same])
+
+
+def tensorboard(work: Path, signals: int) -> Iterator[Row]:
+    """Line 5: TensorBoard's own reader after three kills."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        print("       left out: tensorboard is not installed here (pip install tensorboard)")
+        return
+    where, chance = work / "board", random.Random(signals)
+    for behind in (20, 50, 90):
+        status, _, log = start(where, 1, chance.random() / 10, signal.SIGKILL, behind=behind)
+        assert status == -signal.SIGKILL, log
+    status, _, log = start(where)
+    assert status == 0, log
+    reader = EventAccumulator(str(where / "summaries"), size_guidance={"scalars": 0})
+    reader.Reload()
+    shown = {tag: [point.step for point in reader.Scalars(tag)] for tag in ("loss", "eval/error")}
+    yield row(
+        "points that TensorBoard shows once each, none missing, after three SIGKILLs",
+        [
+            shown["loss"] == list(range(SUMMARY, STEPS + 1, SUMMARY)),
+            shown["eval/error"] == list(range(EVERY, STEPS + 1, EVERY)),
+        ],
+    )
+
+
+PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
+    "preemption": preemption,
+    "group": group,
+    "tensorboard": tensorboard,
+}
+
+
+def rows(parts: list[str], signals: int) -> Iterator[Row]:
+    """Every line of the proof, each part in a directory of its own."""
+    for part in parts:
+        with tempfile.TemporaryDirectory(prefix=f"perdure-{part}-") as name:
+            yield from PARTS[part](Path(name), signals)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all of them by default")
+    parser.add_argument("--signals", type=int, default=100, help="how many of them are sent")
+    given = parser.parse_args()
+    finish("loop", rows(given.parts or list(PARTS), given.signals))

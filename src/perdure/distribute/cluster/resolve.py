@@ -1,0 +1,83 @@
+"""One answer to the question who belongs to the group.
+
+Owns the order of the sources. Invariant: explicit arguments win; of what the environment says, what a
+launcher wrote counts before what a scheduler wrote, and two launchers that contradict each other are
+an error, because one of them was not meant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from perdure.distribute.cluster.description import Cluster, ClusterResolver
+from perdure.distribute.cluster.schedulers import from_kubernetes, from_open_mpi, from_slurm
+from perdure.distribute.cluster.tf_config import from_tf_config
+from perdure.distribute.cluster.variables import from_jax, from_torchrun
+from perdure.errors import ClusterError
+
+# Names one source where there are several, for a program that takes no argument.
+SOURCE = "PERDURE_CLUSTER"
+
+Source = Callable[[Mapping[str, str]], Cluster | None]
+
+_LAUNCHERS: dict[str, Source] = {
+    "tf_config": from_tf_config,
+    "jax": from_jax,
+    "torchrun": from_torchrun,
+}
+# A launcher may well run inside a scheduler's job, with more processes than that counts.
+_SCHEDULERS: dict[str, Source] = {
+    "openmpi": from_open_mpi,
+    "slurm": from_slurm,
+    "kubernetes": from_kubernetes,
+}
+SOURCES = (*_LAUNCHERS, *_SCHEDULERS)
+
+
+def resolve(
+    resolver: ClusterResolver | str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Cluster:
+    """The group to join: `resolver` if given, else what the environment describes, else one alone.
+
+    `resolver` may also be the name of a source (see SOURCES); PERDURE_CLUSTER names one too. Raises
+    ClusterError for a description that is incomplete, malformed or contradicts another one.
+    """
+    if resolver is not None and not isinstance(resolver, str):
+        return resolver.cluster()
+    environ = os.environ if environ is None else environ
+    name = resolver or environ.get(SOURCE)
+    if name:
+        return _named(name, "cluster_resolver" if resolver else SOURCE, environ)
+    found = [own for source in _LAUNCHERS.values() if (own := source(environ)) is not None]
+    for other in found[1:]:
+        _compare(found[0], other)
+    if found:
+        return found[0]
+    for source in _SCHEDULERS.values():
+        if (own := source(environ)) is not None:
+            return own
+    return Cluster(None, 1, 0, source="the environment")
+
+
+def _named(name: str, where: str, environ: Mapping[str, str]) -> Cluster:
+    source = {**_LAUNCHERS, **_SCHEDULERS}.get(name)
+    if source is None:
+        raise ClusterError(f"{where}: expected one of {', '.join(SOURCES)}, found {name!r}")
+    found = source(environ)
+    if found is None:
+        raise ClusterError(f"{where} names {name}, and the environment has nothing of it")
+    return found
+
+
+def _compare(one: Cluster, other: Cluster) -> None:
+    """The port may differ: TensorFlow's and JAX's services are not the same one."""
+    places = [(c.process_id, c.num_processes) for c in (one, other)]
+    if places[0] != places[1]:
+        raise ClusterError(
+            f"two descriptions of the group contradict each other: {one.source} says process "
+            f"{places[0][0]} of {places[0][1]}, {other.source} says process {places[1][0]} of "
+            f"{places[1][1]}. Unset the wrong one, or name the right one: {SOURCE}="
+            f"{'|'.join(_LAUNCHERS)}"
+        )

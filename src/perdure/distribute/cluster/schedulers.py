@@ -1,0 +1,179 @@
+"""Descriptions that a cluster's scheduler puts into the environment: Open MPI, Slurm, Kubernetes.
+
+Owns what their variables mean, one function for each. Invariant: the coordinator is a function of the
+environment alone, the same in every process: nobody is asked over the network. A coordinator
+(JAX_COORDINATOR_ADDRESS, or MASTER_ADDR and MASTER_PORT) or a number of processes (JAX_NUM_PROCESSES,
+WORLD_SIZE) that stands in the environment beside them counts first, and must not contradict them.
+
+Ports are derived as JAX does (jax.distributed): the last 4096 below 65536, by the number of the job;
+55527 on Kubernetes, where every pod has its own address.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+from collections.abc import Callable, Mapping
+
+from perdure.distribute.cluster.description import Cluster, integer
+from perdure.distribute.cluster.variables import (
+    COUNT,
+    join_address,
+    stated_coordinator,
+    stated_count,
+)
+from perdure.errors import ClusterError
+
+_PORTS = 4096
+_KUBERNETES_PORT = 55527
+
+# Names of hosts, for a Slurm node list with a typing error or a huge range.
+_MOST_HOSTS = 100_000
+
+
+def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
+    """A step of Slurm: what `srun` starts. In a batch script by itself nothing is in step yet."""
+    if "SLURM_STEP_NODELIST" not in environ:
+        return None
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    values = _all_of("Slurm", ("SLURM_JOB_ID", "SLURM_PROCID", count), environ)
+    job, index, tasks = (integer(name, text) for name, text in values.items())
+    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    return _cluster(
+        environ,
+        "Slurm",
+        (count, tasks),
+        index,
+        lambda: (hosts[0], _port(job)),
+        # With several tasks on a host, which is where is a matter of --distribution.
+        hosts if len(hosts) == tasks else (),
+    )
+
+
+def from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
+    """What `mpirun` of Open MPI starts."""
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    values = _all_of("Open MPI", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), environ)
+    count, index = (integer(name, text) for name, text in values.items())
+
+    def coordinator() -> tuple[str, int]:
+        uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+        job = re.match(r"(\d+)\.", uri)
+        host = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
+        if job and host:
+            # Numbers of jobs are multiples of 4096.
+            return host[1] or host[2], _port(int(job[1]) // _PORTS)
+        found = f"OMPI_MCA_orte_hnp_uri={uri!r}" if uri else "no OMPI_MCA_orte_hnp_uri"
+        raise ClusterError(
+            f"Open MPI: expected the address of mpirun in OMPI_MCA_orte_hnp_uri (releases up to 4 "
+            f"set it), found {found}. Name the coordinator: mpirun -x MASTER_ADDR=HOST -x "
+            "MASTER_PORT=PORT, with the host on which rank 0 runs"
+        )
+
+    return _cluster(environ, "Open MPI", ("OMPI_COMM_WORLD_SIZE", count), index, coordinator)
+
+
+def from_kubernetes(
+    environ: Mapping[str, str], full_name: Callable[[], str] = socket.getfqdn
+) -> Cluster | None:
+    """A pod of an indexed Job, or of a JobSet with one. `full_name` gives this host's with domain."""
+    if "JOB_COMPLETION_INDEX" not in environ:
+        return None
+    index = integer("JOB_COMPLETION_INDEX", environ["JOB_COMPLETION_INDEX"])
+    count = stated_count(environ)
+    if count is None:
+        raise ClusterError(
+            f"Kubernetes: JOB_COMPLETION_INDEX={index} says that this is a pod of an indexed Job, and "
+            f"nothing says of how many. Set {COUNT} in the pod's env to the Job's completions"
+        )
+    hosts: tuple[str, ...] = ()
+    name, _, domain = full_name().partition(".")
+    domain = environ.get("JOBSET_NAME") or domain
+    if domain and name.endswith(f"-{index}"):
+        base = name.removesuffix(f"-{index}")
+        hosts = tuple(f"{base}-{number}.{domain}" for number in range(min(count[1], _MOST_HOSTS)))
+
+    def coordinator() -> tuple[str, int]:
+        if not hosts:
+            raise ClusterError(
+                f"Kubernetes: expected a host called JOB-{index}.SERVICE, found {full_name()!r}: the "
+                "pods of a Job find each other through a headless service. Make one, and set "
+                "`subdomain` in the pod's spec to its name; or set JAX_COORDINATOR_ADDRESS"
+            )
+        return hosts[0], _KUBERNETES_PORT
+
+    return _cluster(environ, "Kubernetes", count, index, coordinator, hosts)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The hosts of a Slurm node list: `node[01-03,7],login` is node01, node02, node03, node7, login.
+
+    Numbers keep the zeros in front of the first of a range. Raises ClusterError for another text.
+    """
+    hosts: list[str] = []
+    # Commas inside brackets are not between names.
+    for name in re.split(r",(?![^\[\]]*\])", text):
+        parts = re.split(r"\[([^\[\]]*)\]", name)
+        # Text and ranges in turn; several brackets multiply.
+        choices = [
+            _numbers(part, text) if place % 2 else [part] for place, part in enumerate(parts)
+        ]
+        hosts += ("".join(choice) for choice in itertools.product(*choices))
+        if not name or any(mark in part for part in parts[::2] for mark in "[]"):
+            raise ClusterError(
+                f"Slurm: expected a list of hosts like node[01-03,7], found {text!r}"
+            )
+    return tuple(hosts)
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    found: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or last < first or last - first >= _MOST_HOSTS:
+            raise ClusterError(
+                f"Slurm: expected a range of hosts like 01-03 in {text!r}, found {part!r}"
+            )
+        found += (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+    return found
+
+
+def _cluster(
+    environ: Mapping[str, str],
+    source: str,
+    count: tuple[str, int],
+    index: int,
+    derived: Callable[[], tuple[str, int]],
+    addresses: tuple[str, ...] = (),
+) -> Cluster:
+    """The group of `count` = (variable, number); `derived` gives the coordinator if nothing else."""
+    stated = stated_count(environ)
+    if stated is not None and stated[1] != count[1]:
+        raise ClusterError(
+            f"{source} contradicts the environment: {count[0]} is {count[1]}, {stated[0]} is "
+            f"{stated[1]}; unset {stated[0]}, or set it to the number of processes"
+        )
+    if count[1] == 1:
+        return Cluster(None, 1, index, source=source)
+    coordinator = stated_coordinator(environ)
+    if coordinator is None:
+        host, port = derived()
+        coordinator = join_address(host, environ.get("JAX_COORDINATOR_PORT") or str(port))
+    return Cluster(coordinator, count[1], index, addresses, source)
+
+
+def _all_of(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise ClusterError(
+            f"{source}: the environment lacks {', '.join(missing)}; it is not what the scheduler "
+            "gives to a process that it starts"
+        )
+    return {name: environ[name] for name in names}
+
+
+def _port(job: int) -> int:
+    return 65536 - _PORTS + job % _PORTS

@@ -1,0 +1,175 @@
+"""What brings the values of all replicas together outside of a step: reduce and gather.
+
+Owns both collectives. Invariant: sums go through the fixed tree and are divided once; gathered values
+move as bytes, so both are the same in every process and for every topology.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from perdure.distribute.arrays import is_traced, namespace
+from perdure.distribute.engine import Engine
+from perdure.distribute.reduction import Plan
+from perdure.distribute.values import PerReplica, ReduceOp, of
+from perdure.errors import StateError, TopologyError
+
+
+def operation(reduce_op: ReduceOp | str) -> str:
+    """ "sum" or "mean"; TopologyError for anything else."""
+    op = str(getattr(reduce_op, "value", reduce_op)).lower()
+    if op not in ("sum", "mean"):
+        raise TopologyError(f'reduce_op must be "sum" or "mean", got {reduce_op!r}')
+    return op
+
+
+def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+    """See Strategy.reduce."""
+    op = operation(reduce_op)
+    _check("reduce", plan, value)
+    engine = plan.engine
+    sizes: list[list[int]] = []  # of each local replica, along the axis, of each array
+
+    def prepare(leaf: Any) -> Any:
+        _refuse_traced("reduce", leaf)
+        if axis is not None and not -leaf.ndim <= axis < leaf.ndim:
+            raise TopologyError(
+                f"reduce over axis {axis}: a value has the shape {list(leaf.shape)}"
+            )
+        sizes[-1].append(1 if axis is None else leaf.shape[axis])
+        return leaf if axis is None else leaf.sum(axis)
+
+    reduction = plan.reduction()
+    for device, (start, stop) in enumerate(plan.local):
+        for replica in range(start, stop):
+            sizes.append([])
+            own = engine.map(prepare, of(value, replica))
+            reduction.push(device, replica, engine.put(own, engine.devices[device]))
+    total = reduction.total(check=True)
+    if op == "sum":
+        return total
+    # By the number of all elements, which replicas may have unequally many of. Once, at the end.
+    every = sizes
+    if engine.processes.count > 1:
+        texts = engine.processes.gather(json.dumps(sizes).encode())
+        every = [row for text in texts for row in json.loads(text)]
+    counts = iter([sum(column) for column in zip(*every, strict=True)])
+    return engine.map(lambda leaf: leaf / next(counts), total)
+
+
+def gather(plan: Plan, value: Any, axis: int) -> Any:
+    """See Strategy.gather."""
+    _check("gather", plan, value)
+    engine = plan.engine
+    own = [engine.put(_arrays(engine, part), engine.devices[0]) for part in value.values]
+    mine = [_forms(engine, part) for part in own]
+    # [name, dtype, shape] of each array, for every replica of the group.
+    every = [
+        forms
+        for text in engine.processes.gather(json.dumps(mine).encode())
+        for forms in json.loads(text)
+    ]
+    for replica, forms in enumerate(every):
+        _check_forms(every[0], forms, replica, axis)
+    sizes = [[shape[axis] for _, _, shape in forms] for forms in every]
+    if engine.processes.count > 1:
+        own = _exchanged(plan, own, sizes, axis)
+    columns = [iter(_leaves(engine, part)) for part in own]
+    return engine.map(
+        lambda leaf: namespace(leaf).concatenate([next(column) for column in columns], axis), own[0]
+    )
+
+
+def _exchanged(plan: Plan, own: list[Any], sizes: list[list[int]], axis: int) -> list[Any]:
+    """The values of all replicas. They travel with one shape, padded where theirs differ."""
+    engine = plan.engine
+    longest = [max(column) for column in zip(*sizes, strict=True)]
+
+    def padded(value: Any) -> Any:
+        wanted = iter(longest)
+
+        def pad(leaf: Any) -> Any:
+            missing, xp = next(wanted) - leaf.shape[axis], namespace(leaf)
+            if not missing:
+                return leaf
+            shape = list(leaf.shape)
+            shape[axis] = missing
+            return xp.concatenate([leaf, xp.zeros(shape, leaf.dtype)], axis)
+
+        return engine.map(pad, value)
+
+    def cut(value: Any, size: list[int]) -> Any:
+        remaining = iter(size)
+        return engine.map(
+            lambda leaf: leaf[(*[slice(None)] * (axis % leaf.ndim), slice(next(remaining)))], value
+        )
+
+    counts = tuple(part[-1][1] - part[0][0] for part in plan.parts)
+    found = engine.exchange([padded(value) for value in own], counts)
+    every = [value for process in found for value in process]
+    return [cut(value, size) for value, size in zip(every, sizes, strict=True)]
+
+
+def _check(name: str, plan: Plan, value: Any) -> None:
+    if not isinstance(value, PerReplica):
+        raise TopologyError(
+            f"{name} expects a PerReplica, such as strategy.run returns, got {type(value).__name__}"
+        )
+    if value.replicas != plan.local_replicas:
+        raise TopologyError(
+            f"{name} expects a PerReplica for the replicas {plan.local_replicas}, found one for "
+            f"{value.replicas}: it was made by another strategy"
+        )
+
+
+def _refuse_traced(name: str, leaf: Any) -> None:
+    if is_traced(leaf):
+        raise StateError(f"{name} takes values, found one that is traced: call it outside of jit")
+
+
+def _arrays(engine: Engine, value: Any) -> Any:
+    def array(leaf: Any) -> Any:
+        _refuse_traced("gather", leaf)
+        return leaf
+
+    return engine.map(array, value)
+
+
+def _leaves(engine: Engine, value: Any) -> list[Any]:
+    leaves: list[Any] = []
+
+    def take(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    engine.map(take, value)
+    return leaves
+
+
+def _forms(engine: Engine, value: Any) -> list[list[Any]]:
+    return [
+        [name, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+        for name, leaf in zip(engine.describe(value), _leaves(engine, value), strict=True)
+    ]
+
+
+def _check_forms(first: list[Any], forms: list[Any], replica: int, axis: int) -> None:
+    if [name for name, _, _ in first] != [name for name, _, _ in forms]:
+        raise StateError(
+            f"gather: logical replica {replica} gives another structure than replica 0: "
+            f"{[name for name, _, _ in forms]} and {[name for name, _, _ in first]}"
+        )
+    for (name, dtype, shape), (_, other_dtype, other) in zip(first, forms, strict=True):
+        where = f"{name or 'the value'} of logical replica {replica}"
+        if not -len(other) <= axis < len(other):
+            raise StateError(
+                f"gather along axis {axis}: {where} has the shape {other}, which has no such axis"
+            )
+        at = axis % len(other)
+        rest, expected = (other[:at], other[at + 1 :]), (shape[:at], shape[at + 1 :])
+        if dtype != other_dtype or rest != expected or len(other) != len(shape):
+            raise StateError(
+                f"gather along axis {axis}: {where} is {other_dtype}{other}, that of replica 0 is "
+                f"{dtype}{shape}; they may differ along that axis only"
+            )

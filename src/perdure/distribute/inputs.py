@@ -1,0 +1,249 @@
+"""Batches of a strategy as something to iterate over.
+
+Owns `DistributedDataset` and what its sources may be. Invariant: the batch of a step is a function of
+the step and the logical replica. The position is one integer, the next step, and the only state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from perdure.checkpoint.processes import Processes
+from perdure.data.batches import share_size
+from perdure.distribute.engine import Scalar
+from perdure.distribute.values import PerReplica
+from perdure.errors import DataError
+
+
+class Dataset(Protocol):
+    """What a strategy asks of a dataset; perdure.data.ArrayDataset is one.
+
+    With `steps_per_epoch` too, it can be iterated over by epochs.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any: ...
+
+    def recipe(self) -> Mapping[str, Scalar]: ...
+
+
+class AutoShardPolicy(Enum):
+    """How a global batch is shared out; see tf.data.experimental.AutoShardPolicy.
+
+    DATA: each logical replica gets its contiguous rows. OFF: each one gets the whole batch. FILE is
+    there to be refused: dealing out files gives other batches on another number of workers.
+    """
+
+    OFF = -1
+    FILE = 1
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Where a pipeline of `distribute_datasets_from_function` stands.
+
+    There is one pipeline for each logical replica. TensorFlow has one for each worker, which makes
+    every batch depend on the number of workers.
+    """
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """global_batch_size / V; TopologyError if it does not divide."""
+        return share_size(global_batch_size, self.num_replicas_in_sync)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """For which logical replica `distribute_values_from_function` asks."""
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+class DistributedDataset:
+    """The batches of a strategy from `step` on, as PerReplica values that carry their step.
+
+    `for batch in dataset` goes to the end of the epoch that `step` is in; the next loop goes on with
+    the epoch after it. `take(n)` gives n batches, across epochs. Both move `step` on as they hand a
+    batch out, so that a member of a Checkpoint continues where the training stood.
+    """
+
+    # Without a dict, so that nobody who looks for modules in a state walks through the data.
+    __slots__ = ("_batch", "_source", "step")
+
+    def __init__(self, source: Any, batch: Callable[[Any, int], PerReplica], step: int = 0) -> None:
+        if step < 0:
+            raise DataError(f"a dataset starts at step 0 or later, got {step}")
+        self._source = source
+        self._batch = batch
+        self.step = step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one epoch. Raises DataError where the source does not say."""
+        steps = getattr(self._source, "steps_per_epoch", None)
+        if steps is None:
+            raise DataError(
+                f"{type(self._source).__name__} does not say how many steps an epoch has "
+                "(steps_per_epoch, or __len__ of a pipeline); use take(n)"
+            )
+        return steps
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def from_step(self, step: int) -> DistributedDataset:
+        """The same dataset at another step. This one stays where it is."""
+        return DistributedDataset(self._source, self._batch, step)
+
+    def epoch(self, number: int) -> DistributedDataset:
+        """The same dataset at the start of an epoch."""
+        return self.from_step(number * self.steps_per_epoch)
+
+    def take(self, count: int) -> Iterator[PerReplica]:
+        """The next `count` batches."""
+        return self._until(self.step + count)
+
+    def __iter__(self) -> Iterator[PerReplica]:
+        return self._until((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch)
+
+    def _until(self, stop: int) -> Iterator[PerReplica]:
+        while self.step < stop:
+            batch = self._batch(self._source, self.step)
+            self.step += 1
+            yield batch
+
+    def recipe(self) -> Mapping[str, Scalar]:
+        """What of the data decides the result of a run."""
+        return self._source.recipe()
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to a position."""
+        self.step = int(state["step"])
+
+
+def sharded(dataset: Dataset, policy: AutoShardPolicy) -> Any:
+    """The dataset under a policy; DataError for FILE."""
+    if policy is AutoShardPolicy.FILE:
+        raise DataError(
+            "AutoShardPolicy.FILE is refused: it deals files out to workers, so another number of "
+            "workers trains on other batches. Use DATA, which gives each logical replica its rows of "
+            "the same global batch"
+        )
+    return _Whole(dataset) if policy is AutoShardPolicy.OFF else dataset
+
+
+class _Whole:
+    """A dataset of which every replica gets the whole batch."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self.batch_size = dataset.batch_size
+        self.steps_per_epoch = getattr(dataset, "steps_per_epoch", None)
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
+        return self._dataset.batch(step)
+
+    def recipe(self) -> Mapping[str, Scalar]:
+        return {**self._dataset.recipe(), "sharded": False}
+
+
+def from_function(
+    dataset_fn: Callable[[InputContext], Any], local: Sequence[int], replicas: int
+) -> _Pipelines:
+    """A source over the pipelines of the local replicas."""
+    made = {r: dataset_fn(InputContext(replicas, r, replicas)) for r in local}
+    for replica, pipeline in made.items():
+        if not isinstance(pipeline, Iterable) and not hasattr(pipeline, "__getitem__"):
+            raise DataError(
+                f"the function gave {type(pipeline).__name__} for logical replica {replica}; expected "
+                "a sequence or an iterable of the shares of that replica"
+            )
+    return _Pipelines(made)
+
+
+def same_length(source: _Pipelines, processes: Processes) -> None:
+    """DataError unless the pipelines of all processes have the same length."""
+    every = [text.decode() for text in processes.gather(str(source.steps_per_epoch).encode())]
+    for process, text in enumerate(every):
+        if text != every[0]:
+            raise DataError(
+                f"an epoch has {every[0]} steps in process 0 and {text} in process {process}; every "
+                "pipeline must have the same number of batches"
+            )
+
+
+_END = object()
+
+
+class _Pipelines:
+    """One sequence, or one stream, of shares for each local replica."""
+
+    def __init__(self, made: Mapping[int, Any]) -> None:
+        self._made = made
+        self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
+        lengths = {
+            replica: len(pipeline)
+            for replica, pipeline in made.items()
+            if hasattr(pipeline, "__len__") and hasattr(pipeline, "__getitem__")
+        }
+        self.steps_per_epoch = lengths.get(next(iter(made)))
+        for replica in made:
+            if lengths.get(replica) != self.steps_per_epoch:
+                raise DataError(
+                    f"the pipeline of logical replica {next(iter(made))} has {self.steps_per_epoch} "
+                    f"batches and that of replica {replica} has {lengths.get(replica)}; every "
+                    "pipeline must have the same number"
+                )
+        if self.steps_per_epoch == 0:
+            raise DataError("the pipelines hold no batches")
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
+        if self.steps_per_epoch is not None:
+            return self._made[replica][step % self.steps_per_epoch]
+        return self._from_stream(step, replica)
+
+    def _from_stream(self, step: int, replica: int) -> Any:
+        """Element number `step`. What lies before it is read and thrown away after a resume."""
+        at, stream = self._streams.get(replica, (step + 1, None))
+        if stream is None or at > step:
+            at, stream = 0, self._opened(replica, reopened=stream is not None)
+        for position in range(at, step + 1):
+            share = next(stream, _END)
+            if share is _END:
+                raise DataError(
+                    f"the pipeline of logical replica {replica} ended after {position} batches, and "
+                    f"step {step} was asked for; a pipeline without a length must not end"
+                )
+            self._streams[replica] = (position + 1, stream)
+            if position == step:
+                return share
+        raise AssertionError("at <= step")
+
+    def _opened(self, replica: int, *, reopened: bool) -> Iterator[Any]:
+        stream = iter(self._made[replica])
+        if reopened and stream is self._made[replica]:
+            raise DataError(
+                f"the pipeline of logical replica {replica} is an iterator, which cannot go back to an "
+                "earlier step; give an iterable that starts anew, or a sequence"
+            )
+        return stream
+
+    def recipe(self) -> Mapping[str, Scalar]:
+        raise DataError(
+            "pipelines from a function have no recipe of their own; give strategy.recipe() what "
+            "describes their data"
+        )

@@ -1,0 +1,1 @@
+"""The JAX engine and its strategies; a user imports `perdure.jax`."""

@@ -1,0 +1,269 @@
+"""The JAX engine: states, shares and partial sums on the local devices of a process.
+
+Owns where arrays are. Invariant: it computes by the programs of `perdure.distribute.jax.programs`
+alone; between devices only bytes move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.experimental as jax_experimental
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from perdure.checkpoint.processes import Processes
+from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Together, Update, Work, in_turns
+from perdure.distribute.hardware import instruction_set, settings
+from perdure.distribute.jax import group as jax_group
+from perdure.distribute.jax import spmd as jax_spmd
+from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
+from perdure.distribute.jax.programs import (
+    SETTINGS,
+    add_program,
+    grad_program,
+    make_key,
+    name_of,
+    strong,
+    update_program,
+    without_weak_type,
+    words,
+)
+from perdure.errors import TopologyError
+
+Devices = int | Sequence[Any] | None
+
+
+class JaxEngine:
+    """JAX on some local devices of one process. See perdure.distribute.engine.Engine."""
+
+    def __init__(self, devices: Devices, processes: Processes, threads: int | str) -> None:
+        self.processes = processes
+        asked = ask_for_determinism()
+        self.devices = _choose(devices)
+        self._deterministic = check_determinism(asked, self.devices[0].platform)
+        self.devices_per_process = tuple(
+            int(count) for count in processes.gather(str(len(self.devices)).encode())
+        )
+        self._threads = threads
+        # `NamedSharding(P())` over the local devices only: every process holds whole arrays.
+        self._everywhere = NamedSharding(Mesh(np.array(self.devices), ("device",)), P())
+        # The arrays of the last state, by identity, with their parts: taking them apart again costs
+        # more than all else that a step does in Python.
+        self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
+
+    def recipe(self) -> dict[str, Scalar]:
+        config: Any = jax.config
+        device = self.devices[0]
+        on_cpu = device.platform == "cpu"
+        return {
+            "engine": "jax",
+            "engine_version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
+            "platform": device.platform,
+            "instruction_set": instruction_set() if on_cpu else device.device_kind,
+            "settings": settings("cpu" if on_cpu else "gpu"),
+            "deterministic": self._deterministic,
+            "threads": self._threads,
+            "x64": bool(config.jax_enable_x64),
+            "matmul_precision": str(config.jax_default_matmul_precision),
+            "threefry_partitionable": bool(config.jax_threefry_partitionable),
+        }
+
+    def place(self, state: Any) -> list[Any]:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(state)
+        columns = [self._spread(path, leaf) for path, leaf in paths]
+        return [
+            jax.tree.unflatten(treedef, [column[d] for column in columns])
+            for d in range(len(self.devices))
+        ]
+
+    def collect(self, values: list[Any]) -> Any:
+        if len(values) == 1:
+            return values[0]
+        columns = list(zip(*(jax.tree.leaves(value) for value in values), strict=True))
+        leaves = [
+            jax.make_array_from_single_device_arrays(
+                column[0].shape, self._everywhere, list(column)
+            )
+            for column in columns
+        ]
+        self._parts = {
+            id(leaf): (leaf, column) for leaf, column in zip(leaves, columns, strict=True)
+        }
+        return jax.tree.unflatten(jax.tree.structure(values[0]), leaves)
+
+    def put(self, value: Any, device: Any) -> Any:
+        return jax.device_put(value, device)
+
+    def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
+        return grad_program(fn)(
+            state, share, words(stream.seed), np.uint32(stream.step), np.uint32(stream.replica)
+        )
+
+    def add(self, left: Any, right: Any) -> Any:
+        return add_program(left, right)
+
+    def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
+        return update_program(fn)(state, total)
+
+    def runner(self) -> Callable[[Work, list[Any]], None]:
+        return _Runner(len(self.devices), self.settings)
+
+    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> Together | None:
+        if self.processes.count > 1:
+            return None
+        programs = (grad_program(grad), add_program, update_program(update))
+        way = jax_spmd.Together(*programs, self._everywhere, replicas, words(seed))
+
+        def step(state: Any, shares: Sequence[Any], step: int) -> Any:
+            return way(self._whole(state), shares, step) if way.possible else None
+
+        return step if way.possible else None
+
+    def _whole(self, state: Any) -> Any:
+        """The user's state, each leaf one array on all devices."""
+
+        def spread(path: Any, leaf: Any) -> Any:
+            if isinstance(leaf, jax.Array) and leaf.sharding == self._everywhere:
+                return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
+            return jax.device_put(strong(path, leaf), self._everywhere)
+
+        return jax.tree_util.tree_map_with_path(spread, state)
+
+    def exchange(
+        self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
+    ) -> Any:
+        return jax_group.exchange(self.devices[0], roots, counts, self.processes.index, merge)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        device: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Stream | None = None,
+    ) -> Any:
+        if len(self.devices) > 1:
+            args, kwargs = jax.tree.map(
+                functools.partial(_on, device=device), (list(args), dict(kwargs))
+            )
+        with jax.default_device(device):
+            return fn(*args, **kwargs)
+
+    def random_state(self) -> Any:
+        return ()  # JAX has no global generator
+
+    def set_random_state(self, state: Any) -> None:
+        return None
+
+    def settings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        config: Any = jax.config
+        values = {name: getattr(config, f"jax_{name}") for name in SETTINGS}
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for name, value in values.items():
+                    # A new thread has the global ones, which most often are these.
+                    if getattr(config, f"jax_{name}") != value:
+                        # enable_x64 has not always been a name of jax itself.
+                        home = jax if hasattr(jax, name) else jax_experimental
+                        stack.enter_context(getattr(home, name)(value))
+                yield
+
+        return enter
+
+    def key(self, stream: Stream) -> Any:
+        return make_key(words(stream.seed), np.uint32(stream.step), np.uint32(stream.replica))
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)), value)
+
+    def stack(self, values: list[Any]) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
+
+    def signature(self, value: Any) -> Hashable:
+        leaves, treedef = jax.tree.flatten(value)
+        return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+    def describe(self, value: Any) -> dict[str, str]:
+        return {
+            name_of(path): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(value)
+        }
+
+    def _spread(self, path: Any, leaf: Any) -> Sequence[Any]:
+        """The same array on every local device."""
+        # The array is held beside its parts, so that its identity cannot be given to another.
+        if id(leaf) in self._parts:
+            return self._parts[id(leaf)][1]
+        if isinstance(leaf, jax.Array) and not leaf.aval.weak_type:
+            if leaf.sharding == self._everywhere:
+                shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+                return [shards[device] for device in self.devices]
+            if len(self.devices) == 1 and leaf.committed and leaf.devices() == {self.devices[0]}:
+                return [leaf]
+        return [jax.device_put(strong(path, leaf), device) for device in self.devices]
+
+
+class _Runner:
+    """Dispatches in turns; the first time in threads, because each device compiles its own copy."""
+
+    def __init__(self, devices: int, settings: Callable[[], Any]) -> None:
+        self._devices = devices
+        self._settings = settings
+        self._compiled = devices == 1
+
+    def __call__(self, work: Work, states: list[Any]) -> None:
+        if self._compiled:
+            in_turns(work, states, self._devices)
+            return
+        enter = self._settings()
+
+        def drain(own: Any) -> None:
+            with enter():  # the caller's, as in all later steps
+                deque(own, 0)
+
+        with ThreadPoolExecutor(self._devices) as pool:
+            turns = map(work, range(self._devices), states)
+            for done in [pool.submit(drain, own) for own in turns]:
+                done.result()
+        self._compiled = True
+
+
+def _on(leaf: Any, device: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    for shard in leaf.addressable_shards:
+        if shard.device == device and leaf.is_fully_replicated:
+            return shard.data
+    return jax.device_put(leaf, device)
+
+
+def _choose(devices: Devices) -> tuple[Any, ...]:
+    local = jax.local_devices()
+    if devices is None:
+        return tuple(local)
+    if isinstance(devices, int):
+        if not 1 <= devices <= len(local):
+            raise TopologyError(
+                f"{devices} devices were asked for and this process has {len(local)}. On CPU, set "
+                f"JAX_NUM_CPU_DEVICES={devices} before JAX starts"
+            )
+        return tuple(local[:devices])
+    chosen = tuple(devices)
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise TopologyError(f"devices must be a list of different devices, got {list(chosen)}")
+    foreign = [device for device in chosen if device not in local]
+    if foreign:
+        raise TopologyError(f"{foreign} are not devices of this process, which has {local}")
+    return chosen

@@ -1,0 +1,298 @@
+"""The group of JAX processes: joining it, talking in it, moving bytes in it.
+
+Owns `jax.distributed`. Invariant: what an array holds when it leaves a process is what arrives in the
+others, bit for bit: it travels as unsigned integers through an all-gather or an all-to-all, so that
+whatever XLA makes of them, there is no floating-point operation that it could contain.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from perdure.checkpoint.processes import Processes, SingleProcess
+from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll
+from perdure.distribute.engine import Merge, sliced
+from perdure.distribute.processes import KeyValueProcesses, lost
+from perdure.errors import ClusterError, UnsupportedLeafError
+
+
+def join(
+    cluster: Cluster,
+    local_device_ids: Sequence[int] | None = None,
+    options: ClusterOptions | None = None,
+) -> Processes:
+    """Become a member of the group; nothing to do for a group of one. May be called twice.
+
+    Raises ClusterError when not all came, or two claim one number (see `call_roll`).
+    """
+    if cluster.num_processes == 1:
+        return SingleProcess()
+    options = options or ClusterOptions.from_environment()
+    if jax.distributed.is_initialized():
+        found = (jax.process_count(), jax.process_index())
+        if found != (cluster.num_processes, cluster.process_id):
+            raise ClusterError(
+                f"jax.distributed is initialised as process {found[1]} of {found[0]}; "
+                f"{cluster.source} says {cluster.process_id} of {cluster.num_processes}"
+            )
+    else:
+        _initialize(cluster, local_device_ids, options)
+    return _members(cluster.process_id, cluster.num_processes, options.operation_timeout)
+
+
+@functools.lru_cache(maxsize=1)
+def _members(process_id: int, num_processes: int, wait_s: float) -> Processes:
+    # One for all strategies of a process: the rounds of a channel are counted here.
+    # A save may keep a process from a barrier for a while; a dead process is found by the heartbeat.
+    return KeyValueProcesses(lambda: _CoordinationService(wait_s), process_id, num_processes)
+
+
+def _initialize(
+    cluster: Cluster, local_device_ids: Sequence[int] | None, options: ClusterOptions
+) -> None:
+    call_roll(cluster, options.start_timeout)
+    limits: dict[str, Any] = {
+        # Whole seconds, and not 0.
+        "initialization_timeout": math.ceil(options.start_timeout),
+        "heartbeat_timeout_seconds": math.ceil(options.heartbeat),
+        "shutdown_timeout_seconds": math.ceil(options.leave_timeout),
+        # JAX would look at the schedulers' variables once more, for the devices, and pick one.
+        "cluster_detection_method": "deactivate",
+    }
+    known = inspect.signature(jax.distributed.initialize).parameters
+    try:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator,
+            num_processes=cluster.num_processes,
+            process_id=cluster.process_id,
+            local_device_ids=local_device_ids,
+            **{name: value for name, value in limits.items() if name in known},
+        )
+    except RuntimeError as error:
+        raise ClusterError(
+            f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
+            f"{cluster.coordinator} (from {cluster.source}): {error}"
+        ) from error
+
+
+class _CoordinationService:
+    """JAX's key-value store, which process 0 serves. Its client may be shared by threads."""
+
+    def __init__(self, wait_s: float) -> None:
+        from jax._src import distributed
+
+        self._client: Any = distributed.global_state.client
+        self._wait_ms = int(1000 * wait_s)
+
+    def set(self, key: str, value: bytes) -> None:
+        try:
+            self._client.key_value_set_bytes(key, value)
+        except jax.errors.JaxRuntimeError as error:
+            raise lost("a message to the other processes", error) from error
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._client.blocking_key_value_get_bytes(key, self._wait_ms)
+        except jax.errors.JaxRuntimeError as error:
+            raise lost("waiting for the other processes", error) from error
+
+    def delete(self, key: str) -> None:
+        # Only tidiness: a key that stays does no harm, and is never read again.
+        try:
+            self._client.key_value_delete(key)
+        except jax.errors.JaxRuntimeError as error:
+            raise lost("a message to the other processes", error) from error
+
+
+def exchange(
+    home: Any, roots: list[Any], counts: tuple[int, ...], index: int, merge: Merge | None
+) -> Any:
+    """The total, on `home`, the first local device of this process; see Engine.exchange.
+
+    One flat bucket for each width of element, padded to the largest number of values of a process.
+    """
+    treedef = jax.tree.structure(roots[0])
+    leaves = [jax.tree.leaves(root) for root in roots]
+    avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves[0])
+    buckets = _pack(leaves, max(counts))
+    if merge is None or not sliced(sum(leaf.nbytes for leaf in leaves[0]), counts):
+        every = _unpack(_move("gather", buckets, index, home), avals, counts)
+        found = [[jax.tree.unflatten(treedef, root) for root in process] for process in every]
+        return found if merge is None else merge(found)
+    # A slice of every partial sum to each process, which adds the slices in the tree. Addition is by
+    # element, so that it does not matter how the elements are cut.
+    own = _cut(buckets, avals, len(counts))
+    total = merge(_typed(_move("scatter", own, index, home), avals, counts))
+    lines = _move("gather", [bits(part)[None] for part in total], index, home)
+    return jax.tree.unflatten(treedef, _join(lines, avals))
+
+
+def _move(how: str, buckets: list[Any], index: int, home: Any) -> list[Any]:
+    """Each process's buckets ([1, ...]) to all others, or the rows of axis 1 to one process each."""
+    mesh = _mesh(home.platform)
+    own = mesh.devices.flat[index]
+    try:
+        shared = [
+            jax.make_array_from_single_device_arrays(
+                (mesh.size, *bucket.shape[1:]),
+                NamedSharding(mesh, P("process")),
+                [jax.device_put(bucket, own)],
+            )
+            for bucket in buckets
+        ]
+        # Waits, because this is the place where the death of another process can be told from a
+        # fault of the user's program.
+        moved = jax.block_until_ready(_program(how, mesh)(shared))
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise lost("the exchange of partial sums", error) from error
+    return [jax.device_put(bucket.addressable_data(0), home) for bucket in moved]
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh(platform: str) -> Mesh:
+    """One device of each process, in the order of the processes."""
+    first: dict[int, Any] = {}
+    for device in jax.devices(platform):
+        if device.process_index not in first or device.id < first[device.process_index].id:
+            first[device.process_index] = device
+    return Mesh(np.array([first[p] for p in sorted(first)]), ("process",))
+
+
+@functools.lru_cache(maxsize=8)
+def _program(how: str, mesh: Mesh) -> Any:
+    def gather(buckets: list[Any]) -> list[Any]:
+        return [jax.lax.all_gather(b, "process", axis=0, tiled=True) for b in buckets]
+
+    def scatter(buckets: list[Any]) -> list[Any]:
+        return [jax.lax.all_to_all(b, "process", split_axis=1, concat_axis=0) for b in buckets]
+
+    body, out = (gather, P()) if how == "gather" else (scatter, P(None, "process"))
+    return jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("process"), out_specs=out, check_vma=False)
+    )
+
+
+def _widths(avals: Sequence[tuple[tuple[int, ...], Any]]) -> dict[int, list[int]]:
+    """Numbers of the leaves of each element width."""
+    widths: dict[int, list[int]] = {}
+    for number, (_, dtype) in enumerate(avals):
+        if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
+            raise UnsupportedLeafError(f"contributions must be numbers, found {dtype}")
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise UnsupportedLeafError(f"{dtype} contributions: pass real and imaginary part apart")
+        widths.setdefault(dtype.itemsize, []).append(number)
+    return widths
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack(roots: list[list[Any]], rows: int) -> list[Any]:
+    """One array [1, rows, elements] of unsigned integers for each width. Padding is never read."""
+    avals = [(leaf.shape, leaf.dtype) for leaf in roots[0]]
+    buckets = []
+    for numbers in _widths(avals).values():
+        lines = [jnp.concatenate([bits(root[n]) for n in numbers]) for root in roots]
+        lines += [lines[-1]] * (rows - len(lines))
+        buckets.append(jnp.stack(lines)[None])
+    return buckets
+
+
+def _types(avals: Sequence[tuple[tuple[int, ...], Any]]) -> dict[Any, list[int]]:
+    """Numbers of the leaves of each type."""
+    types: dict[Any, list[int]] = {}
+    for number, (_, dtype) in enumerate(avals):
+        types.setdefault(jnp.dtype(dtype), []).append(number)
+    return types
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cut(buckets: list[Any], avals: Any, processes: int) -> list[Any]:
+    """For each type [1, processes, rows, elements]: a slice of every value for each process."""
+    whole = _unpack(buckets, avals, (buckets[0].shape[1],))[0]
+    cut = []
+    for numbers in _types(avals).values():
+        lines = jnp.stack([jnp.concatenate([bits(row[n]) for n in numbers]) for row in whole])
+        padding = -lines.shape[1] % processes
+        lines = jnp.pad(lines, ((0, 0), (0, padding)))
+        cut.append(lines.reshape(len(whole), processes, -1).swapaxes(0, 1)[None])
+    return cut
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _typed(cut: list[Any], avals: Any, counts: tuple[int, ...]) -> list[list[list[Any]]]:
+    """What `scatter` brought, [processes, ..., rows, elements], as values of one leaf per type."""
+    types = list(_types(avals))
+    lines = [c.reshape(len(counts), -1, c.shape[-1]) for c in cut]
+    return [
+        [
+            [
+                from_bits(line[p, row], line.shape[-1:], t)
+                for line, t in zip(lines, types, strict=True)
+            ]
+            for row in range(count)
+        ]
+        for p, count in enumerate(counts)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _join(lines: list[Any], avals: Any) -> list[Any]:
+    """The leaves, from the slices of every process ([processes, elements] for each type)."""
+    leaves: list[Any] = [None] * len(avals)
+    for line, numbers in zip(lines, _types(avals).values(), strict=True):
+        words, start = line.reshape(-1), 0
+        for number in numbers:
+            shape, dtype = avals[number]
+            size = int(np.prod(shape))
+            leaves[number] = from_bits(words[start : start + size], shape, dtype)
+            start += size
+    return leaves
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unpack(
+    buckets: list[Any],
+    avals: tuple[tuple[tuple[int, ...], Any], ...],
+    counts: tuple[int, ...],
+) -> list[list[list[Any]]]:
+    processes: list[list[list[Any]]] = [
+        [[None] * len(avals) for _ in range(count)] for count in counts
+    ]
+    for bucket, numbers in zip(buckets, _widths(avals).values(), strict=True):
+        for process, count in enumerate(counts):
+            for row in range(count):
+                start = 0
+                for number in numbers:
+                    shape, dtype = avals[number]
+                    size = int(np.prod(shape))
+                    words = bucket[process, row, start : start + size]
+                    start += size
+                    processes[process][row][number] = from_bits(words, shape, dtype)
+    return processes
+
+
+def bits(leaf: Any) -> Any:
+    """The leaf, flat, as unsigned integers of its width."""
+    unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+    flat = leaf.reshape(-1)
+    return (
+        flat.astype(unsigned)
+        if leaf.dtype == jnp.bool_
+        else jax.lax.bitcast_convert_type(flat, unsigned)
+    )
+
+
+def from_bits(words: Any, shape: Any, dtype: Any) -> Any:
+    """The inverse of `bits`."""
+    words = words.reshape(shape)
+    return words.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)

@@ -1,0 +1,137 @@
+"""The three compiled computations of a step on JAX.
+
+Owns grad, add and update. Invariant: they are separate single-device executables; step and replica
+are runtime values; nothing that depends on the topology is in any of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from perdure.distribute.engine import Grad, Update
+from perdure.errors import StateError
+
+# Settings that a thread may have for itself, with the context managers of these names.
+SETTINGS = (
+    "enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "disable_jit", "debug_nans",
+    "default_prng_impl", "threefry_partitionable",
+)  # fmt: skip
+
+# `rbg` keys give other bits on other topologies; threefry does not.
+_PRNG = "threefry2x32"
+
+
+@functools.lru_cache(maxsize=64)
+def grad_program(fn: Grad) -> Callable[..., Any]:
+    """`fn` with its key. Kept, so that all strategies over one function share its executables."""
+
+    @jax.jit
+    def grad(state: Any, share: Any, seed: Any, step: Any, replica: Any) -> Any:
+        try:
+            contributions = fn(state, share, make_key(seed, step, replica))
+        except NameError as error:  # what JAX raises for psum and pmean outside of its own pmap
+            if "axis name" not in str(error):
+                raise
+            raise StateError(
+                f"{_called(fn)} adds up over the devices itself ({error}): psum, pmean or "
+                "BatchNorm(axis_name=...). The order of such a sum depends on the devices, and the "
+                "bits would change with the topology. Leave the axis out: statistics are then those "
+                "of each logical replica, and contributions are summed after grad"
+            ) from error
+        if not jax.tree.leaves(contributions):
+            raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
+        return jax.tree.map(without_weak_type, contributions)
+
+    return grad
+
+
+@functools.lru_cache(maxsize=64)
+def update_program(fn: Update) -> Callable[..., Any]:
+    @jax.jit
+    def update(state: Any, total: Any) -> tuple[Any, Any]:
+        result = fn(state, total)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise StateError(
+                f"{_called(fn)} must return (state, logs), got {type(result).__name__}"
+            )
+        new, logs = jax.tree.map(without_weak_type, result)
+        _same_form(fn, state, new)
+        return new, logs
+
+    return update
+
+
+@jax.jit
+def add_program(left: Any, right: Any) -> Any:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def make_key(seed: Any, step: Any, replica: Any) -> Any:
+    key = jax.random.wrap_key_data(jnp.asarray(seed), impl=_PRNG)
+    return jax.random.fold_in(jax.random.fold_in(key, step), replica)
+
+
+def words(seed: int) -> Any:
+    # As jax.random.key(seed, impl="threefry2x32"), which drops the high word without x64.
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], dtype=np.uint32)
+
+
+def without_weak_type(leaf: Any) -> Any:
+    """Weak types are lost in a checkpoint: after a resume the step would be another program."""
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    return jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def strong(path: Any, leaf: Any) -> Any:
+    """A leaf of the user's, as an array whose dtype does not give way in promotions."""
+    if isinstance(leaf, jax.Array):
+        return without_weak_type(leaf)
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError):
+        array = None
+    if array is None or array.dtype.kind in "OSUMm":
+        raise StateError(
+            f"{name_of(path)}: every leaf of a state must be an array or a number, found "
+            f"{type(leaf).__name__}; keep other values outside (eqx.partition), or as static fields"
+        )
+    return array
+
+
+def _same_form(fn: Update, old: Any, new: Any) -> None:
+    """A state that changes its form compiles the step anew, and cannot be restored into itself."""
+
+    def form(tree: Any) -> dict[str, str]:
+        return {
+            name_of(path): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+
+    before, after = form(old), form(new)
+    if jax.tree.structure(old) == jax.tree.structure(new) and before == after:
+        return
+    differ = [
+        f"{path}: {before.get(path, 'nothing')} became {after.get(path, 'nothing')}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    ]
+    raise StateError(
+        f"{_called(fn)} must return a state of the form that it got: "
+        + ("; ".join(differ[:10]) or "the containers differ")
+    )
+
+
+def name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the state"
+
+
+def _called(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", repr(fn))

@@ -1,0 +1,186 @@
+"""Metrics by the names that Keras gives them.
+
+Owns what each one counts. Invariant: what counts examples is an integer and never passes through a
+mean or a float; an average is divided when it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perdure.distribute.arrays import namespace
+from perdure.distribute.metrics.accumulators import COUNTER, SUM
+from perdure.distribute.metrics.auc import AUC
+from perdure.distribute.metrics.counting import Counting, classes, ratio, same_shape, spread
+from perdure.distribute.metrics.metric import Metric
+from perdure.errors import StateError
+
+__all__ = [
+    "AUC",
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "ConfusionMatrix",
+    "Mean",
+    "Metric",
+    "SparseCategoricalAccuracy",
+    "SparseTopKCategoricalAccuracy",
+    "Sum",
+    "TopKCategoricalAccuracy",
+]
+
+
+class Mean(Metric):
+    """Weighted mean of values: sum(values * weights) / sum(weights)."""
+
+    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"total": ((), SUM), "weight": ((), SUM)}
+
+    def contribution(self, values: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """`values` of any shape; `sample_weight` of the same, or of its first axes."""
+        xp = namespace(values, sample_weight)
+        values = xp.constant(values, SUM)
+        weight = spread(xp, sample_weight, values.shape)
+        return {"total": xp.sum(values * weight), "weight": xp.sum(weight)}
+
+    def value(self, read: dict[str, Any]) -> Any:
+        return ratio(read["total"], read["weight"])
+
+
+class Sum(Metric):
+    """Sum of values; with integer=True, exactly, of integers whose sum in a step is below 2**30."""
+
+    def __init__(self, name: str | None = None, *, integer: bool = False) -> None:
+        self.integer = integer
+        super().__init__(name)
+
+    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"total": ((), COUNTER if self.integer else SUM)}
+
+    def contribution(self, values: Any) -> dict[str, Any]:
+        """`values` of any shape."""
+        xp = namespace(values)
+        kind = str(xp.array(values).dtype)
+        if self.integer and "int" not in kind and "bool" not in kind:
+            raise StateError(f"{self} sums integers, found {kind}")
+        return {"total": xp.sum(xp.constant(values, COUNTER if self.integer else SUM))}
+
+    def value(self, read: dict[str, Any]) -> Any:
+        return read["total"]
+
+
+class _Accuracy(Counting):
+    """Examples that are predicted rightly, among all."""
+
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        return {"correct": (), "total": ()}
+
+    def contribution(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """Labels, predictions and weights of a share; see the class for their shapes."""
+        xp = namespace(y_true, y_pred, sample_weight)
+        right = self.matches(xp, y_true, xp.constant(y_pred, SUM))
+        weight, faults = self.weights(xp, sample_weight, right)
+        correct = xp.sum(xp.array(right, self.kind) * weight)
+        return {"correct": correct, "total": xp.sum(weight), **faults}
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        """True for every example that is predicted rightly."""
+        raise NotImplementedError
+
+    def of_counts(self, counts: dict[str, Any]) -> Any:
+        return ratio(counts["correct"], counts["total"])
+
+
+class BinaryAccuracy(_Accuracy):
+    """y_true of 0 and 1, y_pred above `threshold` meaning 1, in one shape [...]."""
+
+    def __init__(
+        self, name: str | None = None, *, threshold: float = 0.5, weighted: bool = False
+    ) -> None:
+        self.threshold = threshold
+        super().__init__(name, weighted=weighted)
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        labels = xp.constant(y_true, SUM)
+        same_shape("labels", labels, y_pred)
+        return labels == xp.array(y_pred > self.threshold, SUM)
+
+
+class CategoricalAccuracy(_Accuracy):
+    """y_true one-hot and y_pred scores, of shape [..., classes]. The first of equal scores counts."""
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        labels = xp.constant(y_true, SUM)
+        same_shape("labels", labels, y_pred)
+        return xp.argmax(labels) == xp.argmax(y_pred)
+
+
+class SparseCategoricalAccuracy(_Accuracy):
+    """y_true integers [...] and y_pred scores [..., classes]. The first of equal scores counts."""
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        return classes(xp, y_true, y_pred) == xp.argmax(y_pred)
+
+
+class SparseTopKCategoricalAccuracy(_Accuracy):
+    """y_true integers [...], y_pred scores [..., classes]: right if fewer than k score higher."""
+
+    def __init__(self, name: str | None = None, *, k: int = 5, weighted: bool = False) -> None:
+        self.k = k
+        super().__init__(name, weighted=weighted)
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        own = classes(xp, y_true, y_pred)[..., None] == xp.arange(y_pred.shape[-1])
+        # A label that is no class stands below every score.
+        score = xp.amax(xp.where(own, y_pred, -float("inf")))[..., None]
+        # Not `y_pred > score`, which is false for NaN, and NaN would then be the best score.
+        higher = xp.sum(xp.array(~(y_pred <= score), COUNTER), -1)
+        return higher < self.k
+
+
+class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
+    """The same with y_true one-hot, of shape [..., classes]."""
+
+    def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
+        labels = xp.constant(y_true, SUM)
+        same_shape("labels", labels, y_pred)
+        return super().matches(xp, xp.argmax(labels), y_pred)
+
+
+class ConfusionMatrix(Counting):
+    """How often label i (row) was predicted as j (column): int64 of shape [classes, classes].
+
+    y_true integers [...]; y_pred integers of the same shape, or scores [..., classes].
+    """
+
+    def __init__(self, num_classes: int, name: str | None = None) -> None:
+        self.num_classes = num_classes
+        super().__init__(name)
+
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.num_classes, self.num_classes)}
+
+    def faults(self) -> dict[str, str]:
+        advice = f"labels or predictions were outside of 0 to {self.num_classes - 1}"
+        return {**super().faults(), "outside": advice}
+
+    def contribution(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """Labels, predictions and weights of a share."""
+        xp = namespace(y_true, y_pred, sample_weight)
+        y_pred = xp.constant(y_pred, SUM)
+        labels = xp.constant(y_true, COUNTER)
+        if y_pred.ndim > labels.ndim:
+            y_pred = xp.argmax(y_pred)
+        predicted = xp.array(y_pred, COUNTER)
+        same_shape("labels", labels, predicted)
+        weight, faults = self.weights(xp, sample_weight, labels)
+        size = self.num_classes
+        inside = (labels >= 0) & (labels < size) & (predicted >= 0) & (predicted < size)
+        counted = weight != 0
+        # Two more cells: for what lies outside, and for what does not count.
+        cell = xp.where(inside, labels * size + predicted, size * size)
+        cells = xp.bincount(xp.where(counted, cell, size * size + 1), size * size + 2)
+        matrix = cells[: size * size].reshape((size, size))
+        return {"matrix": matrix, "outside": cells[size * size], **faults}
+
+    def of_counts(self, counts: dict[str, Any]) -> Any:
+        return counts["matrix"]

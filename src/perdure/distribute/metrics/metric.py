@@ -1,0 +1,177 @@
+"""A metric: what every replica contributes, what accumulates, what it says.
+
+Owns both styles of use. Invariant: accumulators change by one total for each step, which went through
+the fixed tree, in the order of the steps; so they are the same for every topology, and restored they
+are what they were. Names no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from perdure.distribute.arrays import is_traced, on_host
+from perdure.distribute.context import (
+    compiled_in,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
+from perdure.distribute.metrics import accumulators
+from perdure.distribute.replica import RunContext
+from perdure.distribute.values import PerReplica
+from perdure.errors import StateError
+
+# Updates that wait for their tree together. It bounds memory and does not change the result.
+_PENDING = 64
+
+
+class Metric:
+    """Base of all metrics.
+
+    Functional, for `strategy.step`: `init()` goes into the state, `contribution(...)` among what grad
+    returns, `merge(accumulators, total)` into update, `result(accumulators)` where it is read.
+
+    As an object, in TensorFlow's manner: made in `with strategy.scope():` (or under no strategy at
+    all), `update_state(...)` in the function of `strategy.run`, then `result()` and `reset_state()`.
+    It is a member of `Checkpoint`. `result` and saving are collectives: every process does them.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or type(self).__name__
+        # In a function, because what looks through a state for modules must not walk into it.
+        strategy = get_strategy() if has_strategy() else None
+        self._strategy = lambda: strategy
+        self._pending: list[PerReplica] = []
+        self._accumulators = self.init()
+
+    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and kind (accumulators.COUNTER or SUM) of everything that accumulates, by name."""
+        raise NotImplementedError
+
+    def contribution(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What one replica's share adds to the fields, as arrays of int32 or float32."""
+        raise NotImplementedError
+
+    def value(self, read: dict[str, Any]) -> Any:
+        """The metric, from the values of the fields."""
+        raise NotImplementedError
+
+    def init(self) -> dict[str, Any]:
+        """Empty accumulators: arrays [2, ...] by name; see perdure.distribute.metrics.accumulators."""
+        return {name: accumulators.zeros(*field) for name, field in self.fields().items()}
+
+    def merge(self, accumulated: Mapping[str, Any], total: Mapping[str, Any]) -> dict[str, Any]:
+        """The accumulators after a step whose contributions sum to `total`."""
+        return {name: accumulators.add(accumulated[name], total[name]) for name in accumulated}
+
+    def result(self, accumulated: Mapping[str, Any] | None = None) -> Any:
+        """The metric over all steps so far, in float64; NaN where nothing was counted.
+
+        Without `accumulated`, of the object itself. Inside of jit it is rounded to float32.
+        """
+        if accumulated is None:
+            self._flush("result()")
+            accumulated = self._accumulators
+        return self.value({name: accumulators.read(a) for name, a in accumulated.items()})
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add what `contribution` makes of these arguments.
+
+        In the function of strategy.run: the share of this replica. Elsewhere: the whole, the same in
+        every process.
+        """
+        self._check_scope()
+        value = self.contribution(*args, **kwargs)
+        if any(map(is_traced, value.values())):
+            raise StateError(
+                f"{self}: update_state was called inside of jit, where there are no values to keep; "
+                "return metric.contribution(...) from the compiled function"
+            )
+        context = get_replica_context()
+        if isinstance(context, RunContext):
+            context.record(self, value)
+            return
+        self._flush("update_state()")
+        self._accumulators = self.merge(self._accumulators, _on_host(value))
+
+    def reset_state(self) -> None:
+        """Start anew."""
+        self._outside_of_replicas("reset_state()")
+        self._pending = []
+        self._accumulators = self.init()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accumulators, as NumPy arrays of their own."""
+        self._flush("saving")
+        return {name: array.copy() for name, array in self._accumulators.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over accumulators; StateError if they are another metric's."""
+        wanted = {name: f"{a.dtype}{list(a.shape)}" for name, a in self.init().items()}
+        arrays = {name: np.array(on_host(array)) for name, array in state.items()}
+        found = {name: f"{a.dtype}{list(a.shape)}" for name, a in arrays.items()}
+        if wanted != found:
+            raise StateError(f"{self}: expected the accumulators {wanted}, found {found}")
+        self._pending = []
+        self._accumulators = arrays
+
+    def commit(self, rounds: list[PerReplica]) -> None:
+        """Called by strategy.run when all replicas have ended."""
+        self._pending += rounds
+        if len(self._pending) >= _PENDING:
+            self._flush("update_state()")
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__} "{self.name}"'
+
+    def _flush(self, what: str) -> None:
+        """Bring what replicas recorded through the tree, and add it in the order of the runs."""
+        self._outside_of_replicas(what)
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        strategy = self._strategy()
+        assert strategy is not None, "only the replicas of a strategy record"
+        replicas = strategy.local_replicas
+        together = [
+            {str(n): one.values[at] for n, one in enumerate(pending)} for at in range(len(replicas))
+        ]
+        totals = strategy.reduce("sum", PerReplica(tuple(together), replicas))
+        for n in range(len(pending)):
+            self._accumulators = self.merge(self._accumulators, _on_host(totals[str(n)]))
+
+    def _check_scope(self) -> None:
+        if (place := compiled_in()) is not None:
+            raise StateError(
+                f"{self}: update_state in {place} of a step, which must be pure; return "
+                "metric.contribution(...) from grad, and use metric.merge(...) in update"
+            )
+        own = self._strategy()
+        here = get_strategy() if has_strategy() else None
+        if here is own:
+            return
+        if own is None:
+            raise StateError(
+                f"{self} was made outside of the scope of the strategy under which it is updated; make "
+                "it in `with strategy.scope():`"
+            )
+        if here is None:
+            raise StateError(
+                f"{self} belongs to a strategy and is updated outside of its scope; call update_state "
+                "in the function of strategy.run, or in `with strategy.scope():`"
+            )
+        raise StateError(f"{self} belongs to the scope of another strategy than the one that runs")
+
+    def _outside_of_replicas(self, what: str) -> None:
+        if get_replica_context() is not None:
+            raise StateError(
+                f"{self}: {what} in a logical replica, which has only its own share; call it after "
+                "strategy.run"
+            )
+
+
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: on_host(value) for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""The PyTorch engine and its strategies; a user imports `perdure.torch`."""

@@ -1,0 +1,132 @@
+"""What a logical replica's forward pass changes in place, as contributions.
+
+Owns the buffers and `.grad` of the modules in a state. Invariant: each logical replica starts from
+the same buffers, and what it made of them is summed in the tree like everything else, so that
+statistics such as BatchNorm's are those of V replicas, however many of them one process runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.errors import StateError
+
+# Nothing below these is a module of its own.
+_CLOSED = (
+    Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
+    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
+)  # fmt: skip
+
+
+# Beside the names of buffers, none of which holds a slash.
+CHANGED = "/changed"
+
+
+def modules(state: Any) -> list[tuple[str, nn.Module]]:
+    """Every outermost module in a state, with its path: in containers, dataclasses and objects."""
+    return list(_modules(state, "", set()))
+
+
+def _modules(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if value is None or isinstance(value, _CLOSED) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    elif dataclasses.is_dataclass(value):
+        children = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    else:
+        children = getattr(value, "__dict__", {}).items()
+    for name, child in list(children):
+        yield from _modules(child, f"{path}.{name}" if path else str(name), seen)
+
+
+def _buffers(state: Any) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for path, module in modules(state):
+        for inner, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise StateError(
+                    f"{'.'.join(filter(None, (path, inner)))}: SyncBatchNorm adds up statistics over "
+                    "the processes inside the forward pass, in an order that depends on how many "
+                    "there are; the bits would change with the topology. Use BatchNorm: its "
+                    "statistics are then those of each logical replica"
+                )
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    yield ".".join(filter(None, (path, inner, key))), part, key, buffer
+
+
+def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+    """(result of `grad`, the buffers that it left by name); the state is as it was before.
+
+    One more entry counts, for each buffer, whether it changed: those that no replica changed are left
+    alone afterwards, because V equal values divided by V need not give that value. Values are
+    compared, because BatchNorm's kernel does not raise the version of what it writes.
+    """
+    before = [(*entry, entry[-1].clone()) for entry in _buffers(state)]
+    parameters = [
+        (f"{path}.{name}" if path else name, p, p._version, p.grad)
+        for path, module in modules(state)
+        for name, p in module.named_parameters()
+    ]
+    # With backward() in `grad`, each replica finds its own gradients in `.grad` and no others.
+    for _, parameter, _, _ in parameters:
+        parameter.grad = None
+    after: dict[str, Tensor] = {}
+    changed: list[bool] = []
+    without_mean: list[str] = []
+    try:
+        result = grad()
+    finally:
+        with torch.no_grad():
+            for name, part, key, buffer, value in before:
+                now = part._buffers[key]
+                assert now is not None
+                differs = not torch.equal(now, value)
+                if value.dtype != torch.bool:
+                    changed.append(differs)
+                    after[name] = now.detach().clone() if differs else value
+                elif differs:
+                    without_mean.append(name)
+                if differs or now is not buffer:
+                    part._buffers[key] = buffer
+                    buffer.copy_(value)
+        for _, parameter, _, old in parameters:
+            parameter.grad = old
+    for name, parameter, version, _ in parameters:
+        if parameter._version != version:
+            raise StateError(
+                f"{name}: grad changed this parameter. Only update may change parameters, because "
+                "grad runs once for each logical replica"
+            )
+    if without_mean:
+        raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
+    return result, {**after, CHANGED: torch.tensor(changed, dtype=torch.int64)} if after else {}
+
+
+def write(state: Any, totals: dict[str, Tensor], replicas: int) -> None:
+    """Put the mean over the replicas into the buffers that one of them changed.
+
+    Integers (num_batches_tracked) are divided as integers: all replicas count alike.
+    """
+    if not totals:
+        return
+    names = [name for name in totals if name != CHANGED]
+    changed = {n for n, count in zip(names, totals[CHANGED].tolist(), strict=True) if count}
+    with torch.no_grad():
+        for name, _, _, buffer in _buffers(state):
+            if name in changed:
+                total = totals[name]
+                whole = not (total.is_floating_point() or total.is_complex())
+                buffer.copy_(total // replicas if whole else total / replicas)

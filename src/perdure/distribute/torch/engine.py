@@ -1,0 +1,269 @@
+"""The PyTorch engine.
+
+Owns what PyTorch keeps globally and what decides bits: thread count, deterministic algorithms, the
+random generators. Invariant: a logical replica computes with one thread count, from the same buffers,
+under random numbers that are a function of (seed, step, replica). On the CPU a process may have several
+devices, which are threads; of accelerators it has one.
+
+State is changed in place, as is the habit of PyTorch, and returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from perdure.checkpoint.processes import Processes
+from perdure.distribute import nest
+from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Update, Work
+from perdure.distribute.hardware import instruction_set, settings
+from perdure.distribute.torch import buffers as torch_buffers
+from perdure.distribute.torch import group as torch_group
+from perdure.distribute.torch import threads as torch_threads
+from perdure.errors import StateError, TopologyError
+
+# Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
+# operations do (docs/DESIGN.md), and OpenMP's threads spin while they wait for each other: on a machine
+# shared with other programs two of them took 2.5 to 4 times as long as one.
+# OMP_NUM_THREADS does not count: torchrun sets it by the number of processes, which is topology.
+THREADS = 1
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+class TorchEngine:
+    """PyTorch on the devices of a process. See perdure.distribute.engine.Engine."""
+
+    def __init__(self, devices: Any, processes: Processes, threads: int | None) -> None:
+        if threads is not None and threads < 1:
+            raise TopologyError(f"threads must be at least 1, got {threads}")
+        self.processes = processes
+        self.devices = _choose(devices)
+        self.devices_per_process = tuple(
+            int(count) for count in processes.gather(str(len(self.devices)).encode())
+        )
+        # Settings of the whole process: an operation without a deterministic form raises.
+        self._threads = threads or THREADS
+        torch.set_num_threads(self._threads)
+        torch.use_deterministic_algorithms(True)
+        # It only guards against reading what `torch.empty` left, and took 7% of a convolutional step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.backends.cudnn.benchmark = False
+
+    def recipe(self) -> dict[str, Scalar]:
+        device = self.devices[0]
+        on_gpu = device.type == "cuda"
+        gpu: dict[str, Scalar] = {"cudnn_tf32": torch.backends.cudnn.allow_tf32} if on_gpu else {}
+        return {
+            **gpu,
+            "engine": "torch",
+            "engine_version": f"torch {torch.__version__}",
+            "platform": device.type,
+            "instruction_set": torch.cuda.get_device_name(device) if on_gpu else instruction_set(),
+            "settings": settings("gpu" if on_gpu else "cpu"),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "mkldnn": bool(torch.backends.mkldnn.enabled),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        }
+
+    def place(self, state: Any) -> list[Any]:
+        return [state]
+
+    def collect(self, values: list[Any]) -> Any:
+        return values[0]
+
+    def put(self, value: Any, device: Any) -> Any:
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray):
+                leaf = torch.from_numpy(np.asarray(leaf, order="C"))
+            return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+        return nest.transform(move, value)
+
+    def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
+        with self._seeded(stream):
+            result, buffers = torch_buffers.isolated(
+                state, lambda: fn(state, share, self.key(stream))
+            )
+        for path, leaf in nest.flatten(result):
+            if not isinstance(leaf, torch.Tensor):
+                raise StateError(
+                    f"{path or 'the result'}: contributions must be tensors, found "
+                    f"{type(leaf).__name__}"
+                )
+        return {
+            "contributions": nest.transform(lambda leaf: leaf.detach(), result),
+            "buffers": buffers,
+        }
+
+    def add(self, left: Any, right: Any) -> Any:
+        # Never in place: one tensor may stand at two places of a tree.
+        one = [leaf for _, leaf in nest.flatten(left)]
+        other = [leaf for _, leaf in nest.flatten(right)]
+        with torch.no_grad():
+            sums = torch._foreach_add(one, other)  # pyright: ignore[reportPrivateImportUsage]
+        return nest.rebuild(left, iter(sums))
+
+    def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
+        # `stream.replica` is V here: the number of terms, and a stream that no replica has.
+        with self._seeded(stream):
+            torch_buffers.write(state, total["buffers"], stream.replica)
+            result = fn(state, total["contributions"])
+        if not isinstance(result, tuple) or len(result) != 2:
+            name = getattr(fn, "__name__", repr(fn))
+            raise StateError(f"{name} must return (state, logs), got {type(result).__name__}")
+        return result
+
+    def runner(self) -> Callable[[Work, list[Any]], None]:
+        return torch_threads.Threads(len(self.devices), self._threads)
+
+    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
+        return None
+
+    def exchange(
+        self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
+    ) -> Any:
+        return torch_group.exchange(self.devices[0], roots, counts, merge)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        device: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Stream | None = None,
+    ) -> Any:
+        def arrays(value: Any) -> Any:
+            # What holds none stays the same object: a list may be there to be appended to.
+            held = any(isinstance(leaf, np.ndarray) for _, leaf in nest.flatten(value))
+            return self.put(value, device) if held else value
+
+        with contextlib.nullcontext() if stream is None else self._seeded(stream):
+            return fn(*map(arrays, args), **{name: arrays(kwargs[name]) for name in kwargs})
+
+    def random_state(self) -> Any:
+        return [generator.get_state() for generator in self._generators()]
+
+    def set_random_state(self, state: Any) -> None:
+        for generator, old in zip(self._generators(), state, strict=True):
+            generator.set_state(old)
+
+    def settings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        kind = self.devices[0].type
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad),
+                torch.autocast(kind, dtype, autocast),
+            ):
+                yield
+
+        return enter
+
+    def key(self, stream: Stream) -> torch.Generator:
+        return torch.Generator(self.devices[0]).manual_seed(_mixed(stream))
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        with torch.no_grad():
+            return nest.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)
+
+    def stack(self, values: list[Any]) -> Any:
+        columns = zip(*([leaf for _, leaf in nest.flatten(v)] for v in values), strict=True)
+        return nest.rebuild(
+            values[0], iter([torch.stack([torch.as_tensor(x) for x in c]) for c in columns])
+        )
+
+    def signature(self, value: Any) -> Hashable:
+        return nest.structure(value), tuple(
+            (leaf.shape, leaf.dtype) for _, leaf in nest.flatten(value)
+        )
+
+    def describe(self, value: Any) -> dict[str, str]:
+        return {
+            path: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            for path, leaf in nest.flatten(value)
+        }
+
+    @contextlib.contextmanager
+    def _seeded(self, stream: Stream) -> Iterator[None]:
+        """The global generators under `stream`; afterwards as before.
+
+        What the user draws between two steps must not depend on which replicas ran here.
+        """
+        if (own := torch_threads.own_generator()) is not None:
+            own.manual_seed(_mixed(stream))
+            yield
+            return
+        states = self.random_state()
+        for generator in self._generators():
+            # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
+            generator.manual_seed(_mixed(stream))
+        try:
+            yield
+        finally:
+            self.set_random_state(states)
+
+    def _generators(self) -> list[torch.Generator]:
+        generators = [torch.default_generator]
+        if self.devices[0].type == "cuda":
+            generators.append(torch.cuda.default_generators[self.devices[0].index])
+        return generators
+
+
+def _mixed(stream: Stream) -> int:
+    """63 bits of (seed, step, replica), by SplitMix64 (see perdure.data.permutation)."""
+    mask, value = 2**64 - 1, 0
+    for part in stream:
+        value = ((value + 0x9E3779B97F4A7C15) ^ part) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1
+
+
+def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:
+    """Give cuBLAS workspaces of a fixed size: without, its results may differ from call to call.
+
+    TopologyError when CUDA has started without: cuBLAS reads the variable once.
+    """
+    if environ.get(CUBLAS, "") in (":4096:8", ":16:8"):
+        return
+    if started or CUBLAS in environ:
+        found = f"{CUBLAS}={environ[CUBLAS]}" if CUBLAS in environ else f"no {CUBLAS}"
+        raise TopologyError(
+            f"CUDA has started with {found}, under which results may differ from call to call; "
+            f"expected :4096:8 or :16:8. Make the strategy before anything that uses CUDA, or set "
+            f"{CUBLAS}=:4096:8 in the environment"
+        )
+    environ[CUBLAS] = ":4096:8"
+
+
+def _choose(devices: Any) -> tuple[torch.device, ...]:
+    if isinstance(devices, int):
+        if devices < 1:
+            raise TopologyError(f"devices must be at least 1, got {devices}")
+        devices = ["cpu"] * devices
+    if not isinstance(devices, (list, tuple)):
+        devices = ["cpu" if devices is None else devices]
+    chosen: tuple[torch.device, ...] = tuple(torch.device(device) for device in devices)
+    if len(chosen) == 0 or (len(chosen) > 1 and any(device.type != "cpu" for device in chosen)):
+        raise TopologyError(
+            f"a process has one accelerator, or any number of CPU devices, and {devices!r} was asked "
+            "for; start one process per accelerator with MultiWorkerMirroredStrategy (torchrun does)"
+        )
+    if chosen[0].type == "cuda":
+        fix_cublas(os.environ, torch.cuda.is_initialized())
+    if chosen[0].type == "cuda" and chosen[0].index is None:
+        return (torch.device("cuda", torch.cuda.current_device()),)
+    return chosen

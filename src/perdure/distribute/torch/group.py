@@ -1,0 +1,211 @@
+"""The group of torch processes: joining it, talking in it, moving bytes in it.
+
+Owns `torch.distributed`. Invariant: values travel as raw bytes through an all-gather or an
+all-to-all of gloo; no collective ever computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from perdure.checkpoint.processes import Processes, SingleProcess
+from perdure.distribute import nest
+from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll
+from perdure.distribute.engine import Merge, sliced
+from perdure.distribute.processes import KeyValueProcesses, lost
+from perdure.errors import ClusterError
+
+_joined: dict[Cluster, Processes] = {}
+
+
+def join(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
+    """Become a member of the group; nothing to do for a group of one. May be called twice.
+
+    Raises ClusterError when not all came, or two claim one number (see `call_roll`).
+    """
+    if cluster.num_processes == 1:
+        return SingleProcess()
+    if cluster not in _joined:
+        _joined[cluster] = _enter(cluster, options or ClusterOptions.from_environment())
+    return _joined[cluster]
+
+
+def _enter(cluster: Cluster, options: ClusterOptions) -> Processes:
+    if dist.is_initialized():
+        raise ClusterError(
+            "torch.distributed is initialised already; let the strategy do it, which needs a group "
+            "whose collectives and timeouts it knows"
+        )
+    call_roll(cluster, options.start_timeout)
+    host, port = cluster.host_port
+    start = timedelta(seconds=options.start_timeout)
+    # A process that is gone closes its connections, which is noticed at once. This is for one that
+    # hangs.
+    wait = timedelta(seconds=options.operation_timeout)
+    try:
+        store = TCPStore(
+            host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
+        )
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=cluster.process_id,
+            world_size=cluster.num_processes,
+            timeout=wait,
+        )
+    except RuntimeError as error:
+        raise ClusterError(
+            f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
+            f"{cluster.coordinator} (from {cluster.source}): {error}"
+        ) from error
+    atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout))
+    return KeyValueProcesses(
+        lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait)),
+        cluster.process_id,
+        cluster.num_processes,
+    )
+
+
+def _leave(store: Any, cluster: Cluster, limit: timedelta) -> None:
+    """The store lives in process 0, which must not go before the others have read all they need."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"perdure/left/{cluster.process_id}", b"")
+        if cluster.is_chief:
+            store.wait([f"perdure/left/{p}" for p in range(cluster.num_processes)], limit)
+        dist.destroy_process_group()
+
+
+class _Store:
+    """torch's key-value store, through a connection of its own: a client locks while it waits."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise lost("a message to the other processes", error) from error
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._store.get(key)
+        except RuntimeError as error:
+            raise lost("waiting for the other processes", error) from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self._store.delete_key(key)
+        except RuntimeError as error:
+            raise lost("a message to the other processes", error) from error
+
+
+def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merge | None) -> Any:
+    """The total, on `device`; see Engine.exchange. Bytes go through the host's memory."""
+    bulk = [_Bulk(root) for root in roots]
+    like = bulk[0]
+    try:
+        if merge is None or not sliced(like.nbytes, counts):
+            every = _all_gather(torch.stack(_padded([b.line for b in bulk], max(counts))), counts)
+            found = [[like.value(line, device) for line in block] for block in every]
+            return found if merge is None else merge(found)
+        # A slice of every partial sum to each process, which adds the slices in the tree. Addition
+        # is by element, so that it does not matter how the elements are cut.
+        size = like.slice_size(len(counts))
+        own = torch.cat([b.slices(len(counts), size) for b in bulk], 1)
+        slices = torch.empty(sum(counts) * size, dtype=torch.uint8)
+        dist.all_to_all_single(
+            slices, own.reshape(-1), [n * size for n in counts], [len(roots) * size] * len(counts)
+        )
+        parts = iter(slices.split(size))
+        values = [[like.typed(next(parts), len(counts)) for _ in range(n)] for n in counts]
+        total = merge(values)
+        line = torch.cat([part.reshape(-1).view(torch.uint8) for part in total])
+        whole = _all_gather(line[None], (1,) * len(counts))
+        return like.value(like.joined([lines[0] for lines in whole]), device)
+    except RuntimeError as error:
+        raise lost("the exchange of partial sums", error) from error
+
+
+def _all_gather(own: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """The lines of every process; the same number of them travels, what pads is never read."""
+    every = [torch.empty_like(own) for _ in counts]
+    dist.all_gather(every, own)
+    return [list(block[:count]) for block, count in zip(every, counts, strict=True)]
+
+
+def _padded(lines: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    return lines + [lines[-1]] * (rows - len(lines))
+
+
+class _Bulk:
+    """The bytes of a value: its tensors in the order of their types, so that slices have one each."""
+
+    def __init__(self, value: Any) -> None:
+        self._like = value
+        leaves = [leaf.detach() for _, leaf in nest.flatten(value)]
+        self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._types = sorted({leaf.dtype for leaf in leaves}, key=str)
+        self._order = sorted(range(len(leaves)), key=lambda n: self._types.index(leaves[n].dtype))
+        flat = [leaves[n].cpu().contiguous().reshape(-1).view(torch.uint8) for n in self._order]
+        self.line = torch.cat(flat)
+        self.nbytes = self.line.numel()
+        self._spans = [
+            sum(leaf.nbytes for leaf in leaves if leaf.dtype == dtype) for dtype in self._types
+        ]
+
+    def _parts(self, processes: int) -> list[int]:
+        """Bytes of each type in a slice: whole elements, the last slice padded."""
+        return [
+            -(-span // (processes * dtype.itemsize)) * dtype.itemsize
+            for span, dtype in zip(self._spans, self._types, strict=True)
+        ]
+
+    def slice_size(self, processes: int) -> int:
+        return sum(self._parts(processes))
+
+    def slices(self, processes: int, size: int) -> torch.Tensor:
+        """[processes, size]: what goes to each process."""
+        out, start = torch.zeros((processes, size), dtype=torch.uint8), 0
+        for span, part, line in zip(
+            self._spans, self._parts(processes), self.line.split(self._spans), strict=True
+        ):
+            padded = torch.zeros(processes * part, dtype=torch.uint8)
+            padded[:span] = line
+            out[:, start : start + part] = padded.view(processes, part)
+            start += part
+        return out
+
+    def typed(self, line: torch.Tensor, processes: int) -> list[torch.Tensor]:
+        """A slice as one tensor of each type."""
+        # Cloned, because a view under another dtype must start at a multiple of its size.
+        return [
+            part.clone().view(dtype)
+            for part, dtype in zip(line.split(self._parts(processes)), self._types, strict=True)
+        ]
+
+    def joined(self, lines: list[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `slices`, from the slice of every process."""
+        blocks = torch.stack(lines).split(self._parts(len(lines)), 1)
+        return torch.cat(
+            [block.reshape(-1)[:span] for block, span in zip(blocks, self._spans, strict=True)]
+        )
+
+    def value(self, line: torch.Tensor, device: Any) -> Any:
+        """The value that these bytes are."""
+        leaves: list[Any] = [None] * len(self._shapes)
+        start = 0
+        for number in self._order:
+            shape, dtype = self._shapes[number]
+            size = shape.numel() * dtype.itemsize
+            leaf = line[start : start + size].clone().view(dtype).reshape(shape)
+            leaves[number] = leaf.to(device)
+            start += size
+        return nest.rebuild(self._like, iter(leaves))

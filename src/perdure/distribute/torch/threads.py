@@ -1,0 +1,245 @@
+"""Several local devices of one process on the CPU: a thread for each.
+
+Owns the threads, and the proof that they may be used. Invariant: one replica after another is the
+reference; threads are used only after a step in which both ways gave the same bytes, and as long as
+no replica draws from what the threads share. Where that ends, the step is done again, one by one.
+
+Each device gets the user's state with modules of its own, over the same memory of the parameters:
+`.grad`, buffers and what a forward pass writes into a module are then private. Objects that are
+neither modules nor containers are shared, so `grad` must not write to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import hashlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perdure.checkpoint import Checkpoint
+from perdure.distribute import nest
+from perdure.distribute.engine import Work
+from perdure.distribute.torch import buffers as torch_buffers
+
+# How the replicas of a step are run. From the first way to the last, whenever one proves unfit.
+THREADS = "threads"
+REDIRECTED = "threads, random numbers redirected"
+ONE_BY_ONE = "one by one"
+_WAYS = (THREADS, REDIRECTED, ONE_BY_ONE)
+
+
+class Threads:
+    """Runs the replicas of one training step function on `devices` threads."""
+
+    def __init__(self, devices: int, threads: int) -> None:
+        self.way = THREADS if devices > 1 else ONE_BY_ONE
+        self._devices = devices
+        self._proven = False
+        # The caller is the first device. Each thread has an intra-op pool of its own.
+        self._pool = ThreadPoolExecutor(
+            max(devices - 1, 1), "device", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    def __call__(self, work: Work, states: list[Any]) -> None:
+        """Run the work of every device to its end; begun afresh where a way proves unfit."""
+        (state,) = states
+        while self.way != ONE_BY_ONE and not _ambient():
+            own = [_private(state) for _ in range(self._devices)]
+            if not all(alone for _, alone in own):
+                self.way = ONE_BY_ONE
+            elif self._attempt(work, state, [value for value, _ in own]):
+                return
+        for device in range(self._devices):
+            deque(work(device, state), maxlen=0)
+
+    def _attempt(self, work: Work, state: Any, own: list[Any]) -> bool:
+        """Whether the step is done, and nothing speaks against what the threads found."""
+        watched = _Watched(state)
+        futures = [
+            self._pool.submit(contextvars.copy_context().run, self._one, work, device, own[device])
+            for device in range(1, self._devices)
+        ]
+        error, found = None, {}
+        try:
+            found = self._one(work, 0, own[0])
+        except Exception as raised:  # noqa: BLE001 - raised again by the reference
+            error = raised
+        for future in futures:
+            error = error or future.exception()
+            if error is None:
+                found |= future.result()
+        # An error comes from the reference, so that it is the same for every topology.
+        if watched.disturbed() or error is not None:
+            self._next_way()
+            return False
+        if not self._proven:
+            # The step is done twice, so the contributions at hand are those of the reference.
+            reference = {}
+            for device in range(self._devices):
+                reference |= {r: _digest(value) for r, value in work(device, state)}
+            self._proven = found == reference
+            if not self._proven:
+                self._next_way()
+        return True
+
+    def _next_way(self) -> None:
+        self.way, self._proven = _WAYS[_WAYS.index(self.way) + 1], False
+
+    def _one(self, work: Work, device: int, own: Any) -> dict[int, bytes]:
+        """The digests of what the replicas of one device contributed, until the way is proven."""
+        with _Redirect() if self.way == REDIRECTED else contextlib.nullcontext() as mode:
+            token = _own_generator.set(mode.generator if mode else torch.Generator())
+            try:
+                if not self._proven:
+                    return {r: _digest(value) for r, value in work(device, own)}
+                deque(work(device, own), maxlen=0)
+                return {}
+            finally:
+                _own_generator.reset(token)
+
+
+class _Redirect(TorchDispatchMode):
+    """Operations that would draw from the process's generator draw from this thread's.
+
+    One that draws inside a kernel, where no mode sees it, moves the process's generator, which is
+    watched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _draws(func) and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self.generator}
+        return func(*args, **kwargs)
+
+
+# Set in a thread of a device: what to seed in place of the process's generator, which is watched.
+_own_generator: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar(
+    "own_generator", default=None
+)
+_drawing: dict[Any, bool] = {}
+
+
+def own_generator() -> torch.Generator | None:
+    """The generator of this thread, where several devices compute at once."""
+    return _own_generator.get()
+
+
+def _draws(func: Any) -> bool:
+    if func not in _drawing:
+        arguments = func._schema.arguments
+        _drawing[func] = any(a.name == "generator" and a.kwarg_only for a in arguments)
+    return _drawing[func]
+
+
+class _Watched:
+    """What the threads share, as it was: the process's generator, `.grad` and buffers of the state."""
+
+    def __init__(self, state: Any) -> None:
+        self._modules = [module for _, module in torch_buffers.modules(state)]
+        self._random = torch.default_generator.get_state()
+        self._grads = [(p, p.grad) for m in self._modules for p in m.parameters()]
+        self._versions = [p._version for p, _ in self._grads]
+        self._buffers = [(b, b.detach().clone()) for m in self._modules for b in m.buffers()]
+
+    def disturbed(self) -> bool:
+        """Whether any of it changed; it is put back."""
+        found = False
+        if not torch.equal(torch.default_generator.get_state(), self._random):
+            torch.default_generator.set_state(self._random)
+            found = True
+        for parameter, grad in self._grads:
+            if parameter.grad is not grad:
+                parameter.grad = grad
+                found = True
+        for buffer, value in self._buffers:
+            if not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+                found = True
+        return found or self._versions != [p._version for p, _ in self._grads]
+
+
+def _private(state: Any) -> tuple[Any, bool]:
+    """`state` around modules of its own, and whether that are all the modules in it."""
+    memo: dict[int, Any] = {}
+    own = _around(state, memo)
+    made = {id(new) for new in memo.values()}
+    # Others hide in objects that are no containers.
+    return own, all(id(module) in made for _, module in torch_buffers.modules(own))
+
+
+def _around(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        return _module(value, memo)
+    if (children := nest.children(value)) is not None:
+        return nest.remake(value, {name: _around(child, memo) for name, child in children})
+    if isinstance(value, Checkpoint):
+        return Checkpoint(**{name: _around(old, memo) for name, old in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            f.name: new
+            for f in dataclasses.fields(value)
+            if (new := _around(old := getattr(value, f.name), memo)) is not old
+        }
+        if changes:
+            value = copy.copy(value)
+            for name, new in changes.items():
+                object.__setattr__(value, name, new)
+    return value
+
+
+def _module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The same module with its own `.grad`, buffers and attributes, over the same parameters."""
+    if id(module) in memo:
+        return memo[id(module)]
+    memo[id(module)] = own = object.__new__(type(module))
+    tables: dict[str, Any] = {
+        "_parameters": {k: _parameter(p, memo) for k, p in module._parameters.items()},
+        "_buffers": {k: _copy(b, memo) for k, b in module._buffers.items()},
+        "_modules": {k: m and _module(m, memo) for k, m in module._modules.items()},
+    }
+    own.__dict__.update(module.__dict__ | tables)
+    return own
+
+
+def _parameter(parameter: Any, memo: dict[int, Any]) -> Any:
+    if parameter is not None and id(parameter) not in memo:
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return None if parameter is None else memo[id(parameter)]
+
+
+def _copy(buffer: Any, memo: dict[int, Any]) -> Any:
+    if buffer is not None and id(buffer) not in memo:
+        memo[id(buffer)] = buffer.detach().clone()
+    return None if buffer is None else memo[id(buffer)]
+
+
+def _ambient() -> bool:
+    """Whether the calling thread is in a mode that other threads would not be in."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        or not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _digest(value: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for path, leaf in nest.flatten(value):
+        digest.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
+        digest.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()

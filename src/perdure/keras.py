@@ -1,0 +1,130 @@
+"""What a user of Keras 3 needs inside a strategy, on the JAX and the PyTorch backend.
+
+Owns the way from a Keras model, whose variables change in place, to pure functions of a state. The
+strategies are those of `perdure.jax` or `perdure.torch`, as the backend is.
+Invariant: what `Stateless` computes is a function of its arguments; the model's own variables are
+read by `state` and written by `write`, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from perdure.errors import StateError
+from perdure.state.keras_state import SEED, flat, named, nest, read, write
+
+__all__ = ["Stateless"]
+
+
+class Stateless:
+    """A Keras model, and its optimizer, as functions of a state.
+
+    The state is `{"model": ..., "optimizer": ...}` with the leaf paths that `perdure.Checkpoint` gives
+    the model and the optimizer themselves, so a checkpoint of one restores into the other. The
+    model must be built; the optimizer is built here where it is not.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None) -> None:
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        self._model = model
+        self._optimizer = optimizer
+        self._variables = named(model)
+        # By identity: on PyTorch, `==` of variables is that of their values.
+        trained = {id(variable) for variable in model.trainable_variables}
+        self._trainable = [p for p, v in self._variables.items() if id(v) in trained]
+        self._seeds = [p for p, v in self._variables.items() if v.name == SEED]
+        self._paths = {id(variable): path for path, variable in self._variables.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The values of the model and of the optimizer now, as a tree of arrays."""
+        state = {"model": nest({path: _copy(read(v)) for path, v in self._variables.items()})}
+        if self._optimizer is not None:
+            slots = named(self._optimizer)
+            state["optimizer"] = nest({path: _copy(read(v)) for path, v in slots.items()})
+        return state
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Put a state back into the model and the optimizer, to evaluate or to save with Keras."""
+        write(self._variables, flat(state["model"]))
+        if self._optimizer is not None and "optimizer" in state:
+            write(named(self._optimizer), flat(state["optimizer"]))
+
+    def trainable(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The trainable variables by path: what a loss is differentiated by."""
+        values = flat(state["model"])
+        if keras.backend.backend() == "torch":
+            return {path: values[path].detach().requires_grad_() for path in self._trainable}
+        return {path: values[path] for path in self._trainable}
+
+    def __call__(
+        self,
+        state: Mapping[str, Any],
+        trainable: Mapping[str, Any],
+        x: Any,
+        key: Any,
+        *,
+        training: bool = True,
+    ) -> tuple[Any, dict[str, Any]]:
+        """(outputs, statistics) of one logical replica; losses that layers add are not among them.
+
+        `key` is the replica's: every seed generator of the model starts from it. The statistics are
+        the non-trainable variables (of BatchNormalization) by path; return them as contributions.
+        """
+        values = {**flat(state["model"]), **trainable, **self._seeded(key)}
+        model = self._model
+        result = model.stateless_call(
+            [values[self._paths[id(v)]] for v in model.trainable_variables],
+            [values[self._paths[id(v)]] for v in model.non_trainable_variables],
+            x,
+            training=training,
+        )
+        paths = [self._paths[id(v)] for v in model.non_trainable_variables]
+        statistics = dict(zip(paths, result[1], strict=True))
+        return result[0], {path: v for path, v in statistics.items() if path not in self._seeds}
+
+    def apply(
+        self, state: Mapping[str, Any], grads: Mapping[str, Any], statistics: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state after one step of the optimizer.
+
+        `grads` are by path, divided already; `statistics` are means over the replicas.
+        """
+        if self._optimizer is None:
+            raise StateError("apply needs an optimizer: Stateless(model, optimizer)")
+        optimizer = self._optimizer
+        values = {**flat(state["model"]), **statistics}
+        slots = flat(state["optimizer"])
+        trained = [self._paths[id(v)] for v in self._model.trainable_variables]
+        new, changed = optimizer.stateless_apply(
+            [slots[path] for path in named(optimizer)],
+            [grads[path] for path in trained],
+            [values[path] for path in trained],
+        )
+        values |= dict(zip(trained, new, strict=True))
+        slots = dict(zip(named(optimizer), changed, strict=True))
+        return {**state, "model": nest(values), "optimizer": nest(slots)}
+
+    def _seeded(self, key: Any) -> dict[str, Any]:
+        """A state for each seed generator, a function of the replica's key."""
+        if keras.backend.backend() == "jax":
+            import jax
+
+            keys = [jax.random.fold_in(key, number) for number in range(len(self._seeds))]
+            words = [jax.random.key_data(each).astype("uint32") for each in keys]
+        else:
+            import torch
+
+            words = [
+                torch.randint(-(2**31), 2**31, (2,), generator=key, dtype=torch.int32)
+                for _ in self._seeds
+            ]
+        return dict(zip(self._seeds, words, strict=True))
+
+
+def _copy(value: Any) -> Any:
+    """PyTorch's optimizers write into the tensors that they are given."""
+    return value.detach().clone() if hasattr(value, "detach") else value

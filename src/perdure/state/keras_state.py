@@ -1,0 +1,157 @@
+"""Keras 3 on JAX or PyTorch: layers, models, optimizers, metrics, seed generators, variables.
+
+All are restored in place. Owns their leaf paths: those of Keras, without the name of the object itself
+and without the numbers by which Keras tells apart all that a process has made (`dense_7`); siblings of
+one name are counted from the first (`dense`, `dense_1`). Invariant: the paths follow from how the
+object is built, not from what else was built before it, and are the same on every backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.adapter import ContainersOnly, Node, Spec
+
+# uint32 on JAX, and the same bits as int32 on PyTorch. A checkpoint has one form.
+SEED = "seed_generator_state"
+
+
+class KerasState(ContainersOnly):
+    """See `perdure.state.adapter.Adapter`. Arrays inside are those of the backend."""
+
+    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+        if isinstance(value, keras.Variable):
+            return Node(
+                [("", read(value))], lambda new: _assigned(value, {"": value}, {"": new[0]})
+            )
+        if isinstance(value, keras.random.SeedGenerator):
+            inner = value.state
+            return Node(
+                [("", read(inner))], lambda new: _assigned(value, {"": inner}, {"": new[0]})
+            )
+        if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
+            variables = named(value)
+            values = {path: read(variable) for path, variable in variables.items()}
+            return Node([("", nest(values))], lambda new: _assigned(value, variables, flat(new[0])))
+        return None
+
+
+def named(owner: Any) -> dict[str, Any]:
+    """The variables of a layer, model, optimizer or metric by path, in Keras' order.
+
+    Raises UnsupportedLeafError where they do not exist yet.
+    """
+    if not getattr(owner, "built", True):
+        how = (
+            "`optimizer.build(model.trainable_variables)`"
+            if isinstance(owner, keras.optimizers.Optimizer)
+            else "call it once, or give it a `keras.Input`"
+        )
+        raise UnsupportedLeafError(
+            f"the Keras object {owner.name!r} is not built, so its variables do not exist yet: {how}."
+        )
+    # On PyTorch a layer is a torch module. What Keras itself makes is a parameter there.
+    if buffers := [name for name, _ in getattr(owner, "named_buffers", tuple)()]:
+        raise UnsupportedLeafError(
+            f"the Keras object {owner.name!r} wraps a torch module with buffers ({buffers[0]}), which "
+            "Keras does not count among its variables: they would be lost. Use Keras' own layer."
+        )
+    if isinstance(owner, keras.optimizers.Optimizer):
+        return _unique((_slot(owner, variable), variable) for variable in owner.variables)
+    return _unique((_below(variable.path, owner.name), variable) for variable in owner.variables)
+
+
+def read(variable: Any) -> Any:
+    """The value of a variable, as an array of the backend; a seed as two words of uint32."""
+    value = variable.value
+    if variable.name != SEED:
+        return value
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).view(np.uint32)
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"dense/kernel": v}` as `{"dense": {"kernel": v}}`."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split("/")
+        at = root
+        for part in parents:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return root
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `nest`."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        values |= (
+            flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return values
+
+
+def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Assign values by path; arrays of any framework."""
+    for path, variable in variables.items():
+        value = values[path]
+        if variable.name == SEED:
+            value = np.asarray(value).view(keras.backend.standardize_dtype(variable.dtype))
+        variable.assign(value)
+
+
+def _assigned(owner: Any, variables: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    write(variables, values)
+    return owner
+
+
+def _below(path: str, name: str) -> str:
+    return path.removeprefix(f"{name}/")
+
+
+def _slot(optimizer: Any, variable: Any) -> str:
+    """`momentum/dense/kernel` of what Keras calls `adam/sequential_dense_kernel_momentum`."""
+    name = _below(variable.path, optimizer.name)
+    trained = [v.path for v in getattr(optimizer, "_trainable_variables", ())]
+    owners = [path for path in trained if name.startswith(path.replace("/", "_") + "_")]
+    if not owners:
+        return name
+    owner = max(owners, key=len)
+    # The model is what all of them start with, where it built its layers itself.
+    models = {path.split("/")[0] if path.count("/") > 1 else "" for path in trained}
+    below = _below(owner, models.pop()) if len(models) == 1 else owner
+    return f"{name[len(owner) + 1 :]}/{below}"
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    taken: Counter[tuple[str, str]] = Counter()
+    given: dict[str, str] = {"": ""}
+
+    def fresh(parent: str, name: str) -> str:
+        base = re.sub(r"_\d+$", "", name)
+        number = taken[parent, base]
+        taken[parent, base] += 1
+        own = base if number == 0 else f"{base}_{number}"
+        return f"{parent}/{own}" if parent else own
+
+    found: dict[str, Any] = {}
+    for path, variable in pairs:
+        *parents, last = path.split("/")
+        at = whole = ""
+        for part in parents:
+            whole = f"{whole}/{part}"
+            if whole not in given:
+                given[whole] = fresh(at, part)
+            at = given[whole]
+        found[fresh(at, last)] = variable
+    return found
+
+
+ADAPTER = KerasState()

@@ -1,0 +1,168 @@
+"""Chunks that are stored smaller than they are: byte shuffle, then Zstandard at level 1.
+
+Invariant: what an encoded chunk holds can be checked without decompressing it, because it ends in a
+seal, the BLAKE3 of all bytes before keyed with the hash of the chunk. So every flipped bit is found,
+nothing reaches the decompressor but what an encoder made, and packs are copied and uploaded where
+the library is missing. What comes out is hashed like any other chunk.
+
+    encoded chunk = width (1 byte) | one Zstandard frame of the shuffled bytes | seal (32 bytes)
+
+Byte shuffle with width w puts the first bytes of all elements of w bytes first, then the second
+bytes, and so on (as in HDF5 and Blosc): exponents are alike, mantissas are not. Zstandard is RFC 8878.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from blake3 import blake3
+
+from perdure.errors import StoreError
+from perdure.store.format import CHUNK_BYTES, hash_bytes
+
+CODECS = ("shuffle-zstd",)
+LEVEL = 1
+SEAL_BYTES = 32
+WIDTHS = (1, 2, 4, 8, 16)
+
+ENCODE_FROM = 4096
+"""Smaller chunks are stored as they are: the call would cost more than the bytes."""
+
+LEAST_GAIN = 32
+"""A chunk that shrinks by less than this part of itself is stored as it is, and read faster."""
+
+ENCODE_THREADS = max(2, min(8, os.cpu_count() or 2))
+
+_WINDOW_LOG = CHUNK_BYTES.bit_length() - 1
+"""A frame that asks for more memory than a chunk has is refused."""
+
+_own = threading.local()
+
+Encode = Callable[[memoryview, str, str], memoryview]
+"""(bytes, dtype of their leaf, their hash) -> what is stored: the bytes themselves or fewer."""
+
+
+def encoder(name: str | None) -> Encode | None:
+    """What encodes chunks under a codec's name; None for None.
+
+    Raises `StoreError` for a name that is not known and where the library is missing.
+    """
+    if name is None:
+        return None
+    if name not in CODECS:
+        raise StoreError(f"codec: expected None or {CODECS[0]!r}, found {name!r}.")
+    _zstd()
+    return encode
+
+
+def encode(data: memoryview, dtype: str, digest: str) -> memoryview:
+    """The stored form of a chunk whose hash is `digest`: encoded, or `data` where that gains little."""
+    import numpy as np  # not needed to list a run
+
+    size, width = len(data), width_of(dtype)
+    if size % width:
+        width = 1
+    planes: Any = data
+    if width > 1:
+        planes = _scratch(size).reshape(width, size // width)
+        planes[...] = np.frombuffer(data, np.uint8).reshape(-1, width).T
+    compressor = getattr(_own, "compressor", None)
+    if compressor is None:
+        compressor = _own.compressor = _zstd().ZstdCompressor(level=LEVEL)
+    frame = compressor.compress(planes, compressor.FLUSH_FRAME)
+    length = 1 + len(frame) + SEAL_BYTES
+    if length > size - size // LEAST_GAIN:
+        return data
+    body = bytes([width]) + frame
+    return memoryview(body + _seal(body, digest))
+
+
+def decode(stored: memoryview, digest: str, target: memoryview) -> str | None:
+    """Fill `target`, as long as the chunk, from its encoded form; says what is wrong, or None.
+
+    Never raises for the bytes that it is given, and takes no more memory than a few chunks for them.
+    """
+    import numpy as np  # not needed to list a run
+
+    if not is_intact(stored, digest, len(target)):
+        return f"its {len(stored)} encoded bytes do not match their seal"
+    width, frame = stored[0], stored[1:-SEAL_BYTES]
+    if width not in WIDTHS or len(target) % width:
+        return f"expected a shuffle of 1, 2, 4, 8 or 16 bytes, found {width}"
+    plain = _decompressed(frame, len(target))
+    if isinstance(plain, str):
+        return plain
+    planes = np.frombuffer(plain, np.uint8).reshape(width, -1)
+    elements = np.frombuffer(target, np.uint8).reshape(-1, width)
+    for at, plane in enumerate(planes):
+        elements[:, at] = plane
+    found = hash_bytes(target)
+    return None if found == digest else f"expected hash {digest}, found {found}"
+
+
+def is_intact(stored: bytes | bytearray | memoryview, digest: str, size: int) -> bool:
+    """Whether a stored chunk of `size` bytes is what its writer wrote. Needs no library."""
+    if len(stored) == size:
+        return hash_bytes(stored) == digest
+    view = memoryview(stored)
+    body, seal = view[:-SEAL_BYTES], view[-SEAL_BYTES:]
+    return len(body) > 1 and _seal(body, digest) == seal
+
+
+def width_of(dtype: str) -> int:
+    """Bytes of one element, as far as the shuffle is concerned: a guess costs room and nothing else."""
+    if dtype.startswith("key<"):
+        return 4
+    bits = re.search(r"[0-9]+", dtype)
+    width = int(bits[0]) // 8 if bits else 1
+    return width if width in WIDTHS else 1
+
+
+def _seal(body: bytes | memoryview, digest: str) -> bytes:
+    return blake3(body, key=bytes.fromhex(digest)).digest()
+
+
+def _decompressed(frame: memoryview, size: int) -> bytes | str:
+    """The bytes of a frame that must hold `size`, or what is wrong with it."""
+    zstd = _zstd()
+    limit = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
+    decompressor = zstd.ZstdDecompressor(options=limit)
+    try:
+        plain = decompressor.decompress(frame, size + 1)
+    except zstd.ZstdError as error:
+        return f"its encoded bytes cannot be decompressed: {error}"
+    if len(plain) > size:
+        return f"expected {size} bytes, found a frame of more"
+    if len(plain) < size or not decompressor.eof or decompressor.unused_data:
+        return f"expected one frame of {size} bytes, found {len(plain)}, or bytes after it"
+    return plain
+
+
+def _scratch(size: int) -> Any:
+    """Bytes of this thread, used again for its next chunk."""
+    import numpy as np  # not needed to list a run
+
+    held = getattr(_own, "scratch", None)
+    if held is None or len(held) < size:
+        held = _own.scratch = np.empty(max(size, ENCODE_FROM), np.uint8)
+    return held[:size]
+
+
+def _zstd() -> Any:
+    """The Zstandard module of Python, or its backport."""
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError as error:
+        raise StoreError(
+            f"the codec {CODECS[0]!r} needs Zstandard, which is not installed ({error}). "
+            f"Install the extra: pip install 'perdure[zstd]'."
+        ) from None
+    return zstd

@@ -1,0 +1,194 @@
+"""Hooks: what is called around the steps of a `Trainer`, and those that most runs want.
+
+A hook that has `state_dict` and `load_state_dict` is part of the checkpoint, under `hooks/NAME`: what
+it knows after a resume is what it knew without the interruption. Its state must have the same
+structure at any time (infinity or NaN for "nothing yet", not None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from perdure.errors import TrainError
+from perdure.state import flatten, restore
+from perdure.state.builtin import Builtin, plain_value
+from perdure.train.metrics import is_finite, scalars
+
+if TYPE_CHECKING:
+    from perdure.train.trainer import Trainer
+
+
+class Hook:
+    """Base of hooks; overriding any of these is enough, and a method left alone costs nothing.
+
+    The trainer that is passed has `step` (finished ones), `state`, which a hook may replace, `due`,
+    `request_stop`, `summaries`, and `manager`, to pin a step or to look at others. With
+    `steps_per_execution` the two around a step are called around several. In a group every process
+    calls every hook, and must come to the same decisions.
+    """
+
+    def begin(self, trainer: Trainer) -> None:
+        """Training begins or goes on at `trainer.step`; the state is restored."""
+
+    def before_step(self, trainer: Trainer) -> None:
+        """The next step is about to run. Called for steps that run, and for no others."""
+
+    def after_step(self, trainer: Trainer, logs: Any) -> None:
+        """A step was run; `logs` is what it returned. Reading a value of it waits for the step."""
+
+    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+        """An evaluation is done and saved. Called again after a resume at this very step."""
+
+    def end(self, trainer: Trainer) -> None:
+        """Training ends, however it ends."""
+
+
+class _Monitor(Hook):
+    """Counts how often in a row a metric was not better than ever before."""
+
+    def __init__(
+        self,
+        monitor: str,
+        patience: int,
+        min_delta: float,
+        mode: Literal["min", "max"],
+        every: int | None,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise TrainError(f"mode: expected 'min' or 'max', found {mode!r}.")
+        if patience < 1:
+            raise TrainError(f"patience: expected at least 1, found {patience}.")
+        if every is not None and every < 1:
+            raise TrainError(f"every: expected None or at least 1 step, found {every}.")
+        self._monitor = monitor
+        self._patience = patience
+        self._min_delta = min_delta
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._every = every
+        self.best = float("inf") * self._sign
+        self.wait = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, and how often it was not reached since."""
+        return {"best": self.best, "wait": self.wait}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.wait = state["best"], state["wait"]
+
+    def after_step(self, trainer: Trainer, logs: Any) -> None:
+        if self._every is not None and trainer.due(self._every):
+            self._judge(trainer, scalars(logs))
+
+    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+        if self._every is None:
+            self._judge(trainer, metrics)
+
+    def patience_over(self, trainer: Trainer) -> None:
+        """It was `patience` times not better."""
+        raise NotImplementedError
+
+    def _judge(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+        if self._monitor not in metrics:
+            raise TrainError(
+                f"{type(self).__name__}: expected the metric {self._monitor!r} at step "
+                f"{trainer.step}, found {', '.join(map(repr, sorted(metrics))) or 'none'}."
+            )
+        value = metrics[self._monitor]
+        # NaN and the infinities are never better: a run that diverges runs out of patience.
+        if (
+            value is not None
+            and is_finite(value)
+            and self._sign * value < self._sign * self.best - self._min_delta
+        ):
+            self.best, self.wait = value, 0
+            return
+        self.wait += 1
+        if self.wait >= self._patience:
+            self.patience_over(trainer)
+
+
+class EarlyStopping(_Monitor):
+    """Ends training once `monitor` has not improved by `min_delta` for `patience` looks in a row.
+
+    It looks at the metrics of evaluations, or with `every` at the logs of a step each so many steps.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "loss",
+        *,
+        patience: int = 1,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        every: int | None = None,
+    ) -> None:
+        super().__init__(monitor, patience, min_delta, mode, every)
+
+    def begin(self, trainer: Trainer) -> None:
+        if self.wait >= self._patience:
+            self.patience_over(trainer)
+
+    def patience_over(self, trainer: Trainer) -> None:
+        trainer.request_stop(f"{self._monitor} has not improved {self.wait} times in a row")
+
+
+class ReduceLROnPlateau(_Monitor):
+    """Multiplies leaves of the state by `factor` when `monitor` has not improved `patience` times.
+
+    `leaf` is the path of the learning rate in the state, as `perdure show` prints it; `*` stands
+    for any part. So the rate is a part of the state, where a step reads it and a checkpoint keeps it:
+    `opt/hyperparams/learning_rate` of optax's `inject_hyperparams`, `optimizer/param_groups/*/lr` of
+    PyTorch. The product is computed in float64 and rounded to the dtype of the leaf.
+    """
+
+    def __init__(
+        self,
+        leaf: str,
+        monitor: str = "loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        every: int | None = None,
+    ) -> None:
+        super().__init__(monitor, patience, min_delta, mode, every)
+        if not 0 < factor < 1:
+            raise TrainError(f"factor: expected more than 0 and less than 1, found {factor}.")
+        self._leaf = leaf
+        self._factor = factor
+
+    def begin(self, trainer: Trainer) -> None:
+        self._paths(trainer)  # a path that is not there is told now, and not after hours
+
+    def patience_over(self, trainer: Trainer) -> None:
+        self.wait = 0
+        leaves = flatten(trainer.state)
+        for path in self._paths(trainer):
+            value = plain_value(leaves[path])
+            smaller = float(value) * self._factor
+            new = smaller if isinstance(value, float) else np.asarray(smaller, value.dtype)
+            made = Builtin().leaf(new)
+            assert made is not None
+            leaves[path] = made
+        trainer.state = restore(trainer.state, leaves)
+
+    def _paths(self, trainer: Trainer) -> list[str]:
+        leaves = flatten(trainer.state)
+        rates = [
+            path
+            for path, leaf in leaves.items()
+            if leaf.shape == () and leaf.dtype.startswith(("py:float", "float", "bfloat"))
+        ]
+        found = [path for path in rates if fnmatchcase(path, self._leaf)]
+        if not found:
+            raise TrainError(
+                f"ReduceLROnPlateau: expected a leaf {self._leaf!r} in the state that is one floating-"
+                f"point number, found {', '.join(rates[:10]) or 'none of that kind'}. Keep the "
+                f"learning rate in the state, where the step reads it."
+            )
+        return found

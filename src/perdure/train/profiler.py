@@ -1,0 +1,119 @@
+"""`Profiler`: where the time of a few steps goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from perdure.errors import TrainError
+from perdure.train.hooks import Hook
+from perdure.train.metrics import scalars
+
+if TYPE_CHECKING:
+    from perdure.train.trainer import Trainer
+
+DIRECTORY = "profile"
+
+
+class Profiler(Hook):
+    """Profiles `steps` steps from step `first` on (the first steps of a start compile).
+
+    `tool` "jax" and "torch" write a trace of the framework's own profiler to `directory` (by default
+    `profile` beside the summaries), for TensorBoard or Perfetto. "time" needs no framework: it waits
+    for each step and keeps the seconds in steps and between them; `table()` says what came out, and
+    it is printed at the end of the run. It slows down the steps that it looks at, and no others.
+    """
+
+    def __init__(
+        self,
+        first: int = 10,
+        steps: int = 10,
+        tool: Literal["time", "jax", "torch"] = "time",
+        directory: str | Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if tool not in ("time", "jax", "torch"):
+            raise TrainError(f"tool: expected 'time', 'jax' or 'torch', found {tool!r}.")
+        if first < 0 or steps < 1:
+            raise TrainError(
+                f"expected a first step of at least 0 and at least 1 step, found {first} and {steps}."
+            )
+        self._first, self._last = first, first + steps
+        self._tool = tool
+        self._directory = None if directory is None else Path(directory)
+        self._clock = clock
+        self._running: Any = None
+        self._in: list[float] = []
+        self._between: list[float] = []
+        self._mark: float | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        self._in, self._between, self._mark = [], [], None
+        if self._tool != "time" and self._directory is None:
+            beside = trainer.summaries.directory
+            if beside is None:
+                raise TrainError(
+                    "Profiler: expected a local directory for the trace, found none; pass `directory`."
+                )
+            self._directory = beside / DIRECTORY
+
+    def before_step(self, trainer: Trainer) -> None:
+        if not self._first <= trainer.step < self._last:
+            return
+        if self._tool != "time":
+            if self._running is None:
+                self._running = _start(self._tool, str(self._directory))
+            return
+        now = self._clock()
+        if self._mark is not None:
+            self._between.append(now - self._mark)
+        self._mark = now
+
+    def after_step(self, trainer: Trainer, logs: Any) -> None:
+        if self._running is not None:
+            if trainer.step >= self._last:
+                scalars(logs)  # waits for what was started
+                self._stop()
+        elif self._mark is not None:
+            scalars(logs)
+            now = self._clock()
+            self._in.append(now - self._mark)
+            self._mark = now if trainer.step < self._last else None
+
+    def end(self, trainer: Trainer) -> None:
+        self._stop()
+        if text := self.table():
+            trainer.say(text)
+
+    def table(self) -> str:
+        """Seconds in the steps and between them; empty where none were profiled."""
+        rows: Mapping[str, list[float]] = {"step": self._in, "between steps": self._between}
+        lines = [
+            f"{name:<14}{len(times):>6}{median(times) * 1e3:>12.3f}{max(times) * 1e3:>12.3f}"
+            for name, times in rows.items()
+            if times
+        ]
+        head = f"{'':<14}{'count':>6}{'median ms':>12}{'longest ms':>12}"
+        return "\n".join([head, *lines]) if lines else ""
+
+    def _stop(self) -> None:
+        stop, self._running = self._running, None
+        if stop is not None:
+            stop()
+
+
+def _start(tool: str, directory: str) -> Callable[[], None]:
+    """Begin a trace; the result ends it and writes it down."""
+    if tool == "jax":
+        from jax import profiler  # a run without a trace must not pay for it
+
+        profiler.start_trace(directory)
+        return profiler.stop_trace
+    from torch.profiler import profile, tensorboard_trace_handler
+
+    trace = profile(on_trace_ready=tensorboard_trace_handler(directory))
+    trace.start()
+    return trace.stop

@@ -1,0 +1,142 @@
+"""What a person sees of a run: a bar on a terminal, lines elsewhere.
+
+Invariant: the screen is drawn when the loop asks for it and at no other time, so that showing costs
+what `update` costs and no thread runs beside the steps. Statements (`say`) come out in any mode but
+"off".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+BAR_S = 0.5
+LINE_S = 10.0
+
+
+class Progress:
+    """Where a run is: step, metrics, steps per second, time left, last checkpoint.
+
+    `console` is a text stream or a `rich` console; None is standard error. `every` steps is when a
+    line comes out; without it one comes every ten seconds, and a bar moves every half second.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "bar", "lines", "off"] = "auto",
+        console: Any = None,
+        every: int | None = None,
+    ) -> None:
+        self._console: Any = console if console is not None else sys.stderr
+        if mode == "auto":
+            mode = "bar" if _is_terminal(self._console) else "lines"
+        self.mode = mode
+        self._every = every
+        self._wait = float("inf") if mode == "off" else BAR_S if mode == "bar" else LINE_S
+        self._next = 0.0
+        self._stop = 0
+        self._from: tuple[float, int] = (0.0, 0)
+        self._rate: float | None = None
+        self._bar: Any = None
+        self._task: Any = None
+
+    def begin(self, step: int, stop: int, now: float) -> None:
+        """The run is at `step` and ends at `stop`."""
+        self._stop = stop
+        self._from = (now, step)
+        self._rate = None
+        self._next = now + self._wait
+        if self.mode == "bar":
+            self._bar, self._task = _make_bar(self._console, step, stop)
+
+    def wants(self, now: float, at_multiple: Callable[[int], bool]) -> bool:
+        """Whether it is time to show something; `at_multiple` tells of the steps just done."""
+        if self.mode == "off":
+            return False
+        if self._every is None:
+            return now >= self._next
+        return at_multiple(self._every)
+
+    def update(
+        self, step: int, metrics: Mapping[str, float], saved: int | None, now: float
+    ) -> None:
+        """Show where the run is."""
+        seconds, steps = now - self._from[0], step - self._from[1]
+        if seconds > 0 and steps > 0:
+            self._rate = steps / seconds
+            self._from = (now, step)
+        self._next = now + self._wait
+        text = self._line(step, metrics, saved)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+            self._bar.refresh()
+        elif self.mode == "lines":
+            self._write(f"step {step}/{self._stop}  {text}")
+
+    def say(self, text: str) -> None:
+        """A statement of its own line."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self.mode != "off":
+            self._write(text)
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, step: int, metrics: Mapping[str, float], saved: int | None) -> str:
+        parts = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        if self._rate is not None:
+            parts.append(f"{self._rate:.3g} steps/s")
+            parts.append(f"left {duration((self._stop - step) / self._rate)}")
+        if saved is not None:
+            parts.append(f"saved {saved}")
+        return "  ".join(parts)
+
+    def _write(self, text: str) -> None:
+        if hasattr(self._console, "print"):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._console.write(f"{text}\n")
+            self._console.flush()
+
+
+def duration(seconds: float) -> str:
+    """`4:05`, `1:02:03`, `2d 03:00:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if not hours:
+        return f"{minute}:{second:02}"
+    days, hour = divmod(hours, 24)
+    if not days:
+        return f"{hour}:{minute:02}:{second:02}"
+    return f"{days}d {hour:02}:{minute:02}:{second:02}"
+
+
+def _is_terminal(console: Any) -> bool:
+    if hasattr(console, "is_terminal"):
+        return bool(console.is_terminal)
+    return bool(getattr(console, "isatty", lambda: False)())
+
+
+def _make_bar(console: Any, step: int, stop: int) -> tuple[Any, Any]:
+    from rich.console import Console  # a run without a bar must not pay for it
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    screen = console if isinstance(console, Console) else Console(file=console)
+    bar = Bar(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(20),
+        TextColumn("{task.fields[text]}", markup=False),
+        console=screen,
+        auto_refresh=False,
+    )
+    task = bar.add_task("training", total=stop, completed=step, text="")
+    bar.start()
+    return bar, task

@@ -1,0 +1,134 @@
+"""What a run writes down for people: TensorBoard events, and metrics as JSON lines.
+
+    RUN/metrics.jsonl                    {"step":100,"time":1700000000.0,"metrics":{"loss":0.5}}
+    RUN/summaries/events.out.tfevents.*  one file for each start of the run
+
+Invariant: after a resume at step s nothing that was written for a later step is left or shown. Only
+the chief writes, and only while it holds the lock of the run directory. The files are local: an
+object store cannot append, so a run there has none unless a local directory is named for them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BufferedWriter
+from pathlib import Path
+
+import msgspec
+
+from perdure.train.events import EventWriter
+
+METRICS = "metrics.jsonl"
+SUMMARIES = "summaries"
+_PREFIX = "events.out.tfevents."
+
+
+class Row(msgspec.Struct):
+    """A line of `metrics.jsonl`. `time` is in seconds since 1970; null stands for NaN and the
+    infinities, as in a manifest."""
+
+    step: int
+    time: float
+    metrics: dict[str, float | None]
+
+
+class Summaries:
+    """Scalars and texts by step; `directory` None (and every process but the chief) writes nothing.
+
+    Opened at the step at which the run begins or goes on.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self._clock = clock
+        self._rows: BufferedWriter | None = None
+        self._file: BufferedWriter | None = None
+        self._events: EventWriter | None = None
+
+    def open(self, step: int) -> None:
+        """Drop what was written for steps after `step`, and go on behind it."""
+        if self.directory is None:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        rows = self.directory / METRICS
+        cut(rows, step)
+        self._rows = rows.open("ab")
+        self._file = _new_file(self.directory / SUMMARIES, self._clock())
+        self._events = EventWriter(self._file, self._clock())
+        self._events.start(step + 1, self._clock())
+        self._events.flush()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One row, and one point of each value; both are with the system on return."""
+        if self._rows is None or self._events is None or not values:
+            return
+        now = self._clock()
+        # msgspec writes NaN and the infinities, which JSON does not have, as null.
+        self._rows.write(msgspec.json.encode(Row(step, now, dict(values))) + b"\n")
+        self._rows.flush()
+        self._events.scalars(step, values, now)
+        self._events.flush()
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """A text for TensorBoard."""
+        if self._events is not None:
+            self._events.text(step, tag, text, self._clock())
+            self._events.flush()
+
+    def close(self) -> None:
+        """May be called twice."""
+        for file in (self._rows, self._file):
+            if file is not None:
+                file.close()
+        self._rows = self._file = self._events = None
+
+
+def read(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a `metrics.jsonl`, up to a line that is not whole."""
+    return [row for _, row in _whole(Path(path).read_bytes())]
+
+
+def cut(path: Path, step: int) -> None:
+    """Cut off, from the first row of a later step or the first line that is not whole."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        data = file.read()
+        end = 0
+        for at, row in _whole(data):
+            if row.step > step:
+                break
+            end = at
+        if end < len(data):
+            file.truncate(end)
+
+
+def _whole(data: bytes) -> list[tuple[int, Row]]:
+    """Each row with the offset behind it, as far as lines are whole."""
+    found: list[tuple[int, Row]] = []
+    at = 0
+    for line in data.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except msgspec.DecodeError:
+            break
+        at += len(line)
+        found.append((at, row))
+    return found
+
+
+def _new_file(directory: Path, now: float) -> BufferedWriter:
+    """A new file whose name sorts behind the others: TensorBoard reads them in that order."""
+    directory.mkdir(exist_ok=True)
+    stamps = [int(now)]
+    for path in directory.glob(f"{_PREFIX}*"):
+        with suppress(ValueError):
+            stamps.append(int(path.name.removeprefix(_PREFIX).split(".")[0]) + 1)
+    name = f"{_PREFIX}{max(stamps):010d}.{socket.gethostname()}.{os.getpid()}"
+    return (directory / name).open("xb")

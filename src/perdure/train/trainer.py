@@ -1,0 +1,231 @@
+"""`Trainer`: the ready-made loop, for those who had estimators.
+
+Owns what lives longer than one call of `train`: the state, the step, the hooks. Invariant: `step` is
+the number of steps that are in `state`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
+from perdure.errors import TrainError
+from perdure.store import LocalStorage
+from perdure.store.urls import open_storage
+from perdure.train.config import RunConfig
+from perdure.train.hooks import Hook
+from perdure.train.loop import Loop, open_manager, whole
+from perdure.train.metrics import Means
+from perdure.train.progress import Progress
+from perdure.train.source import IteratorSource, Source, evaluation_batches, open_source
+from perdure.train.summaries import Summaries
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """On what, how many batches of it (None: all), and after how many steps each."""
+
+    data: Any
+    steps: int | None
+    every: int
+
+
+class Trainer:
+    """Trains `state` by `step_fn(state, batch) -> (state, logs)`, and goes on where a run stopped.
+
+    `state` is any tree that a checkpoint takes, or a function that makes it (with one parameter it
+    gets `config.seed`). `data` is a dataset addressed by step, a function of the step, a list of
+    batches, or an iterator that can be put back. `logs` is a scalar, the loss, or a mapping of
+    scalars and (sum, weight) pairs. With a `strategy`, `step_fn` is what `strategy.step` returned, and
+    batches are `strategy.batch(data, step)`. `eval_fn(state, batch)` gives the metrics of a batch as
+    (sum, weight) pairs; with a strategy it is run for each logical replica.
+
+    Raises `TrainError` and `DataError` for what cannot work, at once.
+    """
+
+    def __init__(
+        self,
+        step_fn: StepFn,
+        state: Any,
+        data: Any,
+        config: RunConfig,
+        hooks: Iterable[Hook] = (),
+        *,
+        strategy: Any = None,
+        eval_fn: Callable[[Any, Any], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(config, RunConfig):
+            raise TrainError(f"config: expected a RunConfig, found {config!r}.")
+        self.config = config
+        self.hooks = tuple(hooks)
+        self.strategy = strategy
+        self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
+        self.step = 0
+        self.stop_reason = ""
+        self.manager: CheckpointManager | None = None  # while it trains
+        self._step_fn = step_fn
+        self._many = getattr(step_fn, "many", None)
+        self._eval_fn = eval_fn
+        self._source = open_source(data, strategy)
+        if isinstance(self._source, IteratorSource) and (strategy or self.processes.count > 1):
+            raise TrainError(
+                "a strategy takes its shares by index: expected a dataset with batch(step, replica, "
+                "replicas), found an iterator."
+            )
+        self.recipe(self._source)
+        self.state = _made(state, config.seed)
+        self.members = _members(self.hooks)
+        local = config.summary_dir
+        if local is None:
+            storage = open_storage(config.model_dir)
+            local = storage.where if isinstance(storage, LocalStorage) else None
+        self.summaries = Summaries(local if self.processes.is_chief else None)
+        self.progress = Progress("off")
+
+    def train(self, max_steps: int) -> Any:
+        """Train until `max_steps` steps are in the state, those of earlier calls and runs included.
+
+        Goes on from the newest good checkpoint in `model_dir`; returns the state. A step that is
+        reached already is said, and no error. SIGTERM, or a cloud's notice, ends the step, saves, and
+        leaves with status 75. An error of a step or a hook comes out as it is: the last checkpoint
+        stands, and another call goes on from there.
+        """
+        self._run(max_steps, None)
+        return self.state
+
+    def train_and_evaluate(
+        self, data: Any, max_steps: int, *, every: int, steps: int | None = None
+    ) -> dict[str, float]:
+        """Train as `train` does, and evaluate on `data` each `every` steps and at the end.
+
+        Every evaluation is saved with the state of its step, under names such as `eval/accuracy`
+        (for `Retention(best_metric=...)`), and handed to the hooks. `steps` batches are looked at,
+        by default all. Returns the metrics of the last one.
+        """
+        if every < 1:
+            raise TrainError(f"every: expected at least 1 step, found {every}.")
+        self._require_eval_fn()
+        return self._run(max_steps, Evaluation(data, steps, every))
+
+    def evaluate(self, data: Any, steps: int | None = None) -> dict[str, float]:
+        """Metrics of the newest checkpoint in `model_dir` (of the fresh state where there is none)."""
+        self._require_eval_fn()
+        with open_manager(self, self._source) as manager:
+            restored = manager.restore_or_initialize(whole(self, self._source))
+        self.state, self.step = restored.state.main, restored.step
+        means = Means()
+        for batch in evaluation_batches(data, steps, self.strategy):
+            means.add(self.evaluate_batch(batch))
+        return means.result()
+
+    def due(self, every: int) -> bool:
+        """Whether a multiple of `every` lies in the execution that ends at `step`.
+
+        A function of `step` alone, so an interruption moves nothing. An execution that `max_steps`
+        cuts short counts for nothing here: a longer run does not end one there.
+        """
+        each, step = self.config.steps_per_execution, self.step
+        if each == 1:
+            return step % every == 0
+        return step % each == 0 and step // every > (step - each) // every
+
+    def request_stop(self, reason: str) -> None:
+        """End training before the next step, after a save."""
+        self.stop_reason = self.stop_reason or reason
+
+    def say(self, text: str) -> None:
+        """A statement for the person who watches."""
+        self.progress.say(text)
+
+    def recipe(self, source: Source) -> dict[str, Any]:
+        """What decides the result, for the checkpoints. Raises `TrainError` for two seeds."""
+        seed, found = self.config.seed, source.recipe
+        if seed is None:
+            return found
+        if self.strategy is not None:
+            if found.get("seed") != seed:
+                raise TrainError(
+                    f"expected one seed, found {seed} in RunConfig and {found.get('seed')} in the "
+                    f"strategy; leave the one of RunConfig out."
+                )
+            return found
+        return {"seed": seed, **{f"data_{n}" if n == "seed" else n: v for n, v in found.items()}}
+
+    def execute(self, batches: list[Any]) -> Any:
+        """Run one step for each batch; gives the logs of the last one."""
+        if len(batches) > 1 and self._many is not None:
+            self.state, logs = self._many(self.state, batches)
+            return _last(logs)
+        logs = None
+        for batch in batches:
+            self.state, logs = self._step_fn(self.state, batch)
+        return logs
+
+    def evaluate_batch(self, batch: Any) -> Mapping[str, Any]:
+        """The metrics of one batch, over all logical replicas."""
+        assert self._eval_fn is not None
+        if self.strategy is None:
+            return self._eval_fn(self.state, batch)
+        return self.strategy.reduce("sum", self.strategy.run(self._eval_fn, (self.state, batch)))
+
+    def _run(self, max_steps: int, evaluation: Evaluation | None) -> dict[str, float]:
+        if max_steps < 1:
+            raise TrainError(f"max_steps: expected at least 1, found {max_steps}.")
+        config = self.config
+        self.stop_reason = ""
+        mode = config.progress if self.processes.is_chief else "off"
+        self.progress = Progress(mode, config.console, config.log_step_count_steps)
+        return Loop(self, self._source, max_steps, evaluation).run()
+
+    def _require_eval_fn(self) -> None:
+        if self._eval_fn is None:
+            raise TrainError(
+                "an evaluation needs a function for the metrics of a batch: "
+                "Trainer(..., eval_fn=eval_fn), eval_fn(state, batch) -> {'accuracy': (sum, weight)}."
+            )
+
+
+def _last(logs: Any) -> Any:
+    """Of logs that are stacked along a new first axis, those of the last step."""
+    if isinstance(logs, Mapping):
+        return {name: _last(value) for name, value in logs.items()}
+    if isinstance(logs, (tuple, list)):
+        return tuple(map(_last, logs))
+    return logs[-1] if getattr(logs, "ndim", 0) else logs
+
+
+def _made(state: Any, seed: int | None) -> Any:
+    """The fresh state. Modules are callable too, so only functions are called."""
+    functions = (FunctionType, MethodType, BuiltinFunctionType, partial)
+    compiled = callable(state) and hasattr(state, "__wrapped__")
+    if not isinstance(state, functions) and not compiled:
+        return state
+    takes_one = any(
+        each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        for each in inspect.signature(state).parameters.values()
+    )
+    if takes_one and seed is None:
+        raise TrainError("state: the function takes a seed; name one: RunConfig(seed=0).")
+    return state(seed) if takes_one else state()
+
+
+def _members(hooks: Iterable[Hook]) -> dict[str, Any]:
+    """Hooks with a state by the name that they have in a checkpoint: early_stopping, ..."""
+    members: dict[str, Any] = {}
+    for hook in hooks:
+        if hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"):
+            plain = getattr(hook, "name", type(hook).__name__.lstrip("_"))
+            stem = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", plain).lower()
+            name, number = stem, 2
+            while name in members:
+                name, number = f"{stem}_{number}", number + 1
+            members[name] = hook
+    return members

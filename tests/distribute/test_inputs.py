@@ -1,0 +1,193 @@
+"""Batches to iterate over: where they start, where they end, what a function may make them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_engine import NumpyEngine
+
+from perdure import Checkpoint
+from perdure.data import ArrayDataset
+from perdure.distribute import AutoShardPolicy, InputContext, PerReplica, Strategy
+from perdure.errors import DataError, TopologyError
+
+V = 3
+
+
+def strategy(devices: int = 1, replicas: int = V) -> Strategy:
+    return Strategy(NumpyEngine(devices), replicas)
+
+
+def data() -> ArrayDataset:
+    return ArrayDataset(np.arange(20.0), 6)  # 4 steps in an epoch
+
+
+def rows(batches: Any) -> list[tuple[int | None, bytes]]:
+    return [(b.step, b"".join(share.tobytes() for share, _ in b.values)) for b in batches]
+
+
+def test_for_goes_to_the_end_of_the_epoch_and_the_next_one_goes_on() -> None:
+    own = strategy()
+    every = rows(own.batch(data(), step) for step in range(8))
+    assert [share for _, share in every[:4]] != [share for _, share in every[4:]], (
+        "epochs are shuffled anew"
+    )
+    batches = own.distribute_dataset(data())
+    assert len(batches) == batches.steps_per_epoch == 4
+    assert rows(batches) == every[:4]
+    assert rows(batches) == every[4:]
+    assert rows(batches.epoch(1)) == every[4:]
+    assert batches.step == 8
+
+
+def test_a_resumed_loop_finishes_the_epoch_that_was_begun() -> None:
+    own = strategy()
+    every = rows(own.batch(data(), step) for step in range(8))
+    batches = own.distribute_dataset(data())
+    assert rows(batches.from_step(2)) == every[2:4]
+    assert rows(batches.from_step(3).take(3)) == every[3:6]
+    assert batches.step == 0
+    iterator = iter(batches)
+    found = rows(next(iterator) for _ in range(3))
+    assert (found, batches.step) == (every[:3], 3)
+
+
+def test_the_position_is_a_member_of_a_checkpoint(tmp_path: Any) -> None:
+    own = strategy()
+    batches = own.distribute_dataset(data())
+    for batch in batches:
+        if batch.step == 1:
+            break
+    Checkpoint(batches=batches).save(tmp_path, 2)
+    other = strategy(3).distribute_dataset(data())
+    Checkpoint(batches=other).restore(tmp_path)
+    assert rows(other) == rows(batches) == rows(own.batch(data(), step) for step in (2, 3))
+
+
+def test_it_trains() -> None:
+    own = strategy()
+    step = own.step(
+        lambda _, batch, __: (batch[0] * batch[1]).sum(), lambda s, total: (s + total, total)
+    )
+    state = np.zeros(())
+    for batch in own.distribute_dataset(data()):
+        state, _ = step(state, batch)
+    assert float(state) == sum(range(20))
+
+
+def test_policies() -> None:
+    own = strategy()
+    whole = own.distribute_dataset(data(), AutoShardPolicy.OFF)
+    expected = data().batch(0)[0].tobytes()
+    assert [share.tobytes() for share, _ in next(iter(whole)).values] == [expected] * V
+    assert own.recipe(whole)["sharded"] is False
+    assert "sharded" not in own.recipe(own.distribute_dataset(data()))
+    assert own.recipe(own.distribute_dataset(data())) == own.recipe(data())
+    with pytest.raises(DataError) as error:
+        own.distribute_dataset(data(), AutoShardPolicy.FILE)
+    assert "AutoShardPolicy.FILE is refused: it deals files out to workers" in str(error.value)
+    assert "Use DATA" in str(error.value)
+
+
+def pipeline(context: InputContext) -> list[Any]:
+    size = context.get_per_replica_batch_size(6)
+    every = np.arange(24).reshape(-1, context.num_input_pipelines, size)
+    return list(every[:, context.input_pipeline_id])
+
+
+def stream(context: InputContext) -> Any:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(pipeline(context))
+
+    return Stream()
+
+
+@pytest.mark.parametrize("make", [pipeline, stream])
+def test_a_function_makes_one_pipeline_for_each_replica(make: Any) -> None:
+    found = set()
+    for devices in (1, 2, 3):
+        own = strategy(devices)
+        made: list[InputContext] = []
+
+        def dataset_fn(context: InputContext) -> Any:
+            made.append(context)  # noqa: B023
+            return make(context)
+
+        batches = own.distribute_datasets_from_function(dataset_fn)
+        assert made == [InputContext(V, replica, V) for replica in range(V)]
+        taken = [b.values for b in batches.take(4)]
+        assert np.concatenate([np.concatenate(v) for v in taken]).tolist() == list(range(24))
+        found.add(np.concatenate(next(batches.from_step(2).take(1)).values).tobytes())
+    assert len(found) == 1
+
+
+def test_pipelines_with_a_length_have_epochs() -> None:
+    batches = strategy().distribute_datasets_from_function(pipeline)
+    assert [batch.step for batch in batches] == [0, 1, 2, 3]
+    again = list(batches)
+    assert [batch.step for batch in again] == [4, 5, 6, 7]
+    assert np.concatenate(again[0].values).tolist() == list(range(6))
+
+
+def test_what_a_function_may_not_make() -> None:
+    own = strategy()
+    make = own.distribute_datasets_from_function
+    with pytest.raises(TopologyError) as share:
+        make(lambda context: [context.get_per_replica_batch_size(20)])
+    assert "a global batch of 20 does not divide into 3 logical replicas" in str(share.value)
+    assert "18 and 21" in str(share.value)
+    cases: list[tuple[Any, str]] = [
+        (lambda _: 5, "the function gave int for logical replica 0; expected a sequence or"),
+        (
+            lambda context: [1] * (2 + context.input_pipeline_id // 2),
+            "the pipeline of logical replica 0 has 2 batches and that of replica 2 has 3",
+        ),
+        (lambda _: [], "the pipelines hold no batches"),
+    ]
+    for fn, says in cases:
+        with pytest.raises(DataError) as error:
+            make(fn)
+        assert says in str(error.value)
+    batches = make(stream)
+    with pytest.raises(DataError) as length:
+        list(batches)
+    assert "does not say how many steps an epoch has" in str(length.value)
+    assert "use take(n)" in str(length.value)
+    with pytest.raises(DataError) as end:
+        list(batches.take(5))
+    assert "the pipeline of logical replica 0 ended after 4 batches, and step 4" in str(end.value)
+    once = make(lambda context: iter(pipeline(context)))
+    list(once.take(2))
+    with pytest.raises(DataError) as back:
+        next(once.from_step(1).take(1))
+    assert "is an iterator, which cannot go back to an earlier step" in str(back.value)
+    with pytest.raises(DataError):
+        batches.from_step(-1)
+    with pytest.raises(DataError) as recipe:
+        own.recipe(batches)
+    assert "no recipe of their own" in str(recipe.value)
+
+
+def test_pipelines_of_other_lengths_in_another_process() -> None:
+    class Two:
+        index, count, is_chief = 0, 2, True
+
+        def gather(self, data: bytes) -> list[bytes]:
+            return [data, b"9" if data.isdigit() else data]  # else it is about the recipe
+
+    engine: Any = NumpyEngine(1)
+    engine.processes, engine.devices_per_process = Two(), (1, 1)
+    with pytest.raises(DataError) as error:
+        Strategy(engine, V).distribute_datasets_from_function(pipeline)
+    assert "an epoch has 4 steps in process 0 and 9 in process 1" in str(error.value)
+
+
+def test_values_from_a_function() -> None:
+    values = strategy(2).distribute_values_from_function(
+        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+    )
+    assert values == PerReplica(((0, V), (1, V), (2, V)), (0, 1, 2))

@@ -1,0 +1,115 @@
+"""Losses that add up: TensorFlow's worked figures, on every kind of array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from numpy_engine import NumpyEngine
+
+from perdure.distribute import (
+    PerReplica,
+    Strategy,
+    compute_average_loss,
+    scale_regularization_loss,
+)
+from perdure.errors import TopologyError
+from perdure.jax import OneDeviceStrategy
+
+ARRAYS = {"numpy": np.asarray, "jax": jnp.asarray, "torch": torch.tensor}
+
+
+@pytest.fixture(params=ARRAYS)
+def array(request: Any) -> Any:
+    return ARRAYS[request.param]
+
+
+def strategy(replicas: int = 2) -> Strategy:
+    return Strategy(NumpyEngine(1), replicas)
+
+
+def test_the_figures_of_the_tutorial(array: Any) -> None:
+    own = strategy()
+    losses = PerReplica((array([2.0, 3.0]), array([4.0, 5.0])), own.local_replicas)
+    for size in (None, 4):
+        each = own.run(lambda x: compute_average_loss(x, global_batch_size=size), (losses,))  # noqa: B023
+        assert [float(loss) for loss in each.values] == [1.25, 2.25]
+        assert type(each.values[0]) is type(each.values[1])
+        numbers = PerReplica(tuple(np.asarray(v) for v in each.values), each.replicas)
+        assert float(own.reduce("sum", numbers)) == 3.5
+
+
+def test_weights_and_regularization(array: Any) -> None:
+    own = strategy()
+    each = own.run(
+        lambda: (
+            compute_average_loss(array([2.0, 3.0]), array([1.0, 0.0])),
+            compute_average_loss(array([[2.0, 4.0], [3.0, 5.0]]), array([1.0, 2.0])),
+            compute_average_loss([2.0, 3.0], global_batch_size=array(8.0)),
+            scale_regularization_loss(array([1.0, 2.0, 4.0])),
+            scale_regularization_loss(array(5.0)),
+        )
+    ).values
+    assert [float(x) for x in each[0]] == [0.5, 22 / 4, 0.625, 3.5, 2.5]
+
+
+def test_gradients_pass_through() -> None:
+    own = strategy()
+
+    def torch_gradient() -> list[float]:
+        x = torch.tensor([2.0, 3.0], requires_grad=True)
+        compute_average_loss(x * x).backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    assert own.run(torch_gradient).values[0] == [1.0, 1.5]
+    found = own.run(lambda: jax.grad(lambda x: compute_average_loss(x * x))(jnp.array([2.0, 3.0])))
+    assert found.values[0].tolist() == [1.0, 1.5]
+
+
+def test_under_no_strategy_there_is_one_replica(array: Any) -> None:
+    assert float(compute_average_loss(array([2.0, 3.0]))) == 2.5
+    assert float(scale_regularization_loss(array(5.0))) == 5.0
+
+
+def test_in_grad_the_number_of_replicas_is_that_of_the_strategy() -> None:
+    """The compiled program of a function must not be that of another number of replicas."""
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return compute_average_loss(batch)
+
+    def update(state: Any, total: Any) -> Any:
+        return state, total
+
+    for replicas in (2, 4, 2):
+        own = OneDeviceStrategy(replicas=replicas)
+        shares = (jnp.array([2.0, 3.0]),) * replicas
+        _, loss = own.step(grad, update)(0, PerReplica(shares, own.local_replicas, 0))
+        assert float(loss) == 2.5
+
+
+def test_what_is_refused() -> None:
+    own = strategy()
+    with own.scope(), pytest.raises(TopologyError) as error:
+        compute_average_loss(np.ones(2))
+    assert "compute_average_loss stands in no replica here" in str(error.value)
+    with own.scope(), pytest.raises(TopologyError) as error:
+        scale_regularization_loss(1.0)
+    assert "scale_regularization_loss stands in no replica here" in str(error.value)
+    with own.scope():
+        assert compute_average_loss(np.ones(2), global_batch_size=4) == 0.5
+    for call, says in [
+        (lambda: compute_average_loss(2.0), "one loss for each example, found a single number"),
+        (lambda: compute_average_loss([1.0], global_batch_size=0), "must be above 0, got 0"),
+        (
+            lambda: compute_average_loss([1.0, 2.0], [1.0, 1.0, 1.0]),
+            "sample_weight has the shape [3]; expected the first axes of [2]",
+        ),
+    ]:
+        with pytest.raises(TopologyError) as error:
+            call()
+        assert says in str(error.value)

@@ -1,0 +1,491 @@
+"""Metrics: figures worked by hand, bits on every topology and engine, and exact restores."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from numpy_engine import NumpyEngine
+
+import perdure
+from perdure.data import ArrayDataset
+from perdure.distribute import Strategy, get_replica_context, metrics
+from perdure.distribute.metrics import accumulators
+from perdure.errors import MismatchError, StateError
+from perdure.jax import OneDeviceStrategy as JaxStrategy
+from perdure.torch import OneDeviceStrategy as TorchStrategy
+
+ARRAYS = {"numpy": np.asarray, "jax": jnp.asarray, "torch": torch.as_tensor}
+V = 3
+
+
+@pytest.fixture(params=ARRAYS)
+def array(request: Any) -> Any:
+    return ARRAYS[request.param]
+
+
+def strategy(devices: int = 1, replicas: int = V) -> Strategy:
+    return Strategy(NumpyEngine(devices), replicas)
+
+
+def once(metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result after one update, by both styles, which must agree."""
+    metric.update_state(*args, **kwargs)
+    functional = metric.result(metric.merge(metric.init(), metric.contribution(*args, **kwargs)))
+    result = metric.result()
+    assert np.asarray(functional).tobytes() == np.asarray(result).tobytes()
+    return result
+
+
+# ---------------------------------------------------------------- accumulators
+
+
+def test_a_counter_is_exact_beyond_32_bits(array: Any) -> None:
+    step, total = 2**30 - 1, 0
+    counter: Any = accumulators.zeros((), accumulators.COUNTER)
+    for n in range(9):
+        counter = accumulators.add(counter, array(np.int32(step - n)))
+        total += step - n
+    assert accumulators.read(counter) == total > 2**32
+    for _ in range(12):
+        counter = accumulators.add(counter, array(np.int32(-step)))
+        total -= step
+    assert accumulators.read(counter) == total < -(2**31)
+
+
+def test_a_sum_keeps_what_float32_loses(array: Any) -> None:
+    total: Any = accumulators.zeros((), accumulators.SUM)
+    plain = np.float32(0)
+    for value in (2.0**25, *[1.0] * 100, -(2.0**25)):
+        total = accumulators.add(total, array(np.float32(value)))
+        plain += np.float32(value)
+    assert accumulators.read(total) == 100.0
+    assert plain == 0.0, "negative control: a plain sum loses them"
+
+
+@pytest.mark.parametrize("dtype", [accumulators.COUNTER, accumulators.SUM])
+def test_accumulators_have_the_same_bits_on_every_engine(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    steps = [(rng.normal(size=4) * 1e6).astype(dtype) for _ in range(200)]
+    found = set()
+    compiled = jax.jit(accumulators.add)
+    for add, array in [
+        (accumulators.add, np.asarray),
+        (accumulators.add, torch.as_tensor),
+        (compiled, jnp.asarray),
+    ]:
+        own: Any = accumulators.zeros((4,), dtype)
+        for step in steps:
+            own = add(own, array(step))
+        assert str(own.dtype).endswith(dtype)
+        found.add(np.asarray(own).tobytes())
+    assert len(found) == 1
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_means_and_sums(array: Any) -> None:
+    assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0])) == 4.0
+    weights = array([1.0, 1.0, 0.0, 0.5])
+    assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0]), weights) == 7.5 / 2.5
+    assert once(metrics.Mean(), array([[1.0, 3.0], [5.0, 7.0]]), array([1.0, 0.0])) == 2.0
+    assert np.isnan(metrics.Mean().result())
+    assert once(metrics.Sum(), array([0.5, 0.25])) == 0.75
+    found = once(metrics.Sum(integer=True), array([2, 5]))
+    assert (found, found.dtype) == (7, np.int64)
+
+
+def test_accuracies(array: Any) -> None:
+    scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [0.4, 0.4, 0.2]])
+    labels, mask = array([1, 2, 2, 0]), array([1.0, 1.0, 0.0, 1.0])
+    one_hot = array(np.eye(3)[[1, 2, 2, 0]])
+    assert once(metrics.SparseCategoricalAccuracy(), labels, scores) == 0.75
+    assert once(metrics.SparseCategoricalAccuracy(), labels[:, None], scores) == 0.75
+    assert once(metrics.SparseCategoricalAccuracy(), labels, scores, mask) == 2 / 3
+    assert once(metrics.CategoricalAccuracy(), one_hot, scores) == 0.75
+    heavy = metrics.CategoricalAccuracy(weighted=True)
+    assert once(heavy, one_hot, scores, array([0.5, 2.0, 1.0, 0.5])) == 0.5
+    truth, guess = array([1, 0, 1, 1]), array([0.9, 0.5, 0.4, 0.51])
+    assert once(metrics.BinaryAccuracy(), truth, guess) == 0.75
+    assert once(metrics.BinaryAccuracy(threshold=0.3), truth, guess) == 0.75
+    assert once(metrics.BinaryAccuracy(), truth.reshape(2, 2), guess.reshape(2, 2)) == 0.75
+
+
+def test_top_k(array: Any) -> None:
+    scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [np.nan, 0.4, 0.2]])
+    labels = array([0, 2, 0, 0])
+    found = [once(metrics.SparseTopKCategoricalAccuracy(k=k), labels, scores) for k in (1, 2, 3)]
+    # Of equal scores all are in; a score of NaN never is.
+    assert found == [0.0, 0.5, 0.75]
+    one_hot = array(np.eye(3)[[0, 2, 0, 0]])
+    assert once(metrics.TopKCategoricalAccuracy(k=2), one_hot, scores) == 0.5
+    assert once(metrics.SparseTopKCategoricalAccuracy(k=2), array([9, -1]), scores[:2]) == 0.0
+
+
+def test_confusion(array: Any) -> None:
+    labels, guess = array([0, 1, 2, 2, 2]), array([0, 2, 2, 2, 0])
+    matrix = once(metrics.ConfusionMatrix(3), labels, guess)
+    assert matrix.tolist() == [[1, 0, 0], [0, 0, 1], [1, 0, 2]]
+    assert matrix.dtype == np.int64
+    scores = array(np.eye(3)[[0, 2, 2, 2, 0]])
+    mask = array([1.0, 1.0, 0.0, 1.0, 0.0])
+    matrix = once(metrics.ConfusionMatrix(3), labels, scores, mask)
+    assert matrix.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
+    wrong = metrics.ConfusionMatrix(2)
+    wrong.update_state(labels, guess)
+    with pytest.raises(StateError) as error:
+        wrong.result()
+    assert "4 labels or predictions were outside of 0 to 1" in str(error.value)
+
+
+def test_auc_by_hand(array: Any) -> None:
+    """The example of keras.metrics.AUC: thresholds -e, 0.5, 1 + e."""
+    labels, guess = array([0, 0, 1, 1]), array([0.0, 0.5, 0.3, 0.9])
+    # above each threshold: tp [2, 1, 0], fp [2, 0, 0]
+    assert once(metrics.AUC(num_thresholds=3), labels, guess) == 0.75
+    masked = array([1.0, 0.0, 0.0, 1.0])
+    assert once(metrics.AUC(num_thresholds=3), labels, guess, masked) == 1.0
+    weights = array([1.0, 0.0, 0.0, 1.0])
+    assert once(metrics.AUC(num_thresholds=3, weighted=True), labels, guess, weights) == 1.0
+    assert once(metrics.AUC(), array([1, 1]), array([0.2, 0.7])) == 0.0
+
+
+def test_auc_has_the_counts_of_keras() -> None:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, 500)
+    guess = np.clip(rng.normal(0.4 + 0.2 * labels, 0.2), 0, 1).astype(np.float32)
+    for curve in ("ROC", "PR"):
+        own, theirs = metrics.AUC(curve=curve), keras.metrics.AUC(curve=curve)
+        found = once(own, labels, guess)
+        theirs.update_state(labels, guess)
+        read = {name: accumulators.read(a) for name, a in own.state_dict().items()}
+        for name in ("true_positives", "false_positives"):
+            expected = np.asarray(getattr(theirs, name).value)
+            assert read[name].tolist() == expected.astype(int).tolist()
+        # Keras integrates in float32, so that only its first digits can agree.
+        assert round(found, 5) == round(float(theirs.result()), 5)
+
+
+def test_auc_is_the_sum_of_trapezoids() -> None:
+    rng = np.random.default_rng(2)
+    labels = rng.integers(0, 2, 64)
+    guess = rng.integers(0, 65, 64) / 64  # none of them on a threshold but 0 and 1
+    own = metrics.AUC(num_thresholds=8)
+    exact = Fraction(0)
+    rates = []
+    for threshold in own.thresholds:
+        above = guess.astype(np.float32) > threshold
+        rates.append(
+            [Fraction(int((above & (labels == y)).sum()), int((labels == y).sum())) for y in (0, 1)]
+        )
+    for (x, y), (next_x, next_y) in itertools.pairwise(rates):
+        exact += (x - next_x) * (y + next_y) / 2
+    assert once(own, labels, guess) == float(exact)
+
+
+def test_auc_of_fine_bins_is_that_of_scikit_learn() -> None:
+    sklearn = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(3)
+    # Each in a bin of its own, and as many of each kind as make every rate exact.
+    labels, guess = np.repeat([0, 1], 128), (rng.permutation(256) + 0.5) / 256
+    expected = sklearn.roc_auc_score(labels, guess)
+    assert once(metrics.AUC(num_thresholds=257), labels, guess) == expected
+
+
+def test_what_a_metric_says_of_its_arguments() -> None:
+    scores = np.eye(3)
+    for metric, args, says in [
+        (metrics.SparseCategoricalAccuracy(), (np.zeros(2, int), scores), "labels have the shape"),
+        (metrics.CategoricalAccuracy(), (np.eye(4), scores), "[4, 4], expected [3, 3]"),
+        (metrics.BinaryAccuracy(), (np.ones(3), np.ones((3, 1))), "[3], expected [3, 1]"),
+        (metrics.Mean(), (np.ones(3), np.ones(2)), "sample_weight has the shape [2]"),
+        (metrics.Sum(integer=True), (np.ones(3),), 'Sum "Sum" sums integers, found float64'),
+    ]:
+        with pytest.raises(StateError) as error:
+            metric.update_state(*args)
+        assert says in str(error.value)
+    half = metrics.SparseCategoricalAccuracy("acc")
+    half.update_state(np.arange(3), scores, np.array([1.0, 0.5, 0.25]))
+    with pytest.raises(StateError) as error:
+        half.result()
+    assert str(error.value).startswith(
+        'SparseCategoricalAccuracy "acc": 2 rows had a weight other than 0 and 1'
+    )
+    logits = metrics.AUC()
+    logits.update_state(np.array([0, 1]), np.array([-3.0, 0.5]))
+    with pytest.raises(StateError) as error:
+        logits.result()
+    assert "1 predictions were outside of 0 to 1; pass probabilities, not logits" in str(
+        error.value
+    )
+    for make, says in [
+        (lambda: metrics.AUC(curve="PRC"), 'curve must be "ROC" or "PR", got \'PRC\''),
+        (lambda: metrics.AUC(num_thresholds=1), "must be at least 2, got 1"),
+    ]:
+        with pytest.raises(StateError) as error:
+            make()
+        assert says in str(error.value)
+
+
+# ---------------------------------------------------------------- in a strategy
+
+
+def all_metrics() -> dict[str, Any]:
+    return {
+        "mean": metrics.Mean(),
+        "seen": metrics.Sum(integer=True),
+        "accuracy": metrics.SparseCategoricalAccuracy(),
+        "top": metrics.SparseTopKCategoricalAccuracy(k=2),
+        "matrix": metrics.ConfusionMatrix(4),
+        "auc": metrics.AUC(num_thresholds=20),
+    }
+
+
+def contributions(own: dict[str, Any], batch: Any, scores: Any) -> dict[str, Any]:
+    """For the functional style; `update` below does the same with objects."""
+    y, w = batch["y"], batch["weight"]
+    return {
+        "mean": own["mean"].contribution(scores[:, 0], w),
+        "seen": own["seen"].contribution(w != 0),
+        "accuracy": own["accuracy"].contribution(y, scores, w),
+        "top": own["top"].contribution(y, scores, w),
+        "matrix": own["matrix"].contribution(y, scores, w),
+        "auc": own["auc"].contribution(y == 1, scores[:, 1], w),
+    }
+
+
+def dataset() -> ArrayDataset:
+    rng = np.random.default_rng(5)
+    x = rng.dirichlet(np.ones(4), 100).astype(np.float32)
+    return ArrayDataset({"x": x, "y": rng.integers(0, 4, 100).astype(np.int32)}, 12)
+
+
+def by_objects(own: Strategy, steps: Any, found: dict[str, Any] | None = None) -> dict[str, Any]:
+    with own.scope():
+        found = all_metrics() if found is None else found
+
+    def fn(batch: Any) -> None:
+        y, x, w = batch["y"], batch["x"], batch["weight"]
+        found["mean"].update_state(x[:, 0], w)
+        found["seen"].update_state(w != 0)
+        for name in ("accuracy", "top", "matrix"):
+            found[name].update_state(y, x, w)
+        found["auc"].update_state(y == 1, x[:, 1], w)
+
+    for step in steps:
+        own.run(fn, (own.batch(dataset(), step),))
+    return found
+
+
+def digest(found: dict[str, Any]) -> dict[str, str]:
+    return {name: _hex(metric.state_dict()) for name, metric in found.items()}
+
+
+def _hex(state: dict[str, Any]) -> str:
+    return ",".join(f"{key}:{np.asarray(state[key]).tobytes().hex()}" for key in sorted(state))
+
+
+def test_objects_have_the_same_bits_on_any_devices() -> None:
+    found = [by_objects(strategy(devices, 6), range(9)) for devices in (1, 2, 5, 6)]
+    assert len({json.dumps(digest(one)) for one in found}) == 1
+    results = {name: metric.result() for name, metric in found[0].items()}
+    assert results["seen"] == 100
+    assert int(results["matrix"].sum()) == 100
+    assert results["accuracy"] == np.trace(results["matrix"]) / 100
+    # The updates of many runs may wait for their tree together.
+    assert digest(by_objects(strategy(1, 6), range(90))) == digest(
+        by_objects(strategy(4, 6), range(90))
+    )
+
+
+def test_reading_in_between_changes_nothing() -> None:
+    own = strategy(2, 6)
+    found = by_objects(own, range(4))
+    before = [metric.result() for metric in found.values()]
+    assert len(before) == 6
+    assert digest(by_objects(own, range(4, 9), found)) == digest(by_objects(own, range(9)))
+
+
+def test_seven_restores_as_seven(tmp_path: Any) -> None:
+    """A counter of 7 on 3 replicas: a mean over replicas, in integers, would make 6 of it."""
+    own = strategy(replicas=3)
+    assert 7 // own.num_replicas_in_sync * own.num_replicas_in_sync == 6, "negative control"
+    with own.scope():
+        seen = metrics.Sum("seen", integer=True)
+        counts = own.distribute_values_from_function(
+            lambda context: np.array([3, 2, 2][context.replica_id_in_sync_group])
+        )
+        own.run(seen.update_state, (counts,))
+    assert seen.result() == 7
+    perdure.Checkpoint(seen=seen).save(tmp_path, 1)
+    for replicas in (1, 2, 3, 5):
+        with strategy(replicas=replicas).scope():
+            again = metrics.Sum("seen", integer=True)
+        perdure.Checkpoint(seen=again).restore(tmp_path)
+        assert again.result() == 7
+    alone = metrics.Sum("seen", integer=True)
+    perdure.Checkpoint(seen=alone).restore(tmp_path)
+    assert alone.result() == 7
+
+
+def test_interrupted_and_moved_is_the_same(tmp_path: Any) -> None:
+    whole = by_objects(strategy(1, 6), range(9))
+    perdure.Checkpoint(**by_objects(strategy(4, 6), range(5))).save(tmp_path, 5)
+    other = strategy(3, 6)
+    with other.scope():
+        found = all_metrics()
+    perdure.Checkpoint(**found).restore(tmp_path)
+    assert digest(by_objects(other, range(5, 9), found)) == digest(whole)
+    for metric in found.values():
+        metric.reset_state()
+    assert digest(found) == digest(all_metrics())
+
+
+def functional(own: Strategy, steps: Any, wrap: Any) -> dict[str, Any]:
+    mine = all_metrics()
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return contributions(mine, {k: wrap(v) for k, v in batch.items()}, wrap(batch["x"]))
+
+    def update(state: Any, total: Any) -> Any:
+        new = {name: metric.merge(state[name], total[name]) for name, metric in mine.items()}
+        return new, {"accuracy": mine["accuracy"].result(new["accuracy"])}
+
+    state: Any = {name: metric.init() for name, metric in mine.items()}
+    train_step, logs = own.step(grad, update), {}
+    for step in steps:
+        state, logs = train_step(state, own.batch(dataset(), step))
+    found = {name: _hex({k: np.asarray(v) for k, v in s.items()}) for name, s in state.items()}
+    assert round(float(logs["accuracy"]), 6) == round(mine["accuracy"].result(state["accuracy"]), 6)
+    return found
+
+
+def test_both_styles_and_all_engines_have_the_same_counts() -> None:
+    """The order of a sum within one share is each framework's own; counts have no order."""
+    objects = digest(by_objects(strategy(2, 6), range(9)))
+    for own, wrap in [
+        (strategy(3, 6), np.asarray),
+        (JaxStrategy(replicas=6), jnp.asarray),
+        (TorchStrategy(replicas=6), torch.as_tensor),
+    ]:
+        found = functional(own, range(9), wrap)
+        assert found.keys() == objects.keys()
+        for name in found.keys() - {"mean"}:
+            assert found[name] == objects[name], name
+
+
+@pytest.mark.parametrize("make", [JaxStrategy, TorchStrategy])
+def test_objects_on_the_engines(make: Any) -> None:
+    expected = digest(by_objects(strategy(1, 6), range(3)))
+    found = digest(by_objects(make(replicas=6), range(3)))
+    assert found.keys() == expected.keys()
+    for name in found.keys() - {"mean"}:
+        assert found[name] == expected[name], name
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_metric_outside_of_its_scope() -> None:
+    own, other = strategy(), strategy()
+    with own.scope():
+        inside = metrics.Mean("loss")
+    outside = metrics.Mean("loss")
+    for call, says in [
+        (lambda: own.run(outside.update_state, (1.0,)), "was made outside of the scope of the"),
+        (lambda: other.run(inside.update_state, (1.0,)), "the scope of another strategy than the"),
+        (lambda: inside.update_state(1.0), "is updated outside of its scope; call update_state in"),
+    ]:
+        with pytest.raises(StateError) as error:
+            call()
+        assert str(error.value).startswith('Mean "loss"')
+        assert says in str(error.value)
+    with own.scope():
+        inside.update_state(2.0)
+    outside.update_state(2.0)
+    assert inside.result() == outside.result() == 2.0
+
+
+def test_what_a_replica_may_not_do_with_a_metric() -> None:
+    own = strategy()
+    with own.scope():
+        mean = metrics.Mean("loss")
+    for call, what in [
+        (mean.result, "result()"),
+        (mean.reset_state, "reset_state()"),
+        (mean.state_dict, "saving"),
+    ]:
+        with pytest.raises(StateError) as error:
+            own.run(call)
+        assert f'Mean "loss": {what} in a logical replica, which has only its own share' in str(
+            error.value
+        )
+
+    def uneven() -> None:
+        context = get_replica_context()
+        assert context is not None
+        for _ in range(2 if context.replica_id_in_sync_group == 1 else 1):
+            mean.update_state(1.0)
+
+    with pytest.raises(StateError) as error:
+        own.run(uneven)
+    assert "logical replica 0 updated it 1 times and replica 1 2 times in one run" in str(
+        error.value
+    )
+
+    def failing() -> None:
+        mean.update_state(1.0)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        own.run(failing)
+    assert np.isnan(mean.result()), "a run that fails leaves nothing behind"
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        mean.update_state(1.0)
+
+    with pytest.raises(StateError) as error:
+        own.step(grad, lambda state, total: (state, total))({}, own.batch(dataset(), 0))
+    assert "update_state in grad of a step, which must be pure" in str(error.value)
+    with pytest.raises(StateError) as error, own.scope():
+        jax.jit(mean.update_state)(1.0)
+    assert "update_state was called inside of jit" in str(error.value)
+
+
+def test_accumulators_that_do_not_fit(tmp_path: Any) -> None:
+    counts = metrics.ConfusionMatrix(3)
+    perdure.Checkpoint(m=counts).save(tmp_path, 1)
+    with pytest.raises(MismatchError) as error:
+        perdure.Checkpoint(m=metrics.ConfusionMatrix(4)).restore(tmp_path)
+    assert "m/matrix: expected int32[2,4,4], found int32[2,3,3]" in str(error.value)
+    with pytest.raises(StateError) as state:
+        metrics.Mean().load_state_dict(counts.state_dict())
+    assert "expected the accumulators {'total': 'float32[2]'" in str(state.value)
+
+
+def test_metrics_import_no_framework() -> None:
+    probe = (
+        "import sys, numpy as np\n"
+        "from perdure.distribute import metrics, compute_average_loss\n"
+        "mean = metrics.Mean()\n"
+        "mean.update_state(np.ones(3))\n"
+        "assert mean.result() == 1 and compute_average_loss(np.ones(2)) == 1\n"
+        "print(sorted({'jax', 'torch', 'keras', 'tensorflow', 'flax'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"

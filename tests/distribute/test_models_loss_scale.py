@@ -1,0 +1,48 @@
+"""Dynamic loss scaling: growth, backoff, limits; the same on both engines; an overflow is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from perdure.distribute import LossScale
+from perdure.distribute.loss_scale import LARGEST
+from perdure.state import flatten, restore
+
+FINITE = [True, True, True, False, False, True, True, True, True]
+#        scale after each of these steps, growing after 3 finite ones
+SCALES = [8.0, 8.0, 16.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+STEPS = [1, 2, 0, 0, 0, 1, 2, 0, 1]
+
+
+def start(kind: str) -> tuple[Any, Any]:
+    if kind == "jax":
+        return LossScale(jnp.float32(8), jnp.int32(0)), jnp.asarray
+    return LossScale(torch.tensor(8.0), torch.tensor(0)), torch.tensor
+
+
+@pytest.mark.parametrize("kind", ["jax", "torch"])
+def test_grows_after_finite_steps_and_halves_at_an_overflow(kind: str) -> None:
+    scale, boolean = start(kind)
+    dtypes = (scale.scale.dtype, scale.steps.dtype)
+    found = []
+    for finite in FINITE:
+        # Through a checkpoint at every step: nothing else decides what comes next.
+        scale = restore(start(kind)[0], flatten(scale)).after(boolean(finite), growth_steps=3)
+        found.append((float(scale.scale), int(scale.steps)))
+        assert (scale.scale.dtype, scale.steps.dtype) == dtypes
+    assert found == list(zip(SCALES, STEPS, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["jax", "torch"])
+def test_stays_within_its_limits(kind: str) -> None:
+    scale, boolean = start(kind)
+    for _ in range(40):
+        scale = scale.after(boolean(False))
+    assert float(scale.scale) == 1.0
+    for _ in range(40):
+        scale = scale.after(boolean(True), growth_steps=1)
+    assert float(scale.scale) == LARGEST

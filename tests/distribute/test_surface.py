@@ -1,0 +1,79 @@
+"""The surface on both engines: one answer over devices and processes, and errors for everybody."""
+
+from __future__ import annotations
+
+import group
+import jax
+import pytest
+import surface_worker
+import torch
+
+from perdure.distribute import get_replica_context
+from perdure.distribute.torch.engine import TorchEngine
+from perdure.errors import StateError
+from perdure.jax import OneDeviceStrategy as JaxStrategy
+from perdure.torch import OneDeviceStrategy
+
+SAME = ("scores", "mean", "again", "rows", "losses", "accuracy", "metrics", "finite")
+ALONE = 'replicas 0, 1, 2, 3, 4 came to its end; replica 5 came to all_reduce("sum")'
+
+
+@pytest.mark.parametrize(("engine", "leaf"), [("jax", "bad"), ("torch", "contributions/bad")])
+def test_one_process_and_two(engine: str, leaf: str) -> None:
+    """JAX has 2 devices in each of the two: 1, 2, 1 and 2 replicas."""
+    _, alone = surface_worker.ENGINES[engine](None)
+    first, last = group.results(
+        "surface_worker.py", 2, "--engine", engine, env={"JAX_NUM_CPU_DEVICES": "2"}
+    )
+    expected = {name: alone[name] for name in SAME}
+    for process in (first, last):
+        assert {name: process[name] for name in SAME} == expected
+    assert len({alone[name] for name in ("scores", "mean", "again", "rows", "losses")}) == 5
+
+    assert alone["finite"].startswith(f"NonFiniteError: step 3: NaN or infinity in {leaf} of")
+    assert f"{leaf} of logical replica 5" in alone["finite"]
+    assert f"the replicas of uneven part: {ALONE}" in alone["uneven"]
+    assert alone["failing"] == last["failing"] == "NonFiniteError: on purpose in logical replica 5"
+    # What went wrong in the replicas of one process is heard in the other.
+    assert "uneven part: replicas 3, 4 came to its end; replica 5 came" in last["uneven"]
+    assert "uneven failed in process 1: StateError: the replicas of uneven part" in first["uneven"]
+    assert "failing failed in process 1: NonFiniteError: on purpose in" in first["failing"]
+
+
+def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = OneDeviceStrategy(replicas=3)
+
+    def draw(key: torch.Generator, *, meet: bool) -> list[float]:
+        context = get_replica_context()
+        assert context is not None
+        first = torch.rand(2)
+        if meet:
+            context.all_reduce("sum", first)
+        return torch.cat([first, torch.rand(2)]).tolist()
+
+    def numbers(*, meet: bool) -> tuple[list[float], ...]:
+        return strategy.run(draw, (strategy.keys(4),), {"meet": meet}).values
+
+    expected = numbers(meet=False)
+    assert numbers(meet=True) == expected
+    assert len({tuple(own) for own in expected}) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "set_random_state", lambda *_: None)
+        assert numbers(meet=True) != expected, "negative control: nobody switches the generators"
+
+
+def test_a_collective_inside_of_jit_is_refused() -> None:
+    strategy = JaxStrategy(replicas=2)
+
+    def fn() -> None:
+        context = get_replica_context()
+        assert context is not None
+        jax.jit(lambda x: context.all_reduce("sum", x))(1.0)
+
+    with pytest.raises(StateError) as error:
+        strategy.run(fn)
+    assert "reduce takes values, found one that is traced: call it outside of jit" in str(
+        error.value
+    )

@@ -1,0 +1,139 @@
+"""Devices of one torch process as threads: the same bits, and one by one wherever that is not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perdure.data import ArrayDataset
+from perdure.distribute.torch import threads as torch_threads
+from perdure.distribute.torch.threads import ONE_BY_ONE, REDIRECTED, THREADS
+from perdure.errors import StateError
+from perdure.torch import MirroredStrategy, apply_gradients
+
+V = 6
+
+
+@dataclass(frozen=True)
+class Held:
+    net: nn.Module
+
+
+@pytest.fixture
+def data() -> ArrayDataset:
+    x = np.random.default_rng(0).normal(size=(10 * V, 8)).astype(np.float32)
+    return ArrayDataset(x, 2 * V)
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1)
+    )
+
+
+def grad(state: Any, batch: Any, key: Any) -> Any:
+    loss = (state["held"].net(batch[0])[:, 0] * batch[1]).sum()
+    loss.backward()
+    return {n: p.grad for n, p in state["held"].net.named_parameters()}
+
+
+def update(state: Any, total: Any) -> Any:
+    apply_gradients(state["held"].net, total, 0.01)
+    state["sgd"].step()
+    return state, {}
+
+
+def train(
+    devices: int, data: Any, fn: Callable[..., Any] = grad, dropout: float = 0.0
+) -> tuple[bytes, str]:
+    """(the bytes of the module, the way in which its replicas ran)"""
+    strategy, net = MirroredStrategy(devices, V), network(dropout)
+    state = {"held": Held(net), "sgd": torch.optim.SGD(net.parameters(), 0.1, 0.9)}
+    train_step = strategy.step(fn, update)
+    for step in range(4):
+        state, _ = train_step(state, strategy.batch(data, step))
+    held = [value.numpy().tobytes() for value in net.state_dict().values()]
+    return b"".join(held), train_step._run.way  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6])
+@pytest.mark.parametrize(("dropout", "way"), [(0.0, THREADS), (0.5, REDIRECTED)])
+def test_threads_give_the_bits_of_one_device(
+    devices: int, dropout: float, way: str, data: Any
+) -> None:
+    expected, alone = train(1, data, dropout=dropout)
+    assert alone == ONE_BY_ONE
+    assert train(devices, data, dropout=dropout) == (expected, way)
+
+
+def test_what_draws_where_nothing_can_redirect_it_runs_one_by_one(data: Any) -> None:
+    def hidden(state: Any, batch: Any, key: Any) -> Any:
+        noise = torch.rand(len(batch[0]), 8)  # without a generator in its signature
+        return grad(state, (batch[0] + noise, batch[1]), key)
+
+    expected, _ = train(1, data, hidden)
+    torch.manual_seed(5)
+    assert train(3, data, hidden) == (expected, ONE_BY_ONE)
+
+
+def test_without_the_watch_a_hidden_draw_changes_the_bits(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_threads._Watched, "disturbed", lambda _: False)
+    monkeypatch.setattr(torch_threads, "_digest", lambda _: b"")
+    assert train(3, data, dropout=0.5) != (train(1, data, dropout=0.5)[0], THREADS)
+    assert train(3, data, dropout=0.5)[1] == THREADS
+
+
+def test_a_module_that_hides_in_an_object_runs_one_by_one(data: Any) -> None:
+    class Box:
+        def __init__(self, net: nn.Module) -> None:
+            self.net = net
+
+    strategy, net = MirroredStrategy(2, V), network()
+    state = {"held": Box(net), "sgd": torch.optim.SGD(net.parameters(), 0.1, 0.9)}
+    train_step = strategy.step(grad, update)
+    train_step(state, strategy.batch(data, 0))
+    assert train_step._run.way == ONE_BY_ONE  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_another_result_in_threads_is_noticed_and_not_used(data: Any) -> None:
+    def by_thread(state: Any, batch: Any, key: Any) -> Any:
+        own = torch_threads.own_generator() is not None
+        return {n: g + own for n, g in grad(state, batch, key).items()}
+
+    expected, _ = train(1, data, by_thread)
+    assert train(2, data, by_thread) == (expected, ONE_BY_ONE)
+
+
+def test_an_error_is_that_of_the_first_replica_that_has_it(data: Any) -> None:
+    def refuses(state: Any, batch: Any, key: Any) -> Any:
+        return {"loss": 1.5}
+
+    with pytest.raises(StateError, match="contributions must be tensors, found float"):
+        train(3, data, refuses)
+
+
+def test_autocast_of_the_caller_counts_for_every_replica(data: Any) -> None:
+    def low(state: Any, batch: Any, key: Any) -> Any:
+        logits = F.linear(batch[0], torch.ones(3, 8))
+        return {"w": logits.float().sum() + (logits.dtype == torch.bfloat16)}
+
+    seen = []
+    for devices in (1, 3):
+        strategy = MirroredStrategy(devices, V)
+        train_step = strategy.step(low, lambda state, total: (state, total["w"]))
+        out = [train_step(None, strategy.batch(data, 0))[1].item()]
+        with torch.autocast("cpu", torch.bfloat16):
+            out.append(train_step(None, strategy.batch(data, 0))[1].item())
+        seen.append(out)
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]

@@ -1,0 +1,138 @@
+"""Equinox: readable paths, functions stay code, stateful layers, partitioned and whole modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from perdure import Checkpoint, CheckpointManager
+from perdure.data import ArrayDataset
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
+from perdure.jax import MirroredStrategy
+from perdure.state import flatten, restore
+
+
+class Net(eqx.Module):
+    layers: list[Any]
+    norm: eqx.nn.BatchNorm
+    steps: int
+    name: str = eqx.field(static=True)
+
+    def __init__(self, seed: int, width: int = 8) -> None:
+        one, two = jax.random.split(jax.random.key(seed))
+        self.layers = [
+            eqx.nn.Linear(4, width, key=one),
+            jax.nn.relu,
+            eqx.nn.Linear(width, 2, use_bias=False, key=two),
+        ]
+        self.norm = eqx.nn.BatchNorm(2, "batch", mode="ema", channelwise_affine=False)
+        self.steps = seed
+        self.name = f"net {seed}"
+
+
+def bits(state: Any) -> dict[str, Any]:
+    return {
+        path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in flatten(state).items()
+    }
+
+
+def test_paths_are_those_of_the_fields() -> None:
+    net, state = eqx.nn.make_with_state(Net)(0)
+    assert list(flatten({"net": net, "state": state})) == [
+        "net/layers/0/weight",
+        "net/layers/0/bias",
+        "net/layers/2/weight",
+        "net/norm/axis_name",
+        "net/norm/inference",
+        "net/steps",
+        "state/Net.norm.ema_first_time_index",
+        "state/Net.norm.ema_state_index/0",
+        "state/Net.norm.ema_state_index/1",
+    ]
+
+
+def test_a_restored_module_has_the_arrays_and_numbers_saved_and_the_functions_of_the_target() -> (
+    None
+):
+    source, target = eqx.nn.make_with_state(Net)(3), eqx.nn.make_with_state(Net)(4)
+    assert bits(source) != bits(target)
+    net, state = restore(target, flatten(source))
+    assert bits((net, state)) == bits(source)
+    assert net.layers[1] is jax.nn.relu
+    assert (net.steps, net.name) == (3, "net 4")
+    # It works: the stateful layer finds its state.
+    assert state.get(net.norm.ema_first_time_index).dtype == bool
+
+
+def test_the_arrays_of_a_partitioned_module_have_the_paths_of_the_whole_one() -> None:
+    net, _ = eqx.nn.make_with_state(Net)(0)
+    params, static = eqx.partition(net, eqx.is_array)
+    leaves = flatten(params)
+    assert list(leaves) == [path for path, leaf in flatten(net).items() if not leaf.is_scalar]
+    again = eqx.combine(restore(jax.tree.map(jnp.zeros_like, params), leaves), static)
+    assert bits(again) == bits(net)
+
+
+def test_a_misfit_is_listed_by_path() -> None:
+    with pytest.raises(MismatchError) as caught:
+        restore(eqx.nn.make_with_state(Net)(0, 9)[0], flatten(eqx.nn.make_with_state(Net)(0)[0]))
+    assert "layers/0/weight: expected float32[9,4], found float32[8,4]" in str(caught.value)
+    assert "layers/2/weight: expected float32[2,9], found float32[2,8]" in str(caught.value)
+
+
+def test_what_is_neither_state_nor_code_is_refused() -> None:
+    class Holder(eqx.Module):
+        thing: Any
+
+    with pytest.raises(UnsupportedLeafError) as caught:
+        flatten({"model": Holder(object())})
+    assert str(caught.value).startswith("model/thing: a value of type builtins.object")
+
+
+def test_a_module_in_a_strategy_and_its_checkpoint_without_one(tmp_path: Any) -> None:
+    params, static = eqx.partition(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), eqx.is_array)
+    adam = optax.adam(1e-2)
+    data = ArrayDataset({"x": np.ones((32, 4), np.float32)}, 16)
+    strategy = MirroredStrategy(1, 4)
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        def loss(params: Any) -> Any:
+            model = eqx.combine(params, static)
+            return (jax.vmap(model)(batch["x"]).sum(-1) * batch["weight"]).sum()
+
+        return {"grads": jax.grad(loss)(state["model"]), "weight": batch["weight"].sum()}
+
+    def update(state: Any, total: Any) -> Any:
+        grads = jax.tree.map(lambda g: g / total["weight"], total["grads"])
+        changes, opt = adam.update(grads, state["opt"], state["model"])
+        return {"model": eqx.apply_updates(state["model"], changes), "opt": opt}, None
+
+    state: Any = {"model": params, "opt": adam.init(params)}
+    train_step = strategy.step(grad, update)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            state, _ = train_step(state, strategy.batch(data, step))
+        manager.save(2, state)
+    fresh = eqx.filter(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(9)), eqx.is_array)
+    found = Checkpoint(model=fresh, opt=adam.init(fresh))
+    assert found.restore(tmp_path) == 2
+    assert bits(found) == bits(state)
+    assert bits(eqx.combine(found.model, static)) != bits(eqx.combine(params, static))
+
+
+def test_a_whole_module_in_a_strategy_is_told_to_be_partitioned() -> None:
+    strategy = MirroredStrategy(1, 1)
+    train_step = strategy.step(
+        lambda _state, _batch, _key: {"x": 1.0}, lambda state, _total: (state, None)
+    )
+    data = ArrayDataset({"x": np.ones((4, 4), np.float32)}, 4)
+    with pytest.raises(StateError) as caught:
+        train_step(Net(0), strategy.batch(data, 0))
+    assert "layers/1" in str(caught.value)
+    assert "(eqx.partition)" in str(caught.value)

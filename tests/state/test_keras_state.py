@@ -1,0 +1,112 @@
+"""Keras 3 on both backends: stable paths, exact resume, errors, and a checkpoint that crosses over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BACKENDS = ("jax", "torch")
+
+MODEL = [
+    "conv2d/kernel",
+    "conv2d/bias",
+    "batch_normalization/gamma",
+    "batch_normalization/beta",
+    "batch_normalization/moving_mean",
+    "batch_normalization/moving_variance",
+    "seed_generator/seed_generator_state",
+    "dense/kernel",
+    "dense/bias",
+    "seed_generator_1/seed_generator_state",
+    "dense_1/kernel",
+    "dense_1/bias",
+]
+TRAINED = [path for path in MODEL if "seed" not in path and "moving" not in path]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    where = tmp_path_factory.mktemp("keras")
+    found = {}
+    for backend in BACKENDS:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", str(Path(__file__).parent / "keras_worker.py"), where],
+            env={**os.environ, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found[backend] = json.loads(done.stdout.splitlines()[-1])
+        assert found[backend]["backend"] == backend
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_paths_do_not_depend_on_what_was_built_before(told: Any, backend: str) -> None:
+    expected = [f"model/{path}" for path in MODEL]
+    expected += ["optimizer/iteration", "optimizer/learning_rate"]
+    slots = {f"optimizer/{slot}/{path}" for slot in ("momentum", "velocity") for path in TRAINED}
+    for found in (told[backend]["paths"], told[backend]["paths again"]):
+        assert found[: len(expected)] == expected
+        assert set(found[len(expected) :]) == slots
+    assert (
+        told[backend]["custom"]
+        == [
+            [
+                "dense/kernel",
+                "dense/bias",
+                "dense_1/kernel",
+                "dense_1/bias",
+                "dense_2/kernel",
+                "dense_2/bias",
+            ]
+        ]
+        * 2
+    )
+    assert told[backend]["functional"] == ["head/kernel", "head/bias"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_by_keras_resumes_exactly(told: Any, backend: str) -> None:
+    assert told[backend]["resumed equal"]
+    assert told[backend]["control: other weights"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metrics_seeds_and_variables_are_restored_in_place(told: Any, backend: str) -> None:
+    assert list(told[backend]["parts"]) == ["metric/total", "metric/count", "seed", "variable"]
+    assert told[backend]["parts changed"]
+    assert told[backend]["parts in place"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_tree_of_a_strategy_and_the_model_are_one_state(told: Any, backend: str) -> None:
+    assert told[backend]["stateless equal"]
+    assert told[backend]["written equal"]
+
+
+def test_a_checkpoint_of_one_backend_restores_on_the_other(told: Any) -> None:
+    assert told["jax"]["shared"] == told["torch"]["shared"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_errors(told: Any, backend: str) -> None:
+    out = told[backend]
+    assert "dense_1/kernel: expected float32[4,4], found float32[4,3]" in out["misfit"]
+    assert out["unbuilt model"].startswith("m: the Keras object 'sequential_")
+    assert "call it once, or give it a `keras.Input`" in out["unbuilt model"]
+    assert "`optimizer.build(model.trainable_variables)`" in out["unbuilt optimizer"]
+    assert out["no optimizer"] == "apply needs an optimizer: Stateless(model, optimizer)"
+
+
+def test_buffers_of_a_wrapped_torch_module_are_not_lost_in_silence(told: Any) -> None:
+    assert "wraps a torch module with buffers" in told["torch"]["buffers"]
+    assert "running_mean" in told["torch"]["buffers"]

@@ -1,0 +1,279 @@
+"""What a run writes down: event files that another reader decodes, rows, the interval, the lines."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problem import STEPS, Spy, config, rows, said, trainer
+
+from perdure import RunConfig
+from perdure.errors import TrainError
+from perdure.train import AutoInterval, optimum_interval
+from perdure.train.events import crc32c, varint
+from perdure.train.interval import SaveMeter, Timer, interval
+from perdure.train.progress import Progress, duration
+from perdure.train.summaries import METRICS, cut, read
+
+
+def fields(data: bytes) -> dict[int, list[Any]]:
+    """The fields of a protocol buffer, as far as events use them: a reader of the test's own."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        key = number()
+        size = {1: 8, 5: 4}.get(key & 7)
+        if key & 7 == 0:
+            found.setdefault(key >> 3, []).append(number())
+            continue
+        if size is None:
+            assert key & 7 == 2
+            size = number()
+        found.setdefault(key >> 3, []).append(data[at : at + size])
+        at += size
+    assert at == len(data)
+    return found
+
+
+def bitwise_crc(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def events(path: Path) -> list[dict[int, list[Any]]]:
+    data, at, found = path.read_bytes(), 0, []
+
+    def masked(part: bytes) -> int:
+        crc = bitwise_crc(part)
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        assert struct.unpack_from("<I", data, at + 8) == (masked(data[at : at + 8]),)
+        body = data[at + 12 : at + 12 + length]
+        assert struct.unpack_from("<I", data, at + 12 + length) == (masked(body),)
+        found.append(fields(body))
+        at += 16 + length
+    return found
+
+
+def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
+    """Points by tag as TensorBoard shows them: files in the order of their names, and a START drops
+    what has its step or a later one."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((where / "summaries").iterdir()):
+        for number, event in enumerate(events(path)):
+            step = event.get(2, [0])[0]
+            if number == 0:
+                assert event[3] == [b"brain.Event:2"]
+            if 7 in event:
+                assert fields(event[7][0]) == {1: [1]}
+                points = {tag: [p for p in each if p[0] < step] for tag, each in points.items()}
+            for summary in event.get(5, []):
+                for value in fields(summary)[1]:
+                    parts = fields(value)
+                    if 2 in parts:
+                        point = step, struct.unpack("<f", parts[2][0])[0]
+                        points.setdefault(parts[1][0].decode(), []).append(point)
+    return points
+
+
+def test_crc32c_is_that_of_the_standard() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+    assert varint(300) == b"\xac\x02"
+
+
+def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
+    trainer(tmp_path / "whole").train(STEPS)
+    where = tmp_path / "parts"
+    for step in (3, 7, 11):
+        with pytest.raises(RuntimeError):
+            trainer(where, [Spy(fail_after=step)]).train(STEPS)
+    trainer(where).train(STEPS)
+    assert shown(where) == shown(tmp_path / "whole")
+    assert [step for step, _ in shown(where)["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert len(list((where / "summaries").iterdir())) == 4
+    # Negative control: abandoned points are there, and only the START hides them.
+    every = [e for path in (where / "summaries").iterdir() for e in events(path) if 5 in e]
+    assert len(every) > 6
+
+
+def test_texts_and_numbers_of_any_size_are_written(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.summaries.open(0)
+    made.summaries.text(3, "note", "größer")
+    made.summaries.scalars(2**40, {"big": 1e300, "nan": float("nan"), "less": -1e300})
+    made.summaries.close()
+    (path,) = (tmp_path / "summaries").iterdir()
+    _, _, text, numbers = events(path)
+    value = fields(fields(text[5][0])[1][0])
+    assert value[1] == [b"note"]
+    assert fields(value[8][0]) == {1: [7], 2: [b""], 8: ["größer".encode()]}
+    assert fields(fields(fields(value[9][0])[1][0])[1][0] and value[9][0])[1] == [b"\n\x04text"]
+    assert numbers[2] == [2**40]
+    found = {
+        p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])
+    }
+    assert (found[b"big"], found[b"less"]) == (float("inf"), float("-inf"))
+    assert found[b"nan"] != found[b"nan"]
+    assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": None, "less": -1e300}
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step":12,"ti', b"\x00\x00\n", b"{}\n"])
+def test_rows_are_cut_behind_the_step_that_was_restored(tmp_path: Path, torn: bytes) -> None:
+    lines = [b'{"step":%d,"time":1.0,"metrics":{"loss":0.5}}\n' % step for step in (2, 4, 6)]
+    path = tmp_path / METRICS
+    path.write_bytes(b"".join(lines) + torn)
+    assert [row.step for row in read(path)] == [2, 4, 6]
+    cut(path, 9)
+    assert path.read_bytes() == b"".join(lines)
+    cut(path, 5)
+    assert path.read_bytes() == b"".join(lines[:2])
+    cut(path, 0)
+    assert path.read_bytes() == b""
+    cut(tmp_path / "not there", 3)
+
+
+def test_the_interval_that_pays_is_dalys() -> None:
+    # Young's sqrt(2 d M) is the first term; checked by the loss that it minimises (Daly 2006, eq. 20).
+    from math import exp
+
+    def lost(every: float, cost: float, mean: float) -> float:
+        return mean * exp(cost / mean) * (exp((every + cost) / mean) - 1) / every
+
+    for cost, mean in ((1.0, 3600.0), (60.0, 3600.0), (10.0, 86400.0)):
+        best = optimum_interval(cost, mean)
+        assert lost(best, cost, mean) < min(lost(best * f, cost, mean) for f in (0.9, 1.1))
+    assert optimum_interval(100.0, 50.0) == 50.0
+    assert interval(1.0, AutoInterval(3600.0, 0.001)) == 1000.0
+
+
+def test_a_meter_counts_the_stall_and_the_slower_steps() -> None:
+    meter = SaveMeter()
+    for _ in range(5):
+        meter.step(1.0, False)
+    assert meter.cost is None
+    meter.saved(0.25)
+    meter.step(1.5, True)
+    meter.step(1.5, True)
+    assert meter.cost is None
+    meter.step(1.0, False)
+    assert meter.cost == 1.25
+    timer = Timer(5.0, 0.0)
+    assert (timer.due(4.9), timer.due(5.0)) == (False, True)
+    timer.saved(5.0)
+    assert not timer.due(9.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"save_checkpoints_steps": 5, "save_checkpoints_secs": 60},
+            (
+                "expected one of save_checkpoints_steps and save_checkpoints_secs, found both "
+                "(5 and 60); leave one out."
+            ),
+        ),
+        (
+            {"save_checkpoints_steps": 0},
+            "save_checkpoints_steps: expected None or an integer of at least 1, found 0.",
+        ),
+        ({"save_checkpoints_steps": 1.5}, "expected None or an integer of at least 1, found 1.5."),
+        ({"save_checkpoints_secs": 0}, "save_checkpoints_secs: expected more than 0, found 0."),
+        (
+            {"save_checkpoints_secs": "often"},
+            "save_checkpoints_secs: expected seconds, 'auto' or an AutoInterval, found 'often'.",
+        ),
+        ({"keep_checkpoint_max": 0}, "keep_checkpoint_max: expected None or an integer"),
+        ({"save_summary_steps": None}, "save_summary_steps: expected an integer of at least 1"),
+        ({"steps_per_execution": True}, "steps_per_execution: expected an integer"),
+        (
+            {"nan_metrics": "stop"},
+            "nan_metrics: expected one of 'save', 'skip', 'raise', found 'stop'.",
+        ),
+        (
+            {"progress": "on"},
+            "progress: expected one of 'auto', 'bar', 'lines', 'off', found 'on'.",
+        ),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_one_error(options: Any, text: str) -> None:
+    with pytest.raises(TrainError) as caught:
+        RunConfig("runs/x", **options)
+    assert text in str(caught.value)
+
+
+def test_an_auto_interval_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(
+        TrainError, match="max_overhead: expected more than 0 and at most 1, found 2"
+    ):
+        AutoInterval(max_overhead=2)
+    with pytest.raises(TrainError, match="mean_time_between_failures: expected more than 0"):
+        AutoInterval(0)
+
+
+def test_off_a_terminal_a_run_says_little(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train(STEPS)
+    assert said(made) == f"{tmp_path}: a new run\n"
+    made = trainer(tmp_path, log_step_count_steps=5)
+    made.train(STEPS + 4)
+    lines = said(made).splitlines()
+    assert lines[0] == f"{tmp_path}: goes on behind step 12"
+    assert lines[1].startswith("step 15/16  loss ")
+    assert "steps/s  left 0:0" in lines[1]
+    assert lines[1].endswith("saved 12")
+    made = trainer(tmp_path, progress="off")
+    made.train(STEPS + 5)
+    assert said(made) == ""
+
+
+def test_on_a_terminal_there_is_a_bar() -> None:
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    bar = Progress("auto", console)
+    assert bar.mode == "bar"
+    bar.begin(0, 100, 0.0)
+    assert not bar.wants(0.4, lambda _: True)
+    assert bar.wants(0.5, lambda _: False)
+    bar.update(40, {"loss": 0.25}, 30, 2.0)
+    bar.say("[a statement]")
+    bar.close()
+    for part in ("40/100", "loss 0.25", "20 steps/s", "left 0:03", "saved 30", "[a statement]"):
+        assert part in screen.getvalue()
+
+
+def test_durations() -> None:
+    found = [duration(seconds) for seconds in (5, 245, 3723, 183600)]
+    assert found == ["0:05", "4:05", "1:02:03", "2d 03:00:00"]
+
+
+def test_summaries_are_told_about_once_where_there_are_none(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_summary_steps=4)
+    made.train(6)
+    assert [step for step, _ in rows(tmp_path)] == [4]
+    assert config(tmp_path).save_every is None
+    assert RunConfig(tmp_path).save_every == 600.0

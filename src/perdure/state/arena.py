@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from perdure.store.direct import copy_bytes
 from perdure.store.leaf import Leaf
+from perdure.store.pools import map_ahead, pool
 from perdure.store.staging import pages
 
 ALIGNMENT = 64
@@ -81,6 +81,7 @@ def _copy(pairs: list[tuple[memoryview, memoryview]]) -> None:
         for target, source in parts:
             copy_bytes(target, source)
         return
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="perdure-copy") as pool:
-        for _ in pool.map(lambda part: copy_bytes(*part), parts):
-            pass
+    for _ in map_ahead(
+        pool("copy", COPY_THREADS), lambda part: copy_bytes(*part), parts, COPY_THREADS
+    ):
+        pass

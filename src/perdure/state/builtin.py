@@ -25,8 +25,8 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     type(None): ("py:none", lambda _: "", lambda _: None),
 }
 _LITTLE = sys.byteorder == "little"
-# dtypes whose memory is what a checkpoint holds, and that a memoryview can show as bytes
-_PLAIN = {np.dtype(char): np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
+# dtypes whose memory, in native order, a memoryview can show as the bytes of a checkpoint
+_PLAIN = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
 _BY_NAME = {name: parse for name, _, parse in _SCALARS.values()}
 
 
@@ -112,8 +112,9 @@ class Builtin:
 
     def leaf(self, value: Any) -> Leaf | None:
         if type(value) is np.ndarray:  # nearly all there are, so without a detour
-            name = _PLAIN.get(value.dtype)
-            if name is not None and value.flags.c_contiguous and value.nbytes:
+            dtype = value.dtype
+            name = _PLAIN.get(dtype.char) if dtype.isnative else None
+            if name is not None and value.flags.c_contiguous and value.size:
                 return Leaf(name, value.shape, value.data.cast("B"), False)
             return array_leaf(value)
         if type(value) in _SCALARS:
@@ -139,7 +140,8 @@ class Builtin:
         if isinstance(value, Mapping):
             keys = list(value)
             return Node(
-                [(_key_name(key), value[key]) for key in keys],
+                # A plain name is not asked about: there may be very many.
+                [(key if type(key) is str and key else _key_name(key), value[key]) for key in keys],
                 lambda new: _same_mapping(value, dict(zip(keys, new, strict=True))),
             )
         fields = getattr(value, "_fields", None)

@@ -38,7 +38,7 @@ def flatten(state: Any) -> dict[str, Leaf]:
     `UnsupportedLeafError` naming the path of a value that has no exact form.
     """
     leaves: dict[str, Leaf] = {}
-    _collect(state, "", _adapters(), leaves)
+    _collect([("", state)], "", _adapters(), leaves)
     return leaves
 
 
@@ -120,26 +120,34 @@ def _spec(path: str, value: Any, adapter: Adapter) -> Spec:
     return spec
 
 
-def _collect(value: Any, path: str, adapters: Sequence[Adapter], leaves: dict[str, Leaf]) -> None:
-    # The loop of the user stands still here. So one call decides what a value is and gives its bytes.
-    try:
-        for adapter in adapters:
-            leaf = adapter.leaf(value)
-            if leaf is not None:
-                if path in leaves:
-                    raise UnsupportedLeafError(
-                        f"two leaves have the path {path!r}; rename one of the keys."
-                    )
-                leaves[path] = leaf
-                return
-        node = _node(value, adapters, None)
-    except StateError as error:
-        _name(error, path)
-        raise
+def _collect(
+    children: Sequence[tuple[str, Any]],
+    path: str,
+    adapters: Sequence[Adapter],
+    leaves: dict[str, Leaf],
+) -> None:
+    # The loop of the user stands still here. So one call decides what a value is and gives its
+    # bytes, and only a value that holds others costs a call of this function.
     prefix = f"{path}/" if path else ""
-    for key, child in node.children:
-        at = prefix + key if key.isalnum() else _join(path, key)
-        _collect(child, at, adapters, leaves)
+    at = path
+    try:
+        for key, value in children:
+            at = prefix + key if key.isalnum() else _join(path, key)
+            for adapter in adapters:
+                leaf = adapter.leaf(value)
+                if leaf is not None:
+                    break
+            else:
+                _collect(_node(value, adapters, None).children, at, adapters, leaves)
+                continue
+            if at in leaves:
+                raise UnsupportedLeafError(
+                    f"two leaves have the path {at!r}; rename one of the keys."
+                )
+            leaves[at] = leaf
+    except StateError as error:
+        _name(error, at)
+        raise
 
 
 def _walk(

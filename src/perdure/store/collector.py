@@ -14,6 +14,10 @@ from contextlib import contextmanager
 MANY_LEAVES = 1000
 """Fewer give the collector nothing to do."""
 
+SHORT_BYTES = 64 * 1024 * 1024
+"""Saves of up to so much pause it from their beginning to their end. It runs as soon as a pause is
+over, because what was made meanwhile counts, so that many pauses would be as many collections."""
+
 
 @contextmanager
 def collector_paused(leaves: int = MANY_LEAVES) -> Iterator[None]:

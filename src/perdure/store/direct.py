@@ -1,6 +1,6 @@
 """One file at the speed of the disk: page-aligned memory and O_DIRECT, in both directions.
 
-Writing owns the buffers and the threads of one file. `write` copies into a staging buffer, full
+Writing owns the buffers of one file. `write` copies into a staging buffer, full
 buffers are written in the background, and `finish` returns only after every byte has reached the
 file (not yet synced). A file system that refuses O_DIRECT gets the same through the page cache.
 """
@@ -12,8 +12,9 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from perdure.store.pools import finish, pool
 from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 
 BLOCK = 4096
@@ -41,7 +42,7 @@ class StagedWriter:
         self._taken = 0
         self._free: list[mmap.mmap] = []
         self._busy: list[tuple[Future[None], mmap.mmap]] = []
-        self._pool = ThreadPoolExecutor(BUFFERS - 1, thread_name_prefix="perdure-write")
+        self._pool = pool("write", BUFFERS - 1)
         self._current: mmap.mmap | None = None
         self._filled = 0
         self._offset = 0
@@ -79,8 +80,8 @@ class StagedWriter:
         return self._fd
 
     def close(self) -> None:
-        """Release the file, the threads and the buffers. May be called twice."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Release the file and the buffers. May be called twice."""
+        finish(job for job, _ in self._busy)
         self._free += [buffer for _, buffer in self._busy]
         self._busy.clear()
         if self._current is not None:

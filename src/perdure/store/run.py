@@ -33,7 +33,7 @@ from perdure.store.collect import (
     execute_collect,
     plan_collect,
 )
-from perdure.store.collector import collector_paused
+from perdure.store.collector import SHORT_BYTES, collector_paused
 from perdure.store.compact import compact
 from perdure.store.contents import (
     Catalog,
@@ -253,7 +253,9 @@ class Run:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
-        return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
+        short = sum(len(leaf.data) for leaf in leaves.values()) <= SHORT_BYTES
+        with collector_paused(len(leaves) if short else 0):
+            return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
 
     def _save(
         self,

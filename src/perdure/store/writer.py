@@ -6,11 +6,8 @@ Invariant: the pack is durable before the manifest that reads from it can be see
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
 from msgspec import Struct
 
@@ -18,6 +15,7 @@ from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.collector import collector_paused
 from perdure.store.format import (
     PACKS,
+    SCALAR_PREFIX,
     Chunk,
     LeafRecord,
     PackRecord,
@@ -28,6 +26,7 @@ from perdure.store.format import (
     pack_name,
 )
 from perdure.store.leaf import Leaf
+from perdure.store.pools import map_ahead, pool
 from perdure.store.storage import Sink, Storage
 
 HASH_THREADS = 2
@@ -130,31 +129,39 @@ class _Pack:
             self._encoded[digest] = size
         self._sink.write(data)
 
-    def add_small(self, jobs: Sequence[_Job], known: Mapping[str, Held], left: int) -> None:
-        """Append those that are not there yet, and put the hash of each into its place.
+    def add_small(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
+        """Append those that are not there yet, and the hash of each to those of its leaf.
 
-        They are handed to the storage together: a call for each would cost more than its copy. For
-        the same reason nothing is called for each of them here.
+        They are handed to the storage together, so that the disk writes while the next ones are
+        hashed: a call for each would cost more than its copy. For the same reason nothing is called
+        for each of them here.
         """
-        name, at, located = self.written.name, self.written.size, self.located
-        gathered: list[memoryview] = []
+        gathered: list[_Small] = []
         waiting = 0
-        digests = hash_each([data for _, _, data, _ in jobs])
-        for (slots, number, data, _), digest in zip(jobs, digests, strict=True):
-            slots[number] = digest
-            if digest in known or digest in located:
+        for job in jobs:
+            gathered.append(job)
+            waiting += len(job[1])
+            if waiting >= GATHER_BYTES:
+                self._add_gathered(gathered, known, left)
+                gathered, waiting = [], 0
+        self._add_gathered(gathered, known, left)
+
+    def _add_gathered(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
+        name, at, located = self.written.name, self.written.size, self.located
+        parts: list[memoryview] = []
+        for (slots, data), digest in zip(jobs, hash_each([job[1] for job in jobs]), strict=True):
+            slots.append(digest)
+            if digest in located or digest in known:
                 continue
             size = len(data)
             located[digest] = Held(name, at, size)
             at += size
-            gathered.append(data)
-            waiting += size
-            if waiting >= GATHER_BYTES:
-                self._write(gathered, left)
-                gathered, waiting = [], 0
-        self.written.size = at
-        if gathered:
-            self._write(gathered, left)
+            parts.append(data)
+        if parts:
+            self.written.size = at
+            if self._sink is None:
+                self._sink = self._storage.create(PACKS + name, left)
+            self._sink.write(memoryview(b"".join(parts)))
 
     def commit(self) -> None:
         """Make the pack durable, if there is one."""
@@ -170,54 +177,50 @@ class _Pack:
         if self._sink is not None:
             self._sink.abort()
 
-    def _write(self, parts: list[memoryview], left: int) -> None:
-        if self._sink is None:
-            self._sink = self._storage.create(PACKS + self.written.name, left)
-        self._sink.write(memoryview(b"".join(parts)))
 
-
-# Where the hash of a chunk goes, the chunk, its dtype. A plain tuple: there may be very many.
+# Where the hash of a chunk goes, the chunk, its dtype.
 _Job = tuple[list[str], int, memoryview, str]
+# The same of a chunk that is the last of its leaf and small. A plain tuple: there may be very many.
+_Small = tuple[list[str], memoryview]
 _Done = tuple[_Job, str, memoryview]
 """A chunk, its hash, and its bytes as they are stored."""
 
 
 def _in_pack_order(
     ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], large_from: int
-) -> tuple[list[_Job], list[_Job]]:
+) -> tuple[list[_Job], list[_Small]]:
     """(large chunks, small chunks) in the order of the pack: those of whole blocks before others."""
     whole: list[_Job] = []
     uneven: list[_Job] = []
-    small: list[_Job] = []
+    small: list[_Small] = []
     for (_, leaf), slots in zip(ordered, hashes, strict=True):
-        size = len(leaf.data)
-        if not size or leaf.is_scalar:
+        data = leaf.data
+        size = len(data)
+        if not size or leaf.dtype.startswith(SCALAR_PREFIX):
             continue
         if size < large_from:
-            slots.append("")
-            small.append((slots, 0, leaf.data, leaf.dtype))
+            small.append((slots, data))
             continue
-        spans = chunk_spans(size)
-        slots.extend([""] * len(spans))
-        for at, (start, stop) in enumerate(spans):
+        for at, (start, stop) in enumerate(chunk_spans(size)):
             length = stop - start
-            into = small if length < large_from else uneven if length % BLOCK else whole
-            into.append((slots, at, leaf.data[start:stop], leaf.dtype))
+            if length < large_from:
+                small.append((slots, data[start:stop]))
+                continue
+            slots.append("")
+            into = uneven if length % BLOCK else whole
+            into.append((slots, at, data[start:stop], leaf.dtype))
     return whole + uneven, small
 
 
 def _hashed(chunks: Sequence[_Job]) -> Iterator[_Done]:
     """Each large chunk with its hash, in order, hashed ahead on other cores if there are many."""
+
+    def work(job: _Job) -> _Done:
+        return job, hash_bytes(job[2]), job[2]
+
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
-        yield from ((job, hash_bytes(job[2]), job[2]) for job in chunks)
-        return
-    jobs = iter(chunks)
-    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash") as pool:
-        ahead = deque((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, HASH_AHEAD))
-        while ahead:
-            job, digest = ahead.popleft()
-            yield job, digest.result(), job[2]
-            ahead.extend((job, pool.submit(hash_bytes, job[2])) for job in islice(jobs, 1))
+        return map(work, chunks)
+    return map_ahead(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD)
 
 
 def _encoded(
@@ -232,14 +235,8 @@ def _encoded(
         return job, digest, encode(job[2], job[3], digest)
 
     if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
-        yield from map(work, chunks)
-        return
-    jobs = iter(chunks)
-    with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="perdure-encode") as pool:
-        ahead = deque(pool.submit(work, job) for job in islice(jobs, 2 * ENCODE_THREADS))
-        while ahead:
-            yield ahead.popleft().result()
-            ahead.extend(pool.submit(work, job) for job in islice(jobs, 1))
+        return map(work, chunks)
+    return map_ahead(pool("encode", ENCODE_THREADS), work, chunks, 2 * ENCODE_THREADS)
 
 
 def _records(
@@ -253,19 +250,18 @@ def _records(
     names: dict[str, int] = {}
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
-        if leaf.is_scalar:
+        if leaf.dtype.startswith(SCALAR_PREFIX):
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
         chunks = []
-        size, stored = len(leaf.data), 0
+        left = len(leaf.data)
         for digest in digests:
             at = located.get(digest) or known[digest]
-            number = names.get(at.pack)
-            if number is None:
-                number = names[at.pack] = len(names)
-            chunks.append(Chunk(digest, number, at.offset, at.length))
-            stored += at.length
-        size = None if stored == size else size
+            if at.pack not in names:
+                names[at.pack] = len(names)
+            chunks.append(Chunk(digest, names[at.pack], at.offset, at.length))
+            left -= at.length
+        size = len(leaf.data) if left else None
         records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
     packs = [
         PackRecord(

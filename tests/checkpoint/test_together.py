@@ -11,7 +11,7 @@ import pytest
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
 from perdure.errors import LockedError, SaveError, StateError, StepExistsError
-from perdure.store import Run
+from perdure.store import Run, share, writer
 from pretend import Pretend, play
 
 CHUNK = 4 * 1024 * 1024
@@ -63,6 +63,22 @@ def test_every_process_writes_a_share_and_the_fingerprint_is_that_of_one(
         assert writers(together, step) == {f"{process:05d}" for process in range(count)}
         assert same(load(together, step), step)
     assert check(Run(together)).problems == ()
+
+
+def test_every_process_hashes_its_copy_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    honest = share.hash_bytes
+
+    def counted(data: Any) -> str:
+        hashed.append(len(data))
+        return honest(data)
+
+    for module in (share, writer):
+        monkeypatch.setattr(module, "hash_bytes", counted)
+    play(2, saver(tmp_path, 1))
+    assert hashed.count(CHUNK) == 2 * 3, "each of three large chunks, in each of two processes"
 
 
 def test_a_group_encodes_its_shares(tmp_path: Path) -> None:

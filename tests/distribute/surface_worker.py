@@ -68,7 +68,9 @@ def use(strategy: Any, xp: Any, forward: Any) -> dict[str, Any]:
         mean = context.all_reduce("mean", {"m": scores.mean(0)})
         again = forward(batch["x"] - mean["m"].sum())
         rows = context.all_gather(again[: 1 + number() % 2], 0)
-        return scores, mean["m"], again, rows, compute_average_loss(again.sum(1))
+        # Where the engine has a generator, what merges draws from it.
+        merged = context.merge_call(lambda _: forward(xp(np.ones((2, 5), np.float32))))
+        return scores, mean["m"], again, rows, compute_average_loss(again.sum(1)), merged
 
     values = [strategy.run(evaluate, (batch,)) for batch in batches][-1]
     for position, name in enumerate(("scores", "mean", "again", "rows")):
@@ -77,6 +79,7 @@ def use(strategy: Any, xp: Any, forward: Any) -> dict[str, Any]:
     out["losses"] = digest(
         strategy.reduce("sum", type(values)(tuple(v[4] for v in values.values), values.replicas))
     )
+    out["merged"] = digest(values.values[0][5])
     out["accuracy"] = accuracy.result()
     out["metrics"] = [digest(list(m.state_dict().values())) for m in (accuracy, loss)]
 

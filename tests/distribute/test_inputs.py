@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +11,15 @@ import pytest
 from numpy_engine import NumpyEngine
 
 from perdure import Checkpoint
-from perdure.data import ArrayDataset
+from perdure.data import ArrayDataset, Prefetch
 from perdure.distribute import AutoShardPolicy, InputContext, PerReplica, Strategy
 from perdure.errors import DataError, TopologyError
 
 V = 3
 
 
-def strategy(devices: int = 1, replicas: int = V) -> Strategy:
-    return Strategy(NumpyEngine(devices), replicas)
+def strategy(devices: int = 1, replicas: int = V, seed: int = 0) -> Strategy:
+    return Strategy(NumpyEngine(devices), replicas, seed=seed)
 
 
 def data() -> ArrayDataset:
@@ -90,6 +91,27 @@ def test_policies() -> None:
         own.distribute_dataset(data(), AutoShardPolicy.FILE)
     assert "AutoShardPolicy.FILE is refused: it deals files out to workers" in str(error.value)
     assert "Use DATA" in str(error.value)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_shards_a_batch_is_made_once(ahead: bool) -> None:
+    made: list[int] = []
+
+    class Counting(ArrayDataset):
+        def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
+            made.append(step)
+            return super().batch(step, replica, replicas)
+
+    examples = np.arange(20)
+    source: Any = Counting(examples, 6)
+    with Prefetch(source, 1) if ahead else contextlib.nullcontext(source) as dataset:
+        batches = strategy().distribute_dataset(dataset, AutoShardPolicy.OFF)
+        for batch in batches.take(4):
+            first, *others = (share for share, _ in batch.values)
+            first[:] = -1  # in place, as PyTorch does: nobody else's
+            assert all((other >= 0).all() for other in others)
+    assert sorted(set(made)) == sorted(made), "no step twice"
+    assert set(made) >= set(range(4))
 
 
 def pipeline(context: InputContext) -> list[Any]:
@@ -169,7 +191,15 @@ def test_what_a_function_may_not_make() -> None:
         batches.from_step(-1)
     with pytest.raises(DataError) as recipe:
         own.recipe(batches)
-    assert "no recipe of their own" in str(recipe.value)
+    assert 'distribute_datasets_from_function(fn, recipe={"dataset": ' in str(recipe.value)
+
+
+def test_a_function_whose_data_are_named_has_a_recipe() -> None:
+    own = strategy(seed=3)
+    named = {"dataset": "numbers", "batch_size": 6, "seed": 9}
+    batches = own.distribute_datasets_from_function(pipeline, named)
+    expected = {**own.recipe(), "dataset": "numbers", "batch_size": 6, "data_seed": 9}
+    assert own.recipe(batches) == own.recipe(batches.from_step(2)) == expected
 
 
 def test_pipelines_of_other_lengths_in_another_process() -> None:

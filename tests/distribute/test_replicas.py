@@ -469,3 +469,26 @@ def test_contributions_that_are_not_finite(devices: int) -> None:
             "The state has not changed."
         )
     assert watched(state, own.batch(data, 0))[0] == after
+
+
+def test_a_step_that_failed_and_is_tried_again_is_looked_at() -> None:
+    """Whatever failed before it, and in whatever order."""
+    own = strategy()
+    data = ArrayDataset(np.arange(24.0), 12, shuffle=False)
+    fails = True
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        if fails and batch[0][0] == 14.0:  # in the middle of step 1
+            raise RuntimeError("on purpose")
+        if fails and batch[0][-1] == 11.0:  # in the last replica of step 0: it is found behind it
+            return {"sum": state, "more": state}
+        return {"sum": np.where(batch[0] == 0.0, np.nan, batch[0]).sum() * state}
+
+    watched = own.step(grad, lambda state, total: (total, {}), check_finite=True)
+    with pytest.raises(StateError, match="replica 5"):
+        watched(np.ones(()), own.batch(data, 0))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        watched(np.ones(()), own.batch(data, 1))
+    fails = False
+    with pytest.raises(NonFiniteError, match="step 0: NaN or infinity in sum of logical replica 0"):
+        watched(np.ones(()), own.batch(data, 0))

@@ -13,7 +13,7 @@ import pytest
 from group import free_port
 
 from perdure.distribute import Cluster, ClusterOptions
-from perdure.distribute.cluster import Member, call_roll
+from perdure.distribute.cluster import Member, call_roll, roll
 from perdure.errors import ClusterError
 
 # For a roll that nothing completes, and for one that is complete as soon as all are there.
@@ -116,8 +116,13 @@ def test_strangers_and_those_that_went_away_do_not_count() -> None:
     assert [member.pid for member in members] == [os.getpid()] * 3
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_port_where_something_else_listens(number: int) -> None:
+@pytest.mark.parametrize(("number", "answer"), [(0, b"SSH-2.0\r\n"), (1, b"SSH-2.0\r\n"), (1, b"")])
+def test_a_port_where_something_else_listens(
+    number: int, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program, or a group that has started already: of the two engines' services one answers
+    nonsense, and the other one nothing. It is told at once, and an error in the end."""
+    monkeypatch.setattr(roll, "_SHORT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
         port = other.getsockname()[1]
 
@@ -130,13 +135,25 @@ def test_a_port_where_something_else_listens(number: int) -> None:
                 with connection:
                     # Read first: closing with bytes unread resets the connection, answer and all.
                     connection.recv(4096)
-                    connection.sendall(b"SSH-2.0\r\n")
+                    if answer:
+                        connection.sendall(answer)
+                    else:
+                        connection.recv(4096)  # until the other side has waited long enough
 
         pool.submit(serve)
-        with pytest.raises(ClusterError) as error:
-            call_roll(Cluster(f"127.0.0.1:{port}", 2, number), 4 * BRIEF_S)
-        other.shutdown(socket.SHUT_RDWR)
-    if number == 0:
+        try:
+            with (
+                pytest.warns(UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll") as told,
+                pytest.raises(ClusterError) as error,
+            ):
+                call_roll(Cluster(f"127.0.0.1:{port}", 2, number), BRIEF_S)
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+    assert len(told) == 1
+    assert "asked again for up to 0.5 s" in str(told[0].message)
+    if not answer:
+        assert "which never answered: timed out" in str(error.value)
+    elif number == 0:
         assert "the port is taken, and not by a process of this group" in str(error.value)
     else:
         assert "does another process claim number 1?), or another program" in str(error.value)

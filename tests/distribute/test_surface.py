@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import group
 import jax
 import pytest
@@ -9,12 +11,13 @@ import surface_worker
 import torch
 
 from perdure.distribute import get_replica_context
+from perdure.distribute.engine import Stream
 from perdure.distribute.torch.engine import TorchEngine
 from perdure.errors import StateError
 from perdure.jax import OneDeviceStrategy as JaxStrategy
 from perdure.torch import OneDeviceStrategy
 
-SAME = ("scores", "mean", "again", "rows", "losses", "accuracy", "metrics", "finite")
+SAME = ("scores", "mean", "again", "rows", "losses", "accuracy", "metrics", "finite", "merged")
 ALONE = 'replicas 0, 1, 2, 3, 4 came to its end; replica 5 came to all_reduce("sum")'
 
 
@@ -28,7 +31,8 @@ def test_one_process_and_two(engine: str, leaf: str) -> None:
     expected = {name: alone[name] for name in SAME}
     for process in (first, last):
         assert {name: process[name] for name in SAME} == expected
-    assert len({alone[name] for name in ("scores", "mean", "again", "rows", "losses")}) == 5
+    digests = ("scores", "mean", "again", "rows", "losses", "merged")
+    assert len({alone[name] for name in digests}) == len(digests)
 
     assert alone["finite"].startswith(f"NonFiniteError: step 3: NaN or infinity in {leaf} of")
     assert f"{leaf} of logical replica 5" in alone["finite"]
@@ -62,6 +66,36 @@ def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "set_random_state", lambda *_: None)
         assert numbers(meet=True) != expected, "negative control: nobody switches the generators"
+
+
+def test_a_merge_draws_from_a_stream_that_no_replica_has() -> None:
+    """That of (seed, step, V), as update does; each merge of a run goes on where the last one stopped."""
+
+    def numbers(replicas: int, step: int = 4, *, draws: int = 1) -> list[float]:
+        strategy = OneDeviceStrategy(replicas=replicas)
+        drawn: list[float] = []
+
+        def merge(strategy: Any, *values: Any) -> None:
+            drawn.append(float(torch.rand(())))
+
+        def fn(key: torch.Generator) -> float:
+            context = get_replica_context()
+            assert context is not None
+            for _ in range(draws):
+                torch.rand(7)  # each replica stands elsewhere
+                context.merge_call(merge)
+            return float(torch.rand(()))
+
+        before = torch.get_rng_state()
+        drawn += strategy.run(fn, (strategy.keys(step),)).values
+        assert (torch.get_rng_state() == before).all()
+        return drawn
+
+    key = OneDeviceStrategy(replicas=3).engine.key(Stream(0, 4, 3))
+    expected = torch.rand(3, generator=key).tolist()
+    assert numbers(3, draws=3)[:3] == expected
+    assert numbers(3)[0] == expected[0]
+    assert len({*expected, *numbers(3)[1:], numbers(2)[0], numbers(3, 5)[0]}) == 3 + 3 + 2
 
 
 def test_a_collective_inside_of_jit_is_refused() -> None:

@@ -17,6 +17,7 @@ from helpers import contents, make_leaves
 from perdure.errors import CorruptionError, LockedError, SaveError
 from perdure.store import LocalStorage, MemoryStorage, Run, StagedStorage, check
 from perdure.store.format import manifest_name
+from perdure.store.storage import StreamingStorage
 from perdure.testing import check_run
 from perdure.testing.proxy import Request, proxy_to
 from perdure.testing.servers import ObjectServer
@@ -271,6 +272,59 @@ def test_what_is_damaged_here_is_not_uploaded(here: Path, there: Remote) -> None
     with pytest.raises(SaveError, match=r"it needs packs/000000000002-.*, which is not there"):
         run.close()
     assert check_run(there).good == (1,)
+
+
+def test_what_was_not_uploaded_is_told_however_early_that_was_found(
+    here: Path, there: Remote
+) -> None:
+    Run(here, create=True, clock=lambda: 0.0).save(1, make_leaves(1))
+    flip(pack_of(here, 1))
+    run = run_on_both(here, there)
+    run.begin_writing()
+    assert isinstance(run.storage, StagedStorage)
+    settle(run.storage)  # it is found before anybody waits for it
+    with pytest.raises(SaveError, match="was not uploaded: the local copy is damaged"):
+        run.close()
+
+
+class Streams(Remote):
+    """Gives contiguous ranges by one request, and counts the requests."""
+
+    streams = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[int] = []
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if name.startswith("packs/"):
+            self.requests.append(1)
+        return super().read_into(name, offset, target)
+
+    def read_each(self, name: str, offset: int, targets: Any) -> Iterator[int]:
+        self.requests.append(len(targets))
+        for target in targets:
+            yield super().read_into(name, offset, target)
+            offset += len(target)
+
+
+def test_a_load_from_there_is_a_few_requests(here: Path) -> None:
+    there, leaves = Streams(), make_leaves(1, (2 * LARGE, LARGE, 1000))
+    with run_on_both(here, there) as run:
+        run.save(1, leaves)
+    there.requests.clear()
+    assert contents(Run(staged(here, there)).load(1).leaves) == contents(leaves)
+    assert there.requests == [], "what is good here is read here"
+    pack = pack_of(here, 1)
+    flip(pack, LARGE)
+    assert contents(Run(staged(here, there)).load(1).leaves) == contents(leaves)
+    assert there.requests == [1], "of a damaged pack the damaged chunk"
+    there.requests.clear()
+    pack.unlink()
+    assert contents(Run(staged(here, there)).load(1).leaves) == contents(leaves)
+    assert len(there.requests) <= there.streams + 1  # and what rounding leaves
+    assert sum(there.requests) > 6
+    assert not isinstance(staged(here, Remote()), StreamingStorage), "only as far as there can"
 
 
 def test_what_is_here_can_be_read_while_there_is_down(here: Path, there: Remote) -> None:

@@ -39,6 +39,8 @@ class FiniteEngine:
             return leaf
 
         self._engine.map(look, value)
+        # To the end, also when the step is tried again: the last one tells which step it is.
+        self._seen.pop(stream, None)
         self._seen[stream] = (list(self._engine.describe(value)), flags)
         return value
 

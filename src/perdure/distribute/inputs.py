@@ -6,6 +6,7 @@ the step and the logical replica. The position is one integer, the next step, an
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -147,22 +148,29 @@ def sharded(dataset: Dataset, policy: AutoShardPolicy) -> Any:
 
 
 class _Whole:
-    """A dataset of which every replica gets the whole batch."""
+    """A dataset of which every replica gets the whole batch, made once and copied for each."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+        self._made: tuple[int, Any] | None = None
         self.batch_size = dataset.batch_size
         self.steps_per_epoch = getattr(dataset, "steps_per_epoch", None)
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
-        return self._dataset.batch(step)
+        if self._made is None or self._made[0] != step:
+            self._made = step, self._dataset.batch(step)
+        # What a replica does to its batch in place is not to be seen by the others.
+        return copy.deepcopy(self._made[1])
 
     def recipe(self) -> Mapping[str, Scalar]:
         return {**self._dataset.recipe(), "sharded": False}
 
 
 def from_function(
-    dataset_fn: Callable[[InputContext], Any], local: Sequence[int], replicas: int
+    dataset_fn: Callable[[InputContext], Any],
+    local: Sequence[int],
+    replicas: int,
+    recipe: Mapping[str, Scalar] | None = None,
 ) -> _Pipelines:
     """A source over the pipelines of the local replicas."""
     made = {r: dataset_fn(InputContext(replicas, r, replicas)) for r in local}
@@ -172,7 +180,7 @@ def from_function(
                 f"the function gave {type(pipeline).__name__} for logical replica {replica}; expected "
                 "a sequence or an iterable of the shares of that replica"
             )
-    return _Pipelines(made)
+    return _Pipelines(made, recipe)
 
 
 def same_length(source: _Pipelines, processes: Processes) -> None:
@@ -192,8 +200,9 @@ _END = object()
 class _Pipelines:
     """One sequence, or one stream, of shares for each local replica."""
 
-    def __init__(self, made: Mapping[int, Any]) -> None:
+    def __init__(self, made: Mapping[int, Any], recipe: Mapping[str, Scalar] | None) -> None:
         self._made = made
+        self._recipe = None if recipe is None else dict(recipe)
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
         lengths = {
             replica: len(pipeline)
@@ -243,7 +252,10 @@ class _Pipelines:
         return stream
 
     def recipe(self) -> Mapping[str, Scalar]:
-        raise DataError(
-            "pipelines from a function have no recipe of their own; give strategy.recipe() what "
-            "describes their data"
-        )
+        if self._recipe is None:
+            raise DataError(
+                "nobody can tell by a function what its data are: name it, "
+                'distribute_datasets_from_function(fn, recipe={"dataset": "digits-v2", '
+                '"batch_size": 128}), so that a resume with other data is refused'
+            )
+        return self._recipe

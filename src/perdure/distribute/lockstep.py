@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.distribute.context import standing
+from perdure.distribute.engine import Stream
 from perdure.distribute.values import PerReplica, of
 from perdure.errors import StateError, WorkerLostError
 
@@ -96,16 +97,28 @@ class _Follower:
 
 
 class Lockstep:
-    """One `run` over the local replicas. `body(replica)` is the function for one of them."""
+    """One `run` over the local replicas. `body(replica)` is the function for one of them.
+
+    With `stream` each replica has random numbers of its own, and what joins their values draws from
+    `stream`, which none of them has: not from where the last local one stopped.
+    """
 
     def __init__(
-        self, strategy: Strategy, body: Callable[[int], Any], *, name: str, switch_random: bool
+        self,
+        strategy: Strategy,
+        body: Callable[[int], Any],
+        *,
+        name: str,
+        stream: Stream | None = None,
     ) -> None:
         self._strategy = strategy
         self._engine = strategy.engine
         self._body = body
         self._name = name
-        self._switch = switch_random
+        self._stream = stream
+        self._switch = stream is not None
+        # Where the last join stopped drawing: the next one goes on from there.
+        self._drawn: Any = None
         self._first, *self._others = strategy.local_replicas
         self._followers: dict[int, _Follower] = {}
         self._meetings = 0
@@ -192,13 +205,25 @@ class Lockstep:
         for follower in self._followers.values():
             assert follower.meeting is not None
             values.append(follower.meeting.value)
-        with standing(self._strategy, None):
-            joined = meeting.join(PerReplica(tuple(values), self._strategy.local_replicas))
+        joined = self._join(meeting, PerReplica(tuple(values), self._strategy.local_replicas))
         self._meetings += 1
         self._owing = True
         for other, follower in self._followers.items():
             follower.answer = of(joined, other)
         return of(joined, self._first)
+
+    def _join(self, meeting: Meeting, values: PerReplica) -> Any:
+        def join() -> Any:
+            if self._drawn is not None:
+                self._engine.set_random_state(self._drawn)
+            joined = meeting.join(values)
+            self._drawn = self._engine.random_state()
+            return joined
+
+        with standing(self._strategy, None):
+            if self._stream is None:
+                return meeting.join(values)
+            return self._engine.call(join, self._engine.devices[0], (), {}, self._stream)
 
     def _gather_followers(self, expected: Meeting | None) -> None:
         """Let each one run to its next meeting or end, and check that it is the expected one."""

@@ -123,15 +123,19 @@ class Strategy:
         return DistributedDataset(source, self.batch)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[inputs.InputContext], Any]
+        self,
+        dataset_fn: Callable[[inputs.InputContext], Any],
+        recipe: Mapping[str, Scalar] | None = None,
     ) -> DistributedDataset:
         """The batches of pipelines that `dataset_fn(input_context)` makes: one for each replica.
 
         A pipeline is a sequence (`__len__` and `__getitem__`; one pass over it is an epoch) or an
         iterable of the shares of its replica. Pipelines go by logical replica and not by process, so
-        that a batch does not depend on the number of processes.
+        that a batch does not depend on the number of processes. `recipe` says what of the data decides
+        the result ({"dataset": "digits-v2", "batch_size": 128}): nobody can tell by a function. It is
+        recorded as that of any dataset is, and `recipe` of the strategy and `Trainer` need it.
         """
-        source = inputs.from_function(dataset_fn, self.local_replicas, self._replicas)
+        source = inputs.from_function(dataset_fn, self.local_replicas, self._replicas, recipe)
         inputs.same_length(source, self.processes)
         return DistributedDataset(source, self.batch)
 
@@ -181,7 +185,8 @@ class Strategy:
 
         In fn, `get_replica_context()` offers the collectives; all replicas of the group must come to
         the same ones. Where an argument carries a step (a batch, keys), PyTorch's global generators
-        are under (seed, step, replica); without one, draw from keys that you pass.
+        are under (seed, step, replica), and in a merge_call under (seed, step, V); without one, draw
+        from keys that you pass.
         """
         self._outside_of_replicas("run")
         kwargs = dict(kwargs or {})
@@ -205,7 +210,8 @@ class Strategy:
                 )
 
         name = getattr(fn, "__name__", repr(fn))
-        lockstep = Lockstep(self, body, name=name, switch_random=step is not None)
+        between = None if step is None else Stream(self._seed, step, self._replicas)
+        lockstep = Lockstep(self, body, name=name, stream=between)
         contexts = [RunContext(self, replica, lockstep) for replica in self.local_replicas]
         try:
             results = PerReplica(tuple(lockstep()), self.local_replicas)

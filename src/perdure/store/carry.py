@@ -71,7 +71,9 @@ class Carrier:
     def wait(self) -> None:
         """Return once every change is carried over, or raise what the first one that fails raises."""
         with self._guard:
-            self._error = None
+            # A change that is tried again speaks for itself; one that was left out never would.
+            if not isinstance(self._error, _Refused):
+                self._error = None
             self._start()
             thread = self._thread
         if thread is not None:

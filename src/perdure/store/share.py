@@ -55,13 +55,15 @@ def write_share(
         if number % count == process
     }
     records, packs, _ = write_pack(storage, step, process, own, known, encode)
+    chunks = {
+        int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
+        for record in records
+        for chunk in record.chunks
+    }
+    hashed = {number: placed[0] for number, placed in chunks.items()}
     return Share(
-        state=hash_bytes(msgspec.json.encode(leaf_digests(leaves))),
-        chunks={
-            int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
-            for record in records
-            for chunk in record.chunks
-        },
+        state=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
+        chunks=chunks,
         packs={pack.name: pack.size for pack in packs},
     )
 
@@ -93,19 +95,26 @@ def assemble(leaves: Mapping[str, Leaf], shares: Sequence[Share]) -> Written:
     return records, packs, located
 
 
-def leaf_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere."""
-    return {
-        path: hash_bytes(
-            "".join(
-                [
-                    leaf.describe() if not leaf.is_scalar else leaf.dtype,
-                    *map(hash_bytes, _cut(leaf)),
-                ]
-            ).encode()
-        )
-        for path, leaf in sorted(leaves.items())
-    }
+def leaf_digests(
+    leaves: Mapping[str, Leaf], hashed: Mapping[int, str] | None = None
+) -> dict[str, str]:
+    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere.
+
+    `hashed` has the hashes of chunks, by number, that are known already: they are not hashed again.
+    """
+    hashed = hashed or {}
+    digests: dict[str, str] = {}
+    number = 0
+    for path, leaf in sorted(leaves.items()):
+        if leaf.is_scalar:
+            digests[path] = hash_bytes(f"{leaf.dtype}{hash_bytes(leaf.data)}".encode())
+            continue
+        parts = [leaf.describe()]
+        for data in _cut(leaf):
+            parts.append(hashed.get(number) or hash_bytes(data))
+            number += 1
+        digests[path] = hash_bytes("".join(parts).encode())
+    return digests
 
 
 def _chunks(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview]]:

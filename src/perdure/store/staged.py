@@ -11,7 +11,7 @@ import contextlib
 import errno
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -32,7 +32,7 @@ from perdure.store.format import (
     index_span,
     step_of,
 )
-from perdure.store.storage import Sink, Storage, create_whole
+from perdure.store.storage import Sink, Storage, StreamingStorage, create_whole
 
 _INDEXES_KEPT = 64
 _CARRIED = (MANIFESTS, PACKS, PINS, QUARANTINE)
@@ -57,6 +57,8 @@ class StagedStorage:
         self.local = local
         self.remote = remote
         self.where = f"{local.where} (staged for {remote.where})"
+        if isinstance(remote, StreamingStorage):
+            self.streams = remote.streams  # and this is one, too; see StreamingStorage
         self._carrier = Carrier(local, remote, self._refusal)
         self._indexes: OrderedDict[str, Chunks | None] = OrderedDict()
         # By directory, the names of the remote while this is its writer: it is not asked then, so
@@ -149,6 +151,17 @@ class StagedStorage:
                 if whole or not name.startswith(PACKS):
                     return got
         return self._from_remote(name).read_into(name, offset, target)
+
+    def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
+        """By one request where the local copy is missing or unreadable, else from here one by one."""
+        if not self._is_local(name) or (name.startswith(PACKS) and self._chunks(name) is None):
+            there = self._from_remote(name)
+            if isinstance(there, StreamingStorage):
+                yield from there.read_each(name, offset, targets)
+                return
+        for target in targets:
+            yield self.read_into(name, offset, target)
+            offset += len(target)
 
     def size(self, name: str) -> int:
         if self._is_local(name) and self._is_good(name):

@@ -4,7 +4,8 @@ Owns the first meeting of a group. Invariant: every process that came in time le
 answer: the whole group, or one error that names who is missing and who came twice.
 
 Process 0 listens where the framework's own service will listen a moment later. The others connect and
-say who they are, one JSON object on a line; process 0 answers with the members or with what is wrong.
+say who they are, one JSON object on a line; process 0 answers with an empty line at once, and in the
+end with the members or with what is wrong.
 Nothing but text is exchanged, and the frameworks do not take part: their own limits end in errors
 that do not know names, or in an abort of the process.
 """
@@ -17,7 +18,8 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from perdure.distribute.cluster.description import Cluster
 from perdure.errors import ClusterError
 
 _HELLO = "perdure-roll-call-1"
+_HEARD = b"\n"
 _LONGEST_LINE = 2**16
 # Between two attempts to reach process 0, which may start later.
 _RETRY_S = 0.05
@@ -128,6 +131,8 @@ class _Roll:
             if member is None:
                 return False
             self._members[connection] = member
+            with suppress(OSError):  # who is gone already is forgotten by the next look
+                connection.send(_HEARD)
         return True
 
     def _forget(self, connection: socket.socket) -> None:
@@ -190,10 +195,21 @@ class _Roll:
 
 def _attend(cluster: Cluster, own: Member, deadline: float, limit: float) -> tuple[Member, ...]:
     """The others' side."""
-    pause, last = _RETRY_S, ""
+    pause, last, told = _RETRY_S, "", False
+
+    def tell() -> None:
+        # Only time can tell a group that runs from the end of an earlier one, so it is no error yet.
+        nonlocal told
+        if not told:
+            told = True
+            warnings.warn(
+                f"{own}: {_no_roll(cluster, own)}. It is asked again for up to {limit:g} s.",
+                stacklevel=4,
+            )
+
     while True:
         try:
-            said = _ask(cluster, own, max(deadline - time.monotonic(), _SHORT_S) + limit)
+            said = _ask(cluster, own, max(deadline - time.monotonic(), _SHORT_S) + limit, tell)
         except OSError as error:
             last = str(error) or type(error).__name__
         else:
@@ -202,10 +218,8 @@ def _attend(cluster: Cluster, own: Member, deadline: float, limit: float) -> tup
                 raise ClusterError(str(answer["error"]))
             if "members" in answer:
                 return tuple(Member(**member) for member in answer["members"])
-            last = (
-                "what listens there calls no roll: a group that has started already (does another "
-                f"process claim number {own.index}?), or another program"
-            )
+            tell()
+            last = _no_roll(cluster, own)
         left = deadline - time.monotonic()
         if left <= 0 and cluster.is_chief:
             raise ClusterError(
@@ -223,12 +237,26 @@ def _attend(cluster: Cluster, own: Member, deadline: float, limit: float) -> tup
         pause = min(2 * pause, _SLOWEST_RETRY_S)
 
 
-def _ask(cluster: Cluster, own: Member, wait: float) -> bytes:
-    """What process 0 says once it knows; process 0 may have started later, and wait longer."""
+def _no_roll(cluster: Cluster, own: Member) -> str:
+    return (
+        f"what listens at {cluster.coordinator} calls no roll: a group that has started already (does "
+        f"another process claim number {own.index}?), or another program"
+    )
+
+
+def _ask(cluster: Cluster, own: Member, wait: float, silent: Callable[[], None]) -> bytes:
+    """What process 0 says once it knows; process 0 may have started later, and wait longer.
+
+    Calls `silent` when not even the hello is answered: PyTorch's store takes it and says nothing.
+    """
     with socket.create_connection(cluster.host_port, _SHORT_S) as connection:
         connection.sendall(json.dumps({"hello": _HELLO, **vars(own)}).encode() + b"\n")
+        try:
+            parts = [connection.recv(len(_HEARD))]
+        except TimeoutError:
+            silent()
+            parts = []
         connection.settimeout(wait)
-        parts: list[bytes] = []
         while data := connection.recv(_LONGEST_LINE):
             parts.append(data)
         return b"".join(parts)

@@ -1,0 +1,109 @@
+"""Ray Train: a backend under which `jax.distributed` works on workers with and without GPUs.
+
+Ray's own `JaxConfig` joins its workers only where they have TPUs or GPUs: on CPU workers each takes
+itself for one alone, and P runs go into one directory. Here every attempt is one group, on a fresh port.
+Inside the package this module is `perdure.ray`; `import ray` still means the framework.
+
+    DataParallelTrainer(loop, backend_config=perdure.ray.JaxConfig(), ...)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from perdure.distribute.cluster import Cluster, ClusterOptions
+from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
+
+__all__ = ["JaxConfig"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class JaxConfig(BackendConfig):
+    """Workers that are one group of JAX processes: rank r of Ray is process r of P.
+
+    Before the training function is called, each worker has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID in its environment, has met the others, and has `jax.distributed` initialised; a
+    `MultiWorkerMirroredStrategy()` joins that group. JAX_PLATFORMS, where it is not set, is "cuda,cpu"
+    for a worker to which Ray gave a GPU and "cpu" for another, so that JAX never falls back in silence.
+    `start_timeout` and `heartbeat` are limits in seconds, as in `ClusterOptions`. Raises `ClusterError`
+    in the workers when one of them does not come.
+    """
+
+    start_timeout: float = ClusterOptions.start_timeout
+    heartbeat: float = ClusterOptions.heartbeat
+
+    def __post_init__(self) -> None:
+        ClusterOptions(self.start_timeout, self.heartbeat)  # refuses limits that are none
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _JaxBackend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"start_timeout": self.start_timeout, "heartbeat": self.heartbeat}
+
+
+class _JaxBackend(Backend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        coordinator = worker_group.execute_single(0, _free_address)
+        count = len(worker_group)
+        ray.get(
+            [
+                worker_group.execute_single_async(
+                    index, _join, Cluster(coordinator, count, index, source="Ray"), backend_config
+                )
+                for index in range(count)
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """After the last step, or once a worker is gone: then the others cannot leave in order."""
+        leaving = worker_group.execute_async(_leave)
+        done, late = ray.wait(leaving, num_returns=len(leaving), timeout=ClusterOptions.leave_timeout)
+        for each in done:
+            try:
+                ray.get(each)
+            except ray.exceptions.RayError as error:
+                logger.info("a worker did not leave the group of JAX in order: %s", error)
+        if late:
+            logger.info("%d workers did not leave the group of JAX in time", len(late))
+
+
+def environment(cluster: Cluster, environ: MutableMapping[str, str], gpus: int) -> None:
+    """Write what a worker has to know into its environment."""
+    environ[ADDRESS] = cluster.coordinator or ""
+    environ[COUNT] = str(cluster.num_processes)
+    environ[INDEX] = str(cluster.process_id)
+    environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
+
+
+def _free_address() -> str:
+    from ray.train._internal.utils import get_address_and_port
+
+    host, port = get_address_and_port()
+    return join_address(host, str(port))
+
+
+def _join(cluster: Cluster, config: JaxConfig) -> None:
+    # Ray gives a worker its GPUs by CUDA_VISIBLE_DEVICES; what JAX sees is all its own.
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    environment(cluster, os.environ, len(gpus))
+    from perdure.distribute.jax import group
+
+    group.join(cluster, options=ClusterOptions(config.start_timeout, config.heartbeat))
+
+
+def _leave() -> None:
+    import jax
+
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()

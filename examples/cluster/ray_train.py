@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.jax import JaxTrainer
 
 from perdure.ray import JaxConfig
 
@@ -33,10 +33,10 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     # Ray calls the loop in a directory of its own.
     run = options.run if "://" in options.run else os.path.abspath(options.run)
-    DataParallelTrainer(
+    JaxTrainer(
         loop,
         train_loop_config={"arguments": [run, *rest]},
-        backend_config=JaxConfig(),
+        jax_config=JaxConfig(),
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         run_config=RunConfig(
             name="perdure",

@@ -97,8 +97,11 @@ def _join(cluster: Cluster, config: JaxConfig) -> None:
     # Ray gives a worker its GPUs by CUDA_VISIBLE_DEVICES; what JAX sees is all its own.
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     environment(cluster, os.environ, len(gpus))
-    from perdure.distribute.jax import group
+    from perdure.distribute.jax import flags, group, threads
 
+    # What JAX reads once, before the loop can use it; a strategy finds it set.
+    threads.pin()
+    flags.ask_for_determinism()
     group.join(cluster, options=ClusterOptions(config.start_timeout, config.heartbeat))
 
 

@@ -1,11 +1,13 @@
-"""train.py under Ray Train, with workers that are killed: python launch_ray.py RUN STORAGE MARKS FAULT...
+"""The driver of the rows about Ray Train in launch_rows.py: train.py, in which workers are killed.
 
-The driver of a row in launch_rows.py. It prints what `fit` came to; Ray ends with it.
+    python launch_ray.py RUN STEPS WORK FAULT...
+
+Needs examples/cluster and tests/launch in PYTHONPATH. WORK holds Ray's files, `marks` of the faults,
+and in `joined` what each worker found its group to be.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,40 +20,40 @@ from ray.train.v2.jax import JaxTrainer
 
 from perdure.ray import JaxConfig
 
+WORKERS = 2
+
 
 def loop(config: dict[str, Any]) -> None:
-    import train
-
     import jax
 
-    faulty.install(Path(config["marks"]), config["faults"])
-    place = Path(config["marks"]) / f"joined-{os.getpid()}"
-    place.write_text(f"{jax.process_index()} of {jax.process_count()}")
-    train.main([config["run"], *config["arguments"]])
+    import train
+
+    work = Path(config["work"])
+    group = f"{jax.process_index()} of {jax.process_count()}"
+    (work / "joined" / str(os.getpid())).write_text(group)
+    faulty.install(work / "marks", config["faults"])
+    train.main([config["run"], "--steps", config["steps"]])
 
 
-def main(run: str, storage: str, marks: str, *faults: str) -> None:
+def main(run: str, steps: str, work: str, *faults: str) -> None:
     # No dashboard, and an object store of the smallest size: nothing goes through it.
     ray.init(
-        num_cpus=2,
+        num_cpus=WORKERS,
         include_dashboard=False,
         object_store_memory=100 * 2**20,
-        _temp_dir=os.environ["RAY_PROOF_TEMP"],
+        _temp_dir=f"{work}/ray",
     )
-    arguments = ["--steps", "60"]
     JaxTrainer(
         loop,
-        train_loop_config={"run": run, "marks": marks, "faults": faults, "arguments": arguments},
+        train_loop_config={"run": run, "steps": steps, "work": work, "faults": faults},
         jax_config=JaxConfig(),
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=WORKERS),
         run_config=RunConfig(
             name="proof",
-            storage_path=storage,
+            storage_path=f"{work}/storage",
             failure_config=FailureConfig(max_failures=len(faults)),
         ),
     ).fit()
-    print(json.dumps({"event": "done"}), flush=True)
-    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python submit.py --cluster local --workers 2 -- python train.py runs/mine
 
 submitit sends SIGUSR2 before the time limit and calls `checkpoint`, which passes it on as the SIGTERM
-that perdure listens to, and hands back what to submit next: the same command, which goes on where it was.
+that perdure listens to, and hands back what to submit next: the same command, which goes on from there.
 """
 
 from __future__ import annotations

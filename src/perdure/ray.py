@@ -1,14 +1,16 @@
 """Ray Train: a backend under which `jax.distributed` works on workers with and without GPUs.
 
 Ray's own `JaxConfig` joins its workers only where they have TPUs or GPUs: on CPU workers each takes
-itself for one alone, and P runs go into one directory. Here every attempt is one group, on a fresh port.
-Inside the package this module is `perdure.ray`; `import ray` still means the framework.
+itself for one alone, and P runs go into one directory. Here every attempt is one group, on a port of
+its own. Inside the package this module is `perdure.ray`; `import ray` still means the framework.
 
-    DataParallelTrainer(loop, backend_config=perdure.ray.JaxConfig(), ...)
+    from ray.train.v2.jax import JaxTrainer
+    JaxTrainer(loop, jax_config=perdure.ray.JaxConfig(), ...).fit()
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import MutableMapping
@@ -20,6 +22,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from perdure.distribute.cluster import Cluster, ClusterOptions
 from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
+from perdure.errors import ClusterError
 
 __all__ = ["JaxConfig"]
 
@@ -33,9 +36,9 @@ class JaxConfig(BackendConfig):
     Before the training function is called, each worker has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
     and JAX_PROCESS_ID in its environment, has met the others, and has `jax.distributed` initialised; a
     `MultiWorkerMirroredStrategy()` joins that group. JAX_PLATFORMS, where it is not set, is "cuda,cpu"
-    for a worker to which Ray gave a GPU and "cpu" for another, so that JAX never falls back in silence.
-    `start_timeout` and `heartbeat` are limits in seconds, as in `ClusterOptions`. Raises `ClusterError`
-    in the workers when one of them does not come.
+    for a worker to which Ray gave a GPU and "cpu" for another. `start_timeout` and `heartbeat` are
+    limits in seconds, as in `ClusterOptions`. Raises `ClusterError` in the workers when one of them
+    does not come, or has a GPU and no JAX for it.
     """
 
     start_timeout: float = ClusterOptions.start_timeout
@@ -68,7 +71,9 @@ class _JaxBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """After the last step, or once a worker is gone: then the others cannot leave in order."""
         leaving = worker_group.execute_async(_leave)
-        done, late = ray.wait(leaving, num_returns=len(leaving), timeout=ClusterOptions.leave_timeout)
+        done, late = ray.wait(
+            leaving, num_returns=len(leaving), timeout=ClusterOptions.leave_timeout
+        )
         for each in done:
             try:
                 ray.get(each)
@@ -78,12 +83,22 @@ class _JaxBackend(Backend):
             logger.info("%d workers did not leave the group of JAX in time", len(late))
 
 
-def environment(cluster: Cluster, environ: MutableMapping[str, str], gpus: int) -> None:
-    """Write what a worker has to know into its environment."""
+def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plugin: bool) -> None:
+    """Write into `environ` what a worker with so many GPUs has to know, before it imports JAX.
+
+    `plugin`: whether JAX has one for accelerators. Raises ClusterError for a GPU without, on which JAX
+    would compute nothing and say nothing.
+    """
+    platforms = environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
+    if gpus and not plugin and platforms != "cpu":
+        raise ClusterError(
+            f"Ray gave worker {cluster.process_id} {gpus} GPU(s), and the JAX that is installed there "
+            'knows the CPU alone; install the one for your GPU (pip install "jax[cuda12]"), or set '
+            "JAX_PLATFORMS=cpu"
+        )
     environ[ADDRESS] = cluster.coordinator or ""
     environ[COUNT] = str(cluster.num_processes)
     environ[INDEX] = str(cluster.process_id)
-    environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
 
 
 def _free_address() -> str:
@@ -96,7 +111,8 @@ def _free_address() -> str:
 def _join(cluster: Cluster, config: JaxConfig) -> None:
     # Ray gives a worker its GPUs by CUDA_VISIBLE_DEVICES; what JAX sees is all its own.
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    environment(cluster, os.environ, len(gpus))
+    plugin = importlib.util.find_spec("jax_plugins") is not None
+    prepare(cluster, len(gpus), os.environ, plugin)
     from perdure.distribute.jax import flags, group, threads
 
     # What JAX reads once, before the loop can use it; a strategy finds it set.

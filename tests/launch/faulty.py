@@ -2,9 +2,9 @@
 
     python faulty.py MARKS STEP:RANK:SIGNAL:WHOM... -- ARGUMENTS OF train.py
 
-In process RANK of the group (* for each of them), after STEP, SIGNAL goes to WHOM: `self`, or `launcher`,
-its parent, which is expected to pass SIGTERM on; the step waits for that. MARKS, a directory, gets a
-file for each that has fired, and is why it does not fire again in the next attempt.
+In process RANK of the group (* for each of them), after STEP, SIGNAL goes to WHOM: `self`, or
+`launcher`, its parent, which is expected to pass SIGTERM on; the step waits for that. MARKS, a
+directory, gets a file for each that has fired, and is why it does not fire again in the next attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from perdure import CheckpointManager
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 LIMIT_S = 60
 
 

@@ -299,10 +299,10 @@ def test_a_jobset() -> None:
     one = {"JOBSET_REPLICATEDJOB_REPLICAS": "1", "JOBSET_JOB_INDEX": "0"}
     single = tuple(f"run-workers-0-{pod}.run" for pod in range(4))
     assert pod(**one) == Cluster("run-workers-0-0.run:55527", 4, 1, single, "Kubernetes")
-    nothing = dict.fromkeys(one)
-    assert pod(**nothing) == pod(**one)
+    assert pod(JOBSET_REPLICATEDJOB_REPLICAS=None, JOBSET_JOB_INDEX=None) == pod(**one)
     # A subdomain of the network counts before the name of the JobSet.
-    custom = pod("run-workers-0-1.net.team.svc", **nothing, JOBSET_REPLICATEDJOB_NAME=None)
+    unnamed = {**JOBSET, "JOBSET_REPLICATEDJOB_NAME": "", **one}
+    custom = from_kubernetes(unnamed, lambda: "run-workers-0-1.net.team.svc")
     assert custom is not None
     assert custom.coordinator == "run-workers-0-0.net.team.svc:55527"
 

@@ -9,6 +9,7 @@ directory, gets a file for each that has fired, and is why it does not fire agai
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -58,9 +59,7 @@ def main() -> None:
         faults, arguments = faults[:cut], faults[cut + 1 :]
     install(Path(sys.argv[1]), faults)
     sys.path.insert(0, str(EXAMPLE))
-    import train  # pyright: ignore[reportMissingImports]
-
-    train.main(arguments)
+    importlib.import_module("train").main(arguments)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ EXTRAS_jax   := jax,demo
 EXTRAS_torch := torch,demo
 
 BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
+PROOFS  := $(subst _,-,$(patsubst proofs/proof_%.py,proof-%,$(wildcard proofs/proof_*.py)))
 # A bench with a requirements file of its own (frameworks to compare with) has an environment of its
-# own too, so that what it needs never decides what the tests run on.
+# own too, so that what it needs never decides what the tests run on. The same holds for a proof.
 PEERED  := $(filter $(patsubst requirements/%.txt,%,$(wildcard requirements/bench-*.txt)),$(BENCHES))
+APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -65,7 +67,7 @@ freeze: $(TEST)  ## accept a change of the public names or of the command line
 
 bench: $(BENCHES)  ## every benchmark, one after another
 
-# A static rule: as a pattern it would also match requirements/bench-%.txt.
+# Static rules: as patterns they would also match requirements/bench-%.txt and proof-%.txt.
 $(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
 	@mkdir -p build
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
@@ -74,11 +76,14 @@ $(PEERED): bench-%: .venv-bench-%/.stamp FORCE
 	@mkdir -p build
 	.venv-bench-$*/bin/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 
-proof-%: $(TEST) FORCE  ## proofs/proof_%.py
+$(APART): proof-%: .venv-proof-%/.stamp FORCE
+	.venv-proof-$*/bin/python proofs/proof_$(subst -,_,$*).py $(ARGS)
+
+$(filter-out $(APART),$(PROOFS)): proof-%: $(TEST) FORCE  ## proofs/proof_%.py
 	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) .venv-bench-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-bench-* .venv-proof-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- the environment
@@ -95,8 +100,8 @@ $(VENV)/.stamp-demo-%: $(INPUTS) | $(BIN)/python
 	$(INSTALL) -e '.[$(EXTRAS_$*)]'
 	@touch $@
 
-.venv-bench-%/.stamp: requirements/bench-%.txt $(INPUTS)
-	@echo "Installing perdure and what it is compared with into $(@D) (once)"
+.venv-%/.stamp: requirements/%.txt $(INPUTS)
+	@echo "Installing perdure and what is in $< into $(@D) (once)"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e . -r $<
 	@touch $@

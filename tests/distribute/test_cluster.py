@@ -269,6 +269,68 @@ def test_kubernetes() -> None:
     assert "nothing says of how many. Set JAX_NUM_PROCESSES" in str(error.value)
 
 
+JOBSET = {
+    "JOB_COMPLETION_INDEX": "1",
+    "JAX_NUM_PROCESSES": "4",
+    "JOBSET_NAME": "run",
+    "JOBSET_REPLICATEDJOB_NAME": "workers",
+    "JOBSET_REPLICATEDJOB_REPLICAS": "2",
+    "JOBSET_JOB_INDEX": "1",
+}
+
+
+def test_a_jobset() -> None:
+    def pod(full_name: str = "node7", **changes: str | None) -> Cluster | None:
+        environ = {**JOBSET, **changes}
+        return from_kubernetes({k: v for k, v in environ.items() if v}, lambda: full_name)
+
+    # The labels say it all; on the host's network the name of the host says nothing.
+    hosts = tuple(f"run-workers-{job}-{pod}.run" for job in (0, 1) for pod in (0, 1))
+    assert pod() == Cluster("run-workers-0-0.run:55527", 4, 3, hosts, "Kubernetes")
+    inside = pod(JOBSET_SUBDOMAIN="net")
+    assert inside is not None
+    assert inside.coordinator == "run-workers-0-0.net:55527"
+    # Without the name of the Jobs, that of the host.
+    named = pod("run-workers-1-1.run.team.svc.cluster.local", JOBSET_REPLICATEDJOB_NAME=None)
+    assert named is not None
+    assert named.process_id == 3
+    assert named.coordinator == "run-workers-0-0.run.team.svc.cluster.local:55527"
+    # One Job, which is what most have.
+    one = {"JOBSET_REPLICATEDJOB_REPLICAS": "1", "JOBSET_JOB_INDEX": "0"}
+    single = tuple(f"run-workers-0-{pod}.run" for pod in range(4))
+    assert pod(**one) == Cluster("run-workers-0-0.run:55527", 4, 1, single, "Kubernetes")
+    assert pod(JOBSET_REPLICATEDJOB_REPLICAS=None, JOBSET_JOB_INDEX=None) == pod(**one)
+    # A subdomain of the network counts before the name of the JobSet.
+    unnamed = {**JOBSET, "JOBSET_REPLICATEDJOB_NAME": "", **one}
+    custom = from_kubernetes(unnamed, lambda: "run-workers-0-1.net.team.svc")
+    assert custom is not None
+    assert custom.coordinator == "run-workers-0-0.net.team.svc:55527"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"JOBSET_JOB_INDEX": None}, "Kubernetes: the environment lacks JOBSET_JOB_INDEX"),
+        ({"JOBSET_JOB_INDEX": "2"}, "JAX_NUM_PROCESSES=4 for pod 1 of Job 2 of 2"),
+        (
+            {"JAX_NUM_PROCESSES": "3"},
+            "expected JAX_NUM_PROCESSES to be the Jobs of the JobSet times",
+        ),
+        ({"JOB_COMPLETION_INDEX": "2"}, "JAX_NUM_PROCESSES=4 for pod 2 of Job 1 of 2"),
+        ({"JOBSET_REPLICATEDJOB_REPLICAS": "two"}, "expected an integer, found 'two'"),
+        (
+            {"JOBSET_REPLICATEDJOB_REPLICAS": None, "JOBSET_JOB_INDEX": None},
+            "run-workers-1-1 is in Job 1 of the JobSet run, and each of its Jobs counts its pods",
+        ),
+    ],
+)
+def test_jobs_of_a_jobset_that_do_not_add_up(changes: dict[str, str | None], says: str) -> None:
+    environ = {k: v for k, v in {**JOBSET, **changes}.items() if v}
+    with pytest.raises(ClusterError) as error:
+        from_kubernetes(environ, lambda: "run-workers-1-1.run.team.svc.cluster.local")
+    assert says in str(error.value)
+
+
 def test_a_scheduler_that_contradicts_the_environment() -> None:
     with pytest.raises(ClusterError) as error:
         resolve(environ={**SLURM, "WORLD_SIZE": "4"})

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
+from perdure import ArrayDataset
+from perdure.checkpoint.processes import SingleProcess
 from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.jax.flags import FLAG, ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
@@ -92,3 +101,150 @@ def test_workspaces_of_cublas() -> None:
             fix_cublas(found, started)
         assert says in str(error.value)
         assert "expected :4096:8 or :16:8" in str(error.value)
+
+
+@pytest.fixture
+def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine on the CPU, whose device pretends to be a GPU; PyTorch's settings are put back."""
+    torch = pytest.importorskip("torch")
+    from perdure.distribute.torch.engine import TorchEngine
+
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    engine: Any = TorchEngine(None, SingleProcess(), None)
+    monkeypatch.setattr(engine, "devices", (torch.device("cuda", 0),))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Pretend H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91700)
+    yield engine
+    torch.use_deterministic_algorithms(before)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.set_num_threads(threads)
+
+
+def test_the_recipe_of_pytorch_on_a_gpu(torch_engine: Any) -> None:
+    import torch
+
+    recipe = torch_engine.recipe()
+    assert recipe["platform"] == "cuda"
+    assert recipe["instruction_set"] == "Pretend H100"
+    assert recipe["engine_version"] == f"torch {torch.__version__}, CUDA 13.0, cuDNN 91700"
+    assert recipe["deterministic"] is True
+    assert recipe["cudnn_tf32"] is True  # as PyTorch comes
+    assert recipe["matmul_precision"] == "highest"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("use_deterministic_algorithms(False)", "torch.use_deterministic_algorithms(False)"),
+        ("use_deterministic_algorithms(True, warn_only=True)", "warn_only=True"),
+        ("backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark = True"),
+    ],
+)
+def test_pytorch_that_is_no_longer_deterministic_is_told_once(
+    torch_engine: Any, change: str, says: str
+) -> None:
+    import torch
+
+    assert torch_engine.recipe()["deterministic"] is True
+    torch_engine._check_determinism()  # no warning, which would be an error here
+    exec(f"torch.{change}", {"torch": torch})
+    assert torch_engine.recipe()["deterministic"] is False
+    with pytest.warns(RuntimeWarning, match="no two runs need to give the same bits") as told:
+        torch_engine._check_determinism()
+    assert says in str(told[0].message)
+    torch_engine._check_determinism()
+
+
+def test_a_step_notices_that_pytorch_is_no_longer_deterministic() -> None:
+    torch = pytest.importorskip("torch")
+    from perdure.torch import MirroredStrategy
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return batch["x"].sum() + 0 * state
+
+    def update(state: Any, total: Any) -> Any:
+        return total, {}
+
+    strategy = MirroredStrategy(replicas=2)
+    data = ArrayDataset({"x": np.ones(8, np.float32)}, 4)
+    step = strategy.step(grad, update)
+    state, _ = step(torch.zeros(()), strategy.batch(data, 0))
+    torch.use_deterministic_algorithms(False)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"torch.use_deterministic_algorithms\(False\)"):
+            step(state, strategy.batch(data, 1))
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+# In a process of its own: PyTorch has no way back from its newer settings to none.
+PRECISIONS = """
+import sys
+import torch
+from perdure.checkpoint.processes import SingleProcess
+from perdure.distribute.torch import precision
+from perdure.distribute.torch.engine import TorchEngine
+engine = TorchEngine(None, SingleProcess(), None)
+def told(kind):
+    return [precision.matmul_precision(kind), precision.other_precisions(kind), precision.cudnn_tf32()]
+assert told("cpu") == ["highest", "", True], told("cpu")
+assert told("cuda") == ["highest", "", True], told("cuda")
+torch.set_float32_matmul_precision("high")
+assert told("cuda") == ["high", "", True], told("cuda")
+torch.set_float32_matmul_precision("highest")
+torch.backends.cudnn.allow_tf32 = False
+assert told("cuda")[2] is False
+torch.backends.cudnn.allow_tf32 = True
+if hasattr(torch.backends, "fp32_precision"):
+    before = engine.recipe()
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    assert engine.recipe() == {**before, "settings": f"{before['settings']} mkldnn.conv=bf16".strip()}
+    torch.backends.mkldnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"
+    assert told("cuda") == ["highest", "cudnn.rnn=ieee", True], told("cuda")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:  # which is why both families are read
+        print("the older name raises")
+    assert told("cuda")[0] == "high", told("cuda")
+    assert engine.recipe()["matmul_precision"] == "medium", engine.recipe()
+"""
+
+
+def test_both_families_of_precision_settings_are_in_the_recipe() -> None:
+    torch = pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", PRECISIONS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if hasattr(torch.backends, "fp32_precision"):
+        assert done.stdout == "the older name raises\n"
+
+
+def test_the_recipe_of_jax_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    from perdure.distribute.jax.engine import JaxEngine
+
+    engine = JaxEngine(1, SingleProcess(), 8)
+    on_cpu = engine.recipe()
+    assert "cuda" not in str(on_cpu["engine_version"])
+    device: Any = SimpleNamespace(
+        platform="gpu",
+        device_kind="Pretend H100",
+        client=SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
+    )
+    monkeypatch.setattr(engine, "devices", [device])
+    monkeypatch.setattr(engine, "_deterministic", check_determinism(True, device.platform))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=true".strip()
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    recipe = engine.recipe()
+    assert recipe["engine_version"] == f"{on_cpu['engine_version']}, PJRT C API cuda 13000"
+    assert (recipe["platform"], recipe["instruction_set"]) == ("gpu", "Pretend H100")
+    assert recipe["deterministic"] is True
+    assert "NVIDIA_TF32_OVERRIDE=0" in str(recipe["settings"])
+    assert f"{FLAG}=true" in str(recipe["settings"])

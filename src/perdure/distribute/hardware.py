@@ -31,7 +31,7 @@ _SETTINGS = {
         "ONEDNN_DEFAULT_FPMATH_MODE",
         "ONEDNN_MAX_CPU_ISA",
     ),
-    "gpu": ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    "gpu": ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
 }
 # Flags of XLA that say how many devices there are, or what is written about the compilation.
 _NO_MATTER = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_hlo_")

@@ -28,6 +28,11 @@ from perdure.errors import ClusterError
 _PORTS = 4096
 _KUBERNETES_PORT = 55527
 
+# What a manifest copies from the labels of JobSet (examples/cluster/jobset.yaml).
+_JOB_NAME = "JOBSET_REPLICATEDJOB_NAME"
+_JOBS = "JOBSET_REPLICATEDJOB_REPLICAS"
+_JOB_INDEX = "JOBSET_JOB_INDEX"
+
 # Names of hosts, for a Slurm node list with a typing error or a huge range.
 _MOST_HOSTS = 100_000
 
@@ -78,7 +83,10 @@ def from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
 def from_kubernetes(
     environ: Mapping[str, str], full_name: Callable[[], str] = socket.getfqdn
 ) -> Cluster | None:
-    """A pod of an indexed Job, or of a JobSet with one. `full_name` gives this host's with domain."""
+    """A pod of an indexed Job, or of a JobSet of them. `full_name` gives this host's with domain.
+
+    In a JobSet the processes are counted through its Jobs: the pods of Job 0, then those of Job 1.
+    """
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
     index = integer("JOB_COMPLETION_INDEX", environ["JOB_COMPLETION_INDEX"])
@@ -88,12 +96,21 @@ def from_kubernetes(
             f"Kubernetes: JOB_COMPLETION_INDEX={index} says that this is a pod of an indexed Job, and "
             f"nothing says of how many. Set {COUNT} in the pod's env to the Job's completions"
         )
-    hosts: tuple[str, ...] = ()
     name, _, domain = full_name().partition(".")
-    domain = environ.get("JOBSET_NAME") or domain
-    if domain and name.endswith(f"-{index}"):
-        base = name.removesuffix(f"-{index}")
-        hosts = tuple(f"{base}-{number}.{domain}" for number in range(min(count[1], _MOST_HOSTS)))
+    jobs, job = _jobs(environ, name, index, count)
+    pods = count[1] // jobs
+    # Without a name of the Jobs in the environment, this host's has to do.
+    own = f"-{job}-{index}" if jobs > 1 else f"-{index}"
+    domain = environ.get("JOBSET_SUBDOMAIN") or domain or environ.get("JOBSET_NAME", "")
+    base = name.removesuffix(own) if name.endswith(own) else ""
+    if environ.get("JOBSET_NAME") and environ.get(_JOB_NAME):
+        # Said in full: on the host's network the name of the host is not that of the pod.
+        domain = environ.get("JOBSET_SUBDOMAIN") or environ["JOBSET_NAME"]
+        base = f"{environ['JOBSET_NAME']}-{environ[_JOB_NAME]}" + ("" if jobs > 1 else f"-{job}")
+    hosts: tuple[str, ...] = ()
+    if base and domain:
+        numbers = (f"{j}-{p}" if jobs > 1 else str(p) for j in range(jobs) for p in range(pods))
+        hosts = tuple(f"{base}-{n}.{domain}" for n in itertools.islice(numbers, _MOST_HOSTS))
 
     def coordinator() -> tuple[str, int]:
         if not hosts:
@@ -104,7 +121,31 @@ def from_kubernetes(
             )
         return hosts[0], _KUBERNETES_PORT
 
-    return _cluster(environ, "Kubernetes", count, index, coordinator, hosts)
+    return _cluster(environ, "Kubernetes", count, job * pods + index, coordinator, hosts)
+
+
+def _jobs(
+    environ: Mapping[str, str], name: str, index: int, count: tuple[str, int]
+) -> tuple[int, int]:
+    """How many Jobs the group has, and in which of them this pod is; (1, 0) without a JobSet."""
+    jobset = environ.get("JOBSET_NAME", "")
+    if _JOBS not in environ and _JOB_INDEX not in environ:
+        found = re.fullmatch(rf"{re.escape(jobset)}-.+-(\d+)-{index}", name) if jobset else None
+        if found and int(found[1]) > 0:
+            raise ClusterError(
+                f"Kubernetes: {name} is in Job {found[1]} of the JobSet {jobset}, and each of its Jobs "
+                f"counts its pods from 0. Set {_JOBS} and {_JOB_INDEX} in the pod's env, from the "
+                "labels jobset.sigs.k8s.io/replicatedjob-replicas and jobset.sigs.k8s.io/job-index"
+            )
+        return 1, 0
+    values = _all_of("Kubernetes", (_JOBS, _JOB_INDEX), environ)
+    jobs, job = (integer(variable, text) for variable, text in values.items())
+    if not 0 <= job < jobs or count[1] % jobs or not 0 <= index < count[1] // jobs:
+        raise ClusterError(
+            f"Kubernetes: expected {count[0]} to be the Jobs of the JobSet times the completions of "
+            f"each, found {count[0]}={count[1]} for pod {index} of Job {job} of {jobs}"
+        )
+    return jobs, job
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ class JaxEngine:
         on_cpu = device.platform == "cpu"
         return {
             "engine": "jax",
-            "engine_version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
+            "engine_version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}"
+            + ("" if on_cpu else f", {' '.join(device.client.platform_version.split())}"),
             "platform": device.platform,
             "instruction_set": instruction_set() if on_cpu else device.device_kind,
             "settings": settings("cpu" if on_cpu else "gpu"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Update, Work
 from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
+from perdure.distribute.torch import precision as torch_precision
 from perdure.distribute.torch import threads as torch_threads
 from perdure.errors import StateError, TopologyError
 
@@ -54,22 +56,24 @@ class TorchEngine:
         # It only guards against reading what `torch.empty` left, and took 7% of a convolutional step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
+        self._told = False
 
     def recipe(self) -> dict[str, Scalar]:
         device = self.devices[0]
         on_gpu = device.type == "cuda"
-        gpu: dict[str, Scalar] = {"cudnn_tf32": torch.backends.cudnn.allow_tf32} if on_gpu else {}
+        gpu: dict[str, Scalar] = {"cudnn_tf32": torch_precision.cudnn_tf32()} if on_gpu else {}
+        told = [settings("gpu" if on_gpu else "cpu"), torch_precision.other_precisions(device.type)]
         return {
             **gpu,
             "engine": "torch",
-            "engine_version": f"torch {torch.__version__}",
+            "engine_version": f"torch {torch.__version__}{_libraries() if on_gpu else ''}",
             "platform": device.type,
             "instruction_set": torch.cuda.get_device_name(device) if on_gpu else instruction_set(),
-            "settings": settings("gpu" if on_gpu else "cpu"),
+            "settings": " ".join(filter(None, told)),
             "threads": torch.get_num_threads(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "deterministic": not _not_deterministic(device.type),
             "mkldnn": bool(torch.backends.mkldnn.enabled),
-            "matmul_precision": torch.get_float32_matmul_precision(),
+            "matmul_precision": torch_precision.matmul_precision(device.type),
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         }
 
@@ -112,6 +116,7 @@ class TorchEngine:
         return nest.rebuild(left, iter(sums))
 
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
+        self._check_determinism()
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
         with self._seeded(stream):
             torch_buffers.write(state, total["buffers"], stream.replica)
@@ -195,6 +200,18 @@ class TorchEngine:
             for path, leaf in nest.flatten(value)
         }
 
+    def _check_determinism(self) -> None:
+        """Say it once when the program has switched off what the constructor switched on."""
+        found = "" if self._told else _not_deterministic(self.devices[0].type)
+        if found:
+            self._told = True
+            warnings.warn(
+                f"PyTorch runs with {found}, so that no two runs need to give the same bits. Leave it "
+                "as the strategy set it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     @contextlib.contextmanager
     def _seeded(self, stream: Stream) -> Iterator[None]:
         """The global generators under `stream`; afterwards as before.
@@ -230,6 +247,25 @@ def _mixed(stream: Stream) -> int:
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
         value ^= value >> 31
     return value >> 1
+
+
+def _not_deterministic(kind: str) -> str:
+    """The setting that lets PyTorch take operations whose bits differ from run to run; "" if none."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms(False)"
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return "torch.use_deterministic_algorithms(True, warn_only=True)"
+    # It takes the convolution that was fastest this time.
+    if kind == "cuda" and torch.backends.cudnn.benchmark:
+        return "torch.backends.cudnn.benchmark = True"
+    return ""
+
+
+def _libraries() -> str:
+    """What computes on a GPU, where one release of PyTorch is built for several."""
+    if torch.version.hip:
+        return f", ROCm {torch.version.hip}"
+    return f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:

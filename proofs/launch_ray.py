@@ -1,0 +1,60 @@
+"""The driver of the rows about Ray Train in launch_rows.py: train.py, in which workers are killed.
+
+    python launch_ray.py RUN STEPS WORK FAULT...
+
+Needs examples/cluster and tests/launch in PYTHONPATH. WORK holds Ray's files, `marks` of the faults,
+and in `joined` what each worker found its group to be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import faulty
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.jax import JaxTrainer
+
+from perdure.ray import JaxConfig
+
+WORKERS = 2
+
+
+def loop(config: dict[str, Any]) -> None:
+    import jax
+
+    import train
+
+    work = Path(config["work"])
+    group = f"{jax.process_index()} of {jax.process_count()}"
+    (work / "joined" / str(os.getpid())).write_text(group)
+    faulty.install(work / "marks", config["faults"])
+    train.main([config["run"], "--steps", config["steps"]])
+
+
+def main(run: str, steps: str, work: str, *faults: str) -> None:
+    # No dashboard, and an object store of the smallest size: nothing goes through it.
+    ray.init(
+        num_cpus=WORKERS,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        _temp_dir=f"{work}/ray",
+    )
+    JaxTrainer(
+        loop,
+        train_loop_config={"run": run, "steps": steps, "work": work, "faults": faults},
+        jax_config=JaxConfig(),
+        scaling_config=ScalingConfig(num_workers=WORKERS),
+        run_config=RunConfig(
+            name="proof",
+            storage_path=f"{work}/storage",
+            failure_config=FailureConfig(max_failures=len(faults)),
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Launchers that bring a job back: Ray Train after killed workers, submitit after a requeue.
+
+What examples/cluster trains under them ends with the fingerprint of one process that nothing happened
+to. Ray and submitit are needed (requirements/proof-launch.txt); what is missing is a row that is not
+met. Two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from report import Row, row
+
+from perdure.store import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "cluster"
+FAULTY = ROOT / "tests" / "launch"
+STEPS = 60
+LIMIT_S = 300
+LEAVE_S = 30
+
+# Step, process, signal, to whom (tests/launch/faulty.py). Process 0 has JAX's coordinator.
+KILLS = ("25:1:SIGKILL:self", "45:0:SIGKILL:self")
+NOTICES = ("21:0:SIGUSR2:launcher", "42:0:SIGUSR2:launcher")
+
+
+def rows(work: Path) -> Iterator[Row]:
+    """The rows, one by one; `work` is an empty directory."""
+    train = [sys.executable, str(EXAMPLE / "train.py")]
+    alone, other = work / "alone", work / "other"
+    _run(work, [*train, str(alone), "--steps", str(STEPS)])
+    _run(work, [*train, str(other), "--steps", str(STEPS), "--replicas", "4"])
+    expected = _fingerprint(alone)
+    # Negative control, without which the rows below would say nothing.
+    yield row("another recipe ends with another fingerprint", [_fingerprint(other) != expected])
+    yield from _ray(work, expected)
+    yield from _submitit(work, expected)
+
+
+def _ray(work: Path, expected: str | None) -> Iterator[Row]:
+    if find_spec("ray") is None:
+        yield row("Ray Train: not tried, Ray is not installed here (make proof-launch)", [])
+        return
+    # Sockets have short names only.
+    with tempfile.TemporaryDirectory(prefix="ray-") as name:
+        place, run = Path(name), work / "ray"
+        for folder in ("joined", "marks"):
+            (place / folder).mkdir()
+        program = [sys.executable, str(Path(__file__).parent / "launch_ray.py")]
+        mark = f"PERDURE_PROOF={uuid.uuid4()}"
+        ended = _run(work, [*program, str(run), str(STEPS), name, *KILLS], mark, HOME=name)
+        left = _left_behind(mark)
+        groups = sorted(file.read_text() for file in (place / "joined").iterdir())
+        fired = len(list((place / "marks").iterdir()))
+    found = [ended, _fingerprint(run) == expected]
+    yield row("Ray Train, a worker killed, then the one with the coordinator: same end", found)
+    yield row("Ray Train: kills that fired", [fired > number for number in range(len(KILLS))])
+    complete = [["0 of 2", "1 of 2"][number // (len(KILLS) + 1)] for number in range(len(groups))]
+    yield row(
+        "Ray Train: workers that found themselves in one group of two",
+        [one == other for one, other in zip(groups, complete, strict=True)],
+    )
+    yield row("Ray Train: no process is left behind", [not left])
+
+
+def _submitit(work: Path, expected: str | None) -> Iterator[Row]:
+    if find_spec("submitit") is None:
+        yield row("submitit: not tried, it is not installed here (make proof-launch)", [])
+        return
+    (work / "marks").mkdir()
+    faulty = [sys.executable, str(FAULTY / "faulty.py"), "marks", *NOTICES]
+    submit = [sys.executable, str(EXAMPLE / "submit.py"), "--cluster", "local", "--workers", "2"]
+    ended = _run(work, [*submit, "--", *faulty, "--", "submitted", "--steps", str(STEPS)])
+    found = [ended, _fingerprint(work / "submitted") == expected]
+    yield row("submitit, two tasks, requeued twice: same end", found)
+    log = "".join(file.read_text() for file in (work / "submitit").glob("*_0_log.out"))
+    requeued = log.count("Requeued job")
+    yield row("submitit: requeues that happened", [requeued > n for n in range(len(NOTICES))])
+
+
+def _run(work: Path, command: list[str], mark: str = "", **environment: str) -> bool:
+    """Whether `command` ended well. What it said is kept in `work`, and shown if it did not."""
+    path = os.pathsep.join([str(EXAMPLE), str(FAULTY), os.environ.get("PYTHONPATH", "")])
+    name, _, value = mark.partition("=")
+    environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
+    if name:
+        environ[name] = value
+    log = work / f"{Path(command[1]).stem}.log"
+    with log.open("a") as file:
+        done = subprocess.run(
+            command,
+            cwd=work,
+            env=environ,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if done.returncode != 0:
+        print(f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-4000:]}")
+    return done.returncode == 0
+
+
+def _fingerprint(where: Path) -> str | None:
+    """Of the last step; None where it was not reached."""
+    run = Run(where) if where.exists() else None
+    return run.manifest(STEPS).fingerprint if run and STEPS in run.steps() else None
+
+
+def _left_behind(mark: str) -> list[int]:
+    """Processes that still have `mark` in their environment after a while; they are killed."""
+    until = time.monotonic() + LEAVE_S
+    while (found := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    for process in found:
+        os.kill(process, signal.SIGKILL)
+    return found
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return found

@@ -1,0 +1,128 @@
+"""The workers of Ray Train as one group of JAX processes.
+
+Owns what a worker is told before it imports JAX. Invariant: each attempt of Ray is a group of its own,
+on a new port, of all its workers or of none. Ray's own `JaxConfig` joins its workers only where they
+have TPUs or GPUs: on CPU workers each would take itself for one alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train.backend import Backend, BackendConfig
+
+from perdure.distribute.cluster import Cluster, ClusterOptions
+from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
+from perdure.errors import ClusterError
+
+# Where Ray is not installed, type checkers take perdure.ray for it.
+ray: Any = importlib.import_module("ray")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class JaxConfig(BackendConfig):
+    """Workers that are one group of JAX processes: rank r of Ray is process r of P.
+
+    Before the training function is called, each worker has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID in its environment, has met the others, and has `jax.distributed` initialised; a
+    `MultiWorkerMirroredStrategy()` joins that group. JAX_PLATFORMS, where it is not set, is "cuda,cpu"
+    for a worker to which Ray gave a GPU and "cpu" for another. `start_timeout` and `heartbeat` are
+    limits in seconds, as in `ClusterOptions`. Raises `ClusterError` in the workers when one of them
+    does not come, or has a GPU and no JAX for it.
+    """
+
+    start_timeout: float = ClusterOptions.start_timeout
+    heartbeat: float = ClusterOptions.heartbeat
+
+    def __post_init__(self) -> None:
+        ClusterOptions(self.start_timeout, self.heartbeat)  # refuses limits that are none
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _JaxBackend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"start_timeout": self.start_timeout, "heartbeat": self.heartbeat}
+
+
+class _JaxBackend(Backend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        coordinator = worker_group.execute_single(0, _free_address)
+        count = len(worker_group)
+        ray.get(
+            [
+                worker_group.execute_single_async(
+                    index, _join, Cluster(coordinator, count, index, source="Ray"), backend_config
+                )
+                for index in range(count)
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """After the last step, or once a worker is gone: then the others cannot leave in order."""
+        leaving = worker_group.execute_async(_leave)
+        done, late = ray.wait(
+            leaving, num_returns=len(leaving), timeout=ClusterOptions.leave_timeout
+        )
+        for each in done:
+            try:
+                ray.get(each)
+            except ray.exceptions.RayError as error:
+                logger.info("a worker did not leave the group of JAX in order: %s", error)
+        if late:
+            logger.info("%d workers did not leave the group of JAX in time", len(late))
+
+
+def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plugin: bool) -> None:
+    """Write into `environ` what a worker with so many GPUs has to know, before it imports JAX.
+
+    `plugin`: whether JAX has one for accelerators. Raises ClusterError for a GPU without, on which JAX
+    would compute nothing and say nothing.
+    """
+    platforms = environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
+    if gpus and not plugin and platforms != "cpu":
+        raise ClusterError(
+            f"Ray gave worker {cluster.process_id} {gpus} GPU(s), and the JAX that is installed there "
+            'knows the CPU alone; install the one for your GPU (pip install "jax[cuda12]"), or set '
+            "JAX_PLATFORMS=cpu"
+        )
+    environ[ADDRESS] = cluster.coordinator or ""
+    environ[COUNT] = str(cluster.num_processes)
+    environ[INDEX] = str(cluster.process_id)
+
+
+def _free_address() -> str:
+    """Where this worker can listen: its node's address, and a port that was free a moment ago."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind(("", 0))
+        return join_address(host, str(free.getsockname()[1]))
+
+
+def _join(cluster: Cluster, config: JaxConfig) -> None:
+    # Ray gives a worker its GPUs by CUDA_VISIBLE_DEVICES; what JAX sees is all its own.
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    plugin = importlib.util.find_spec("jax_plugins") is not None
+    prepare(cluster, len(gpus), os.environ, plugin)
+    from perdure.distribute.jax import flags, group, threads
+
+    # What JAX reads once, before the loop can use it; a strategy finds it set.
+    threads.pin()
+    flags.ask_for_determinism()
+    group.join(cluster, options=ClusterOptions(config.start_timeout, config.heartbeat))
+
+
+def _leave() -> None:
+    import jax
+
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()

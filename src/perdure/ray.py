@@ -1,0 +1,12 @@
+"""What a user of Ray Train needs: a backend under which `jax.distributed` works on workers with and
+without GPUs.
+
+    from ray.train.v2.jax import JaxTrainer
+    JaxTrainer(loop, jax_config=perdure.ray.JaxConfig(), scaling_config=...).fit()
+
+Inside the package this module is `perdure.ray`; `import ray` still means the framework.
+"""
+
+from perdure.distribute.jax.ray_backend import JaxConfig
+
+__all__ = ["JaxConfig"]

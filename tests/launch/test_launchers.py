@@ -1,0 +1,267 @@
+"""examples/cluster: what a launcher gives and what is asked of it fit together, and the bits do too.
+
+Slurm is played by an `srun` and a `scontrol` of these tests, submitit by its own local executor. Ray
+Train is proved by `make proof-launch`: it is too large for the environment of the tests.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perdure import EXIT_PREEMPTED
+from perdure.distribute.cluster.schedulers import from_kubernetes
+from perdure.store import Run
+from perdure.testing import check_run
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "cluster"
+FAULTY = Path(__file__).parent / "faulty.py"
+STEPS = 40
+LIMIT_S = 180
+
+# What srun does here: the tasks of a step on one host, told about it as Slurm tells them.
+SRUN = """
+import os, subprocess, sys
+count = int(os.environ["SLURM_NTASKS"])
+step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": str(count)}
+tasks = [
+    subprocess.Popen(sys.argv[1:], env={**os.environ, **step, "SLURM_PROCID": str(number)})
+    for number in range(count)
+]
+statuses = [task.wait() for task in tasks]
+sys.exit(max(128 - status if status < 0 else status for status in statuses))
+"""
+SCONTROL = """
+import os, sys
+open(os.environ["REQUEUED"], "a").write(" ".join(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of one process that nothing happens to."""
+    where = tmp_path_factory.mktemp("undisturbed") / "run"
+    program = [sys.executable, str(EXAMPLE / "train.py"), str(where), "--steps", str(STEPS)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    found = Run(where).manifest(STEPS).fingerprint
+    assert f"done: step {STEPS}" in done.stdout
+    assert found in done.stdout
+    return found
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to submit from, with Slurm's programs in PATH and `python` as in this process."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / f"{name}.py").write_text(text)
+        _executable(programs / name, [sys.executable, str(programs / f"{name}.py")])
+    # `python train.py ARGUMENTS` of the script, with what happens to it in between.
+    (tmp_path / "train.py").symlink_to(FAULTY)
+    _executable(programs / "python", [sys.executable])
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("REQUEUED", str(tmp_path / "requeued"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _executable(path: Path, command: list[str]) -> None:
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
+def _attempt(job: Path, number: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The batch script, as Slurm starts it for the attempt of this number."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(port)}
+    if number:
+        slurm["SLURM_RESTART_COUNT"] = str(number)
+    variables = [f"{name}={value}" for name, value in slurm.items()]
+    return subprocess.run(
+        ["env", *variables, str(EXAMPLE / "train.sbatch"), *arguments],
+        cwd=job,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_a_job_of_slurm_is_requeued_and_goes_on(job: Path, undisturbed: str) -> None:
+    """SIGTERM to every task, as --signal sends it: saved, 75, requeued, and the same bits."""
+    arguments = ["marks", "13:*:SIGTERM:self", "--", "run", "--steps", str(STEPS)]
+    first = _attempt(job, 0, arguments)
+    assert first.returncode == EXIT_PREEMPTED, first.stderr
+    assert Run("run").steps() == [13]
+    assert (job / "requeued").read_text() == "requeue 77\n"
+    second = _attempt(job, 1, arguments)
+    assert second.returncode == 0, second.stderr
+    assert (job / "requeued").read_text() == "requeue 77\n"
+    assert "2 processes, from step 13" in second.stdout
+    assert Run("run").manifest(STEPS).fingerprint == undisturbed
+    assert len(list((job / "marks").iterdir())) == 2
+    check_run("run")
+
+
+@pytest.mark.parametrize(
+    ("status", "count", "requeued"),
+    [(0, None, False), (1, None, True), (1, "9", True), (1, "10", False), (75, "99", True)],
+)
+def test_what_slurm_is_asked_for(
+    job: Path, monkeypatch: pytest.MonkeyPatch, status: int, count: str | None, requeued: bool
+) -> None:
+    (job / "train.py").unlink()
+    (job / "train.py").write_text(f"import sys; print(sys.argv[1:]); sys.exit({status})")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    done = subprocess.run(
+        [str(EXAMPLE / "train.sbatch"), "a run", "b"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert done.stdout == "['a run', 'b']\n"  # arguments with spaces stay whole
+    assert (job / "requeued").exists() is requeued
+
+
+def test_the_batch_script_asks_slurm_for_a_notice_to_the_tasks() -> None:
+    asked = dict(
+        re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", (EXAMPLE / "train.sbatch").read_text(), re.M)
+    )
+    assert "requeue" in asked
+    # perdure listens to SIGTERM; without `B:` it goes to the tasks and not to the script.
+    assert re.fullmatch(r"TERM@\d+", asked["signal"])
+    assert int(asked["nodes"]) * int(asked["ntasks-per-node"]) > 1
+
+
+@pytest.mark.skipif(
+    find_spec("submitit") is None, reason="submitit (extra `test`) is not installed"
+)
+def test_submitit_requeues_and_goes_on(tmp_path: Path, undisturbed: str) -> None:
+    """Its local executor, two tasks: SIGUSR2, as before a time limit, then the same bits."""
+    (tmp_path / "marks").mkdir()
+    faulty = ["marks", "13:0:SIGUSR2:launcher", "--", "run", "--steps", str(STEPS)]
+    submit = [str(EXAMPLE / "submit.py"), "--cluster", "local", "--workers", "2"]
+    done = subprocess.run(
+        [sys.executable, *submit, "--", sys.executable, str(FAULTY), *faulty],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [mark.name for mark in (tmp_path / "marks").iterdir()] == ["13-0-SIGUSR2-launcher"]
+    log = next((tmp_path / "submitit").glob("*_0_log.out")).read_text()
+    assert "Requeued job" in log
+    assert "2 processes, from step 13" in log
+    assert Run(tmp_path / "run").manifest(STEPS).fingerprint == undisturbed
+    check_run(tmp_path / "run")
+
+
+def test_another_recipe_ends_with_other_bits(tmp_path: Path, undisturbed: str) -> None:
+    """Negative control: the fingerprints compared above can differ."""
+    program = [sys.executable, str(EXAMPLE / "train.py"), str(tmp_path / "run")]
+    subprocess.run(
+        [*program, "--steps", str(STEPS), "--replicas", "4"], timeout=LIMIT_S, check=True
+    )
+    assert Run(tmp_path / "run").manifest(STEPS).fingerprint != undisturbed
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+def _manifest() -> Any:
+    return yaml.safe_load((EXAMPLE / "jobset.yaml").read_text())
+
+
+def _pods(manifest: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """(name, environment) of every pod that JobSet makes of the manifest, by its documentation."""
+    jobset = manifest["metadata"]["name"]
+    for jobs in manifest["spec"]["replicatedJobs"]:
+        for job in range(jobs["replicas"]):
+            labels = {
+                "jobset-name": jobset,
+                "replicatedjob-name": jobs["name"],
+                "replicatedjob-replicas": str(jobs["replicas"]),
+                "job-index": str(job),
+            }
+            spec = jobs["template"]["spec"]
+            for pod in range(spec["completions"]):
+                environ = {"JOB_COMPLETION_INDEX": str(pod)}
+                for variable in spec["template"]["spec"]["containers"][0]["env"]:
+                    value = variable.get("value")
+                    if value is None:
+                        path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+                        label = re.fullmatch(
+                            r"metadata\.labels\['jobset\.sigs\.k8s\.io/(.+)'\]", path
+                        )
+                        assert label is not None, path
+                        value = labels[label[1]]
+                    environ[variable["name"]] = value
+                yield f"{jobset}-{jobs['name']}-{job}-{pod}", environ
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_pods_of_the_jobset_are_one_group(replicas: int) -> None:
+    manifest = _manifest()
+    jobs = manifest["spec"]["replicatedJobs"][0]
+    spec = jobs["template"]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    [count] = [each for each in container["env"] if each["name"] == "JAX_NUM_PROCESSES"]
+    assert int(count["value"]) == jobs["replicas"] * spec["completions"]
+    jobs["replicas"] = replicas  # as a user would change it, with the number beside it
+    count["value"] = str(replicas * spec["completions"])
+    pods = list(_pods(manifest))
+    names = [name for name, _ in pods]
+    for number, (_, environ) in enumerate(pods):
+        found = from_kubernetes(environ, lambda: "a-node")
+        assert found is not None
+        assert (found.process_id, found.num_processes) == (number, len(pods))
+        assert found.coordinator == f"{names[0]}.train:55527"
+        assert found.addresses == tuple(f"{name}.train" for name in names)
+
+
+def test_the_jobset_restarts_as_a_group() -> None:
+    """By the rules of Job and JobSet: 75 and a drained node cost no restart, all else does."""
+    manifest = _manifest()
+    policy = manifest["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] > 0
+    assert policy["rules"] == [
+        {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    [jobs] = manifest["spec"]["replicatedJobs"]
+    spec = jobs["template"]["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    saved, moved = spec["podFailurePolicy"]["rules"]
+    assert saved["action"] == moved["action"] == "FailJob"
+    assert saved["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [EXIT_PREEMPTED],
+    }
+    assert moved["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]  # all at once, or they wait for each other
+    assert spec["backoffLimit"] == 0
+    assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    # Python itself is what the pod starts, so that SIGTERM reaches it.
+    assert container["command"][:2] == ["python", "train.py"]

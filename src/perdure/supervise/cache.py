@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -28,6 +30,30 @@ def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
     if not os.access(_existing(base), os.W_OK):
         return None
     return base / "perdure" / f"xla-{_cpu()}"
+
+
+def cache_variables(directory: Path) -> dict[str, str]:
+    """What makes JAX keep every program in `directory`, and every process of a group write there."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PERDURE_SHARED_CACHE": "1",
+    }
+
+
+def drop_recent(directory: Path, seconds: float = 0.5) -> None:
+    """Remove what was written in the last moments, behind a kill.
+
+    JAX writes entries in place and never replaces one, so that one which is cut off would stay; it
+    is found by its checksum at each start, and compiled anew each time.
+    """
+    since = time.time() - seconds
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(directory):
+            with suppress(FileNotFoundError):
+                if entry.is_file() and entry.stat().st_mtime >= since:
+                    os.unlink(entry.path)
 
 
 def _existing(path: Path) -> Path:

@@ -9,7 +9,7 @@ from perdure.supervise.record import Summary
 
 
 class Console:
-    """Lines of workers go to `out`, statements of the supervisor to `err`; by default the standard ones."""
+    """Lines of workers go to `out`, by default standard output; statements to `err`, standard error."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout

@@ -24,6 +24,7 @@ from typing import Any
 from perdure import heartbeats
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
+from perdure.supervise.cache import cache_variables, drop_recent
 from perdure.supervise.console import Console
 from perdure.supervise.environment import (
     ATTEMPT,
@@ -154,6 +155,8 @@ class Supervisor:
                 self._observer.started(worker)
             found = life.watch(lambda: self._asked, self._should_grow, ports)
             end_marked(self._mark)
+        if found.kind != "done" and self._options.compilation_cache is not None:
+            drop_recent(self._options.compilation_cache)
         return life.record(found, number, began)
 
     def _environment(
@@ -171,11 +174,7 @@ class Supervisor:
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
         }
         if options.compilation_cache is not None:
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(options.compilation_cache),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            }
+            environment |= cache_variables(options.compilation_cache)
         return {**environment, **options.environment, **self._observer.environment(attempt, index)}
 
     # ---------------------------------------------------------------- between attempts

@@ -12,7 +12,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from perdure.errors import ClusterError
+from perdure.errors import LaunchError
 
 HOST = "127.0.0.1"
 ATTEMPT = "PERDURE_ATTEMPT"
@@ -77,7 +77,7 @@ def device_variables(
     if accelerators:
         own = accelerators[index * devices : (index + 1) * devices]
         if len(own) < devices:
-            raise ClusterError(
+            raise LaunchError(
                 f"worker {index} needs {devices} GPUs from number {index * devices} on, found "
                 f"{len(accelerators)} in all; start fewer workers, or give each fewer devices"
             )
@@ -103,7 +103,7 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
             if len(found) == count:
                 return found
-    raise ClusterError(f"expected {count} free ports from {low} to {high}, found {len(found)}")
+    raise LaunchError(f"expected {count} free ports from {low} to {high}, found {len(found)}")
 
 
 def taken(port: int) -> bool:

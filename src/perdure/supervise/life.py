@@ -98,7 +98,7 @@ class Life:
         """What is remembered of the attempt, once it is closed."""
         now = self._clock()
         beats = [worker.beat for worker in self.workers if worker.beat is not None]
-        chief = self.workers[0].beat
+        starts = [each.start for each in beats if each.start is not None]
         ends = [step for step, _ in self._steps.values()]
         firsts = [each.first for each in beats if each.first is not None]
         return Attempt(
@@ -108,7 +108,7 @@ class Life:
             cause=found.cause,
             place=None if found.worker is None else found.worker.place,
             statuses=tuple(worker.process.returncode for worker in self.workers),
-            start=None if chief is None else chief.start,
+            start=starts[0] if starts else None,
             end=max(ends, default=None),
             began=began,
             first=min(firsts, default=None),
@@ -182,7 +182,7 @@ class Life:
 
     def _silent(self) -> Found | None:
         now, limits = self._clock(), self._options.limits
-        if now - self._looked >= LOOK_S:
+        if now - self._looked >= min(LOOK_S, limits.stopped / 4):
             self._looked = now
             for worker in self.workers:
                 if worker.stopped():

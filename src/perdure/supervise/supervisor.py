@@ -191,7 +191,8 @@ class Supervisor:
             place = cannot_come_back(self._history)
             if place is not None and place in self._places:
                 self._places.remove(place)
-                self._return_at = self._clock() + self._options.return_s * 2**self._returns
+                later = decision.wait + self._options.return_s * 2**self._returns
+                self._return_at = self._clock() + later
                 self._returns += 1
                 self._console.say(
                     f"the worker in place {place} does not come back; going on with "

@@ -22,8 +22,8 @@ def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
     environ = os.environ if environ is None else environ
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return None
-    on_cpu = environ.get("JAX_PLATFORMS") == "cpu" or not _accelerated()
-    if not on_cpu:
+    platforms = environ.get("JAX_PLATFORMS")
+    if platforms != "cpu" and (platforms or _accelerated()):
         return None
     home = environ.get("XDG_CACHE_HOME")
     base = Path(home) if home else Path(environ.get("HOME", "/nonexistent")) / ".cache"

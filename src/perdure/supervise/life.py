@@ -150,9 +150,14 @@ class Life:
     def _judge(self, passed: int | None) -> Found | None:
         statuses = [worker.status for worker in self.workers]
         leaving = passed is not None or self._growing
-        for worker, status in zip(self.workers, statuses, strict=True):
-            if status not in (None, 0, PREEMPTED) and not leaving:
-                return self._failed(worker, status)
+        failed = [
+            (worker, status)
+            for worker, status in zip(self.workers, statuses, strict=True)
+            if status not in (None, 0, PREEMPTED)
+        ]
+        if failed and not leaving:
+            # Those that lose a member fail a moment later, with an error of their own.
+            return self._failed(*min(failed, key=lambda each: each[1] not in OUTSIDE))
         if None not in statuses:
             return self._all_left(statuses, passed)
         if PREEMPTED in statuses and self._deadline is None:

@@ -1,9 +1,9 @@
 """JAX's cache of compiled programs, in a group of processes of one machine.
 
-Owns who writes into it. JAX lets process 0 write alone, because object stores take writes by many badly;
-but on CPU its keys name the devices, so no other process would ever find what it needs, and each restart
-of a group would wait for compilers. Where `perdure run` has set the cache, on a local disk, every process
-writes its own entries.
+Owns who writes into it. JAX lets process 0 write alone, because object stores take writes by many
+badly; but on CPU its keys name the devices, so no other process would ever find what it needs, and each
+restart of a group would wait for compilers. Where `perdure run` has set the cache, on a local disk,
+every process writes its own entries.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,21 +137,25 @@ def recoveries(name: str, workers: int, kills: int) -> tuple[list[float], float]
         tail = Tail(where)
         with started(commands(where, workers, 10**6)[name], where) as job:
             victim = workers - 1
+            dead, killed = 0, math.nan
             for number in range(kills + 1):
-                first = tail.wait(lambda step: step.rank == victim, job)
+                first = tail.wait(partial(is_new, victim, dead), job)
                 if number:
                     found.append(first.time - killed)
-                last = tail.wait(
-                    lambda step, first=first: (
-                        step.pid == first.pid and step.number >= first.number + STEPS_BEFORE_KILL
-                    ),
-                    job,
-                )
-                killed = time.monotonic()
-                os.kill(last.pid, signal.SIGKILL)
-                # What is in the file already was done before the kill.
-                tail.read()
+                tail.wait(partial(is_far, first), job)
+                dead, killed = first.pid, time.monotonic()
+                os.kill(dead, signal.SIGKILL)
         return found, step_seconds(tail.steps)
+
+
+def is_new(rank: int, dead: int, step: Step) -> bool:
+    """A step of the worker in that place that is not the one which was killed."""
+    return step.rank == rank and step.pid != dead
+
+
+def is_far(first: Step, step: Step) -> bool:
+    """Some steps behind the first one of the same life."""
+    return step.pid == first.pid and step.number >= first.number + STEPS_BEFORE_KILL
 
 
 def step_seconds(steps: Sequence[Step]) -> float:

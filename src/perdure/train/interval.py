@@ -16,7 +16,8 @@ from statistics import median
 from perdure.errors import TrainError
 
 FIRST_S = 10.0
-"""Until a save has been measured: soon, so that there is something to measure and to resume from."""
+"""Until a save has been measured: soon, so that there is something to measure and to resume from. Where
+failures are expected more often than every 100 seconds, a tenth of the time between them."""
 
 _RECENT = 64
 _SAVES = 5
@@ -121,7 +122,8 @@ class Timer:
         if not isinstance(self._every, AutoInterval):
             return self._every
         cost = self.meter.cost if self.meter else None
-        return FIRST_S if cost is None else interval(cost, self._every)
+        first = min(FIRST_S, self._every.mean_time_between_failures / 10)
+        return first if cost is None else interval(cost, self._every)
 
     def due(self, now: float) -> bool:
         """Whether it is time."""

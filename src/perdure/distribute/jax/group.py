@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll
 from perdure.distribute.engine import Merge, sliced
+from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.processes import KeyValueProcesses, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
 
@@ -61,6 +62,7 @@ def _initialize(
     cluster: Cluster, local_device_ids: Sequence[int] | None, options: ClusterOptions
 ) -> None:
     call_roll(cluster, options.start_timeout)
+    write_from_all(cluster.process_id)
     limits: dict[str, Any] = {
         # Whole seconds, and not 0.
         "initialization_timeout": math.ceil(options.start_timeout),

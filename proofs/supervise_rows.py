@@ -1,0 +1,211 @@
+"""Lines 3 and 4 of the proof of the drill: what `perdure run` brings back comes back with its bits.
+
+    python proofs/supervise_rows.py [--kills 20]       rows to build/proof-supervise.json
+
+The program is the demo's, unchanged: a convolutional network on real digits, V = 4. Four minutes on two
+cores with 20 kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from report import Row, finish, row
+
+from perdure.heartbeats import PHASES, Beat
+from perdure.store import Run
+from perdure.supervise import Attempt, Limits, Observer, RunOptions, Summary, Supervisor
+from perdure.supervise.console import Console
+from perdure.supervise.guardian import marked
+from perdure.supervise.worker import Worker
+
+STEPS = 300
+STOPPED_S = 3.0
+
+
+def start(
+    where: Path,
+    workers: int = 1,
+    observer: Observer | None = None,
+    cache: Path | None = None,
+    steps: int = STEPS,
+    devices: int = 1,
+) -> tuple[Supervisor, Summary]:
+    """The demo's program under the supervisor."""
+    command = [sys.executable, "-m", "perdure.demo.train_jax", "--run", str(where)]
+    command += ["--steps", str(steps), "--devices", str(devices)]
+    logs = Path(f"{where}-logs")
+    options = RunOptions(
+        workers=workers,
+        devices_per_worker=devices,
+        max_restarts=1000,
+        log_directory=logs,
+        limits=Limits(stopped=STOPPED_S),
+        environment={"JAX_PLATFORMS": "cpu"},
+        compilation_cache=cache,
+        poll=0.02,
+    )
+    with open(f"{where}-lines", "a") as out, open(f"{where}-said", "a") as err:
+        made = Supervisor(command, options, observer=observer, console=Console(out, err))
+        return made, made.run()
+
+
+def fingerprint(where: Path, step: int = STEPS) -> str:
+    return Run(where).manifest(step).fingerprint
+
+
+class Killer(Observer):
+    """SIGKILL to a random worker, once in each attempt: in a phase of its start, or some steps on."""
+
+    def __init__(self, kills: int, workers: int, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._workers = workers
+        self._left = kills
+        self._plan: tuple[int, str, int] | None = None
+        self.fired: list[tuple[int, int, str]] = []  # attempt, worker, phase
+
+    def started(self, worker: Worker) -> None:
+        if worker.index == 0 and self._left:
+            # Every fourth meets the imports, the restore or the compiler.
+            early = len(self.fired) % 4 == 3
+            phase = self._chance.choice(["start", "restore", "compile"]) if early else "step"
+            self._plan = (self._chance.randrange(self._workers), phase, self._chance.randint(2, 18))
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        if self._plan is None or worker.index != self._plan[0]:
+            return
+        victim, phase, steps = self._plan
+        done = (beat.step or 0) - (beat.start or 0)
+        # A phase may pass between two looks; the next one will do.
+        if (phase == "step" and done >= steps) or (
+            phase != "step" and PHASES.index(beat.phase) >= PHASES.index(phase)
+        ):
+            self.fired.append((worker.attempt, victim, beat.phase))
+            worker.send(signal.SIGKILL)
+            self._plan = None
+            self._left -= 1
+
+
+class Stopper(Observer):
+    """SIGSTOP to one worker of the first attempt behind some steps."""
+
+    def __init__(self) -> None:
+        self.fired: list[float] = []
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        if not self.fired and worker.index == 1 and beat.first is not None:
+            self.fired.append(time.monotonic())
+            worker.send(signal.SIGSTOP)
+
+
+def killed(work: Path, kills: int, expected: str) -> Iterator[Row]:
+    """Line 3."""
+    killer = Killer(kills, 2, seed=3)
+    made, summary = start(work / "killed", 2, killer, work / "cache")
+    attempts = [each for each in summary.attempts if each.kind != "done"]
+    phases: dict[str, int] = {}
+    for _, _, phase in killer.fired:
+        phases[phase] = phases.get(phase, 0) + 1
+    print(f"       killed in phase: {phases}; {_told(summary.attempts)}")
+    yield row(
+        "kills of a random worker of two: each is one restart in the summary, by its cause",
+        [
+            found.kind == "killed" and found.cause == f"worker {worker}: SIGKILL"
+            and found.number == attempt
+            for found, (attempt, worker, _) in zip(attempts, killer.fired, strict=True)
+        ],
+    )  # fmt: skip
+    yield row(
+        f"that run ends with the fingerprint of the undisturbed single process ({kills} kills)",
+        [len(killer.fired) == kills and fingerprint(work / "killed") == expected],
+    )
+    yield row(
+        "no process of it is left behind",
+        [summary.left_behind == 0 and marked(made._mark) == [] and summary.status == 0],
+    )
+
+
+def stopped(work: Path, expected: str) -> Iterator[Row]:
+    """Line 4."""
+    stopper = Stopper()
+    _, summary = start(work / "stopped", 2, stopper, work / "cache")
+    first = summary.attempts[0]
+    noticed = first.noticed - stopper.fired[0] if stopper.fired else float("inf")
+    print(f"       noticed after {noticed:.2f} s, limit {STOPPED_S:g} s: {first.cause}")
+    yield row(
+        "SIGSTOP of a worker is noticed within its limit (and a second of looking), and recovered",
+        [
+            first.kind == "stopped"
+            and STOPPED_S <= noticed <= STOPPED_S + 1
+            and summary.status == 0
+            and fingerprint(work / "stopped") == expected
+        ],
+    )
+
+
+def cached(work: Path) -> Iterator[Row]:
+    """The compilation cache, off, cold and warm, on several topologies."""
+    steps = 20
+    outcomes, warm = [], []
+    for workers, devices in ((1, 1), (1, 2), (2, 1)):
+        name, cache = f"cache-{workers}-{devices}", work / f"cache-{workers}-{devices}-entries"
+        found = []
+        for how in ("off", "cold", "warm"):
+            before = _entries(cache)
+            start(
+                work / f"{name}-{how}",
+                workers,
+                None,
+                None if how == "off" else cache,
+                steps,
+                devices,
+            )
+            found.append(fingerprint(work / f"{name}-{how}", steps))
+            if how == "warm":
+                warm.append(bool(before) and _entries(cache) == before)
+            shutil.rmtree(work / f"{name}-{how}")
+        outcomes.append(found)
+    same = {each for found in outcomes for each in found}
+    yield row(
+        "fingerprints without, with a cold and with a warm compilation cache are equal "
+        "(1 device, 2 devices, 2 workers)",
+        [each in same and len(same) == 1 for found in outcomes for each in found],
+    )
+    yield row("with a warm cache nothing was compiled anew", warm)
+
+
+def rows(kills: int = 20) -> Iterator[Row]:
+    """All of them; `proof_drill` asks here."""
+    with tempfile.TemporaryDirectory(prefix="perdure-proof-") as path:
+        work = Path(path)
+        start(work / "whole")
+        expected = fingerprint(work / "whole")
+        yield from killed(work, kills, expected)
+        yield from stopped(work, expected)
+        yield from cached(work)
+
+
+def _entries(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.glob("*-cache")) if cache.exists() else []
+
+
+def _told(attempts: Sequence[Attempt]) -> str:
+    return f"{len(attempts)} attempts, {sum(each.stepped for each in attempts)} got to a step"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    finish("supervise", rows(parser.parse_args().kills))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What follows an attempt, and what a summary says: functions of what happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from perdure.supervise.policy import cannot_come_back, decide
+from perdure.supervise.record import Attempt, Kind, Summary
+
+
+def attempt(kind: Kind, start: int | None = 0, end: int | None = None, place: int = 0) -> Attempt:
+    """One that began at `start` and, where `end` is beyond it, got there in a second a step."""
+    stepped = start is not None and end is not None and end > start
+    return Attempt(
+        number=1,
+        workers=1,
+        kind=kind,
+        cause=kind,
+        place=place,
+        statuses=(1,),
+        start=start,
+        end=end if stepped else start,
+        began=0.0,
+        first=10.0 if stepped else None,
+        last=10.0 + (end or 0) - (start or 0) - 1 if stepped else None,
+        noticed=5.0,
+        seconds=100.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "again", "wait"),
+    [
+        ([attempt("done", 0, 9)], False, 0),
+        ([attempt("preempted", 0, 9)], True, 0),
+        ([attempt("failed", 0, 9)], True, 0),
+        ([attempt("failed", 0, None)], False, 0),
+        ([attempt("killed", 0, None)], True, 0),
+        ([attempt("port", 0, None)], True, 0),
+        ([attempt("failed", 0, 9), attempt("failed", 5, None)], True, 0),
+        ([attempt("failed", 0, 9), attempt("failed", 5, 9)], True, 0),
+        ([attempt("failed", 0, 9), attempt("failed", 5, 9), attempt("failed", 5, 9)], False, 0),
+        ([attempt("failed", 0, 9), attempt("failed", 5, 8), attempt("failed", 5, 7)], True, 1),
+        ([attempt("failed", 0, 9), *[attempt("killed", 5)] * 3], True, 2),
+        ([attempt("failed", 0, 9), *[attempt("failed", 5)] * 3], False, 0),
+        ([*[attempt("preempted", 0)] * 9], True, 30),
+        ([attempt("failed", 0, 9)] * 2 + [attempt("failed", 5, 12)], True, 0),
+    ],
+)
+def test_what_follows(history: list[Attempt], again: bool, wait: float) -> None:
+    decision = decide(history, max_restarts=100)
+    assert (decision.again, decision.wait) == (again, wait)
+
+
+def test_a_smaller_group_may_do_what_a_broken_one_cannot() -> None:
+    history = [attempt("failed", 0, None, place=2)] * 2
+    assert not decide(history, 100).again
+    assert decide(history, 100, may_shrink=True).again
+    assert cannot_come_back(history) == 2
+    assert cannot_come_back([history[0], attempt("failed", 0, None, place=1)]) is None
+    assert cannot_come_back([history[0], attempt("failed", 0, 5, place=2)]) is None
+
+
+def test_sums_are_made_from_the_steps_that_stand() -> None:
+    attempts = (attempt("killed", 0, 20), attempt("hung", 10), attempt("done", 10, 60))
+    summary = Summary(("train",), attempts, 0, "finished", 200.0, "logs")
+    assert summary.repeated == (10, 0, 0)
+    assert summary.recovery == (None, None, 5.0)
+    assert summary.step_seconds == 1.0
+    assert summary.useful == 60.0
+    assert summary.goodput == 0.3
+    document = summary.document()
+    assert (document["restarts"], document["failures"], document["lost_seconds"]) == (2, 2, 140.0)
+
+
+def test_without_heartbeats_there_is_no_goodput() -> None:
+    summary = Summary(("sleep",), (attempt("done", None),), 0, "finished", 5.0, "logs")
+    assert summary.goodput is summary.useful is None
+    assert summary.document()["lost_seconds"] is None

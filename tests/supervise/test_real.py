@@ -1,0 +1,104 @@
+"""`perdure.init`, and one group of two JAX processes that loses a worker and comes back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import perdure
+from perdure.checkpoint import SingleProcess
+from perdure.errors import ClusterError
+from perdure.store import Run
+from perdure.supervise import RunOptions, Supervisor
+from perdure.supervise.cache import default_cache, drop_recent
+
+LOOP = """
+import os, signal, sys
+import jax
+import jax.numpy as jnp
+import perdure
+processes = perdure.init()
+assert jax.process_count() == int(os.environ.get("WORLD_SIZE", "1")) == processes.count
+step = jax.jit(lambda w, n: w * 0.9 + jnp.sin(n + w))
+with perdure.CheckpointManager(sys.argv[1], save_interval_steps=2, processes=processes) as manager:
+    state, start = manager.restore_or_initialize(lambda: {"w": jnp.arange(4.0)})
+    for number in range(start, 10):
+        if number == 5 and processes.index == 1 and os.environ["PERDURE_ATTEMPT"] == "1":
+            manager.wait_until_finished()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = {"w": step(state["w"], number)}
+        manager.save(number + 1, state)
+"""
+
+
+def test_two_workers_come_back_with_the_bits_of_one(tmp_path: Path) -> None:
+    alone = [sys.executable, "-c", LOOP, str(tmp_path / "alone")]
+    subprocess.run(alone, check=True, env={**_clean(), "JAX_PLATFORMS": "cpu"})
+    options = RunOptions(
+        workers=2,
+        log_directory=tmp_path / "logs",
+        environment={"JAX_PLATFORMS": "cpu"},
+        compilation_cache=tmp_path / "cache",
+    )
+    summary = Supervisor([*alone[:-1], str(tmp_path / "group")], options).run()
+    assert [each.kind for each in summary.attempts] == ["killed", "done"]
+    assert summary.attempts[1].start == 4
+    ends = [Run(tmp_path / name).manifest(10).fingerprint for name in ("alone", "group")]
+    assert ends[0] == ends[1]
+    # Both workers' programs are there: JAX by itself keeps those of process 0.
+    names = [path.name.split("-")[0] for path in (tmp_path / "cache").glob("jit__lambda*-cache")]
+    assert len(names) == 2
+
+
+def _clean() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PERDURE_"))}
+
+
+def test_a_process_that_is_alone_joins_nothing() -> None:
+    assert isinstance(perdure.init("jax"), SingleProcess)
+    assert isinstance(perdure.init("torch"), SingleProcess)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"jax": True, "torch": True}, "found both"),
+        ({"jax": False, "torch": False}, "found neither"),
+    ],
+)
+def test_the_engine_is_named_where_it_cannot_be_seen(
+    modules: dict[str, bool], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, there in modules.items():
+        if there:
+            monkeypatch.setitem(sys.modules, name, sys)
+        else:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ClusterError) as caught:
+        perdure.init()
+    assert message in str(caught.value)
+    with pytest.raises(ClusterError, match="expected 'jax' or 'torch', found 'tensorflow'"):
+        perdure.init("tensorflow")
+
+
+def test_the_cache_is_set_only_where_it_changes_no_bits(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    found = default_cache({**home, "JAX_PLATFORMS": "cpu"})
+    assert found is not None
+    assert found.parent == tmp_path / "perdure"
+    assert default_cache({**home, "JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
+    assert default_cache({**home, "JAX_PLATFORMS": "cuda"}) is None
+
+
+def test_what_a_kill_may_have_cut_off_is_not_kept(tmp_path: Path) -> None:
+    for name, age in (("old", 60), ("new", 0)):
+        (tmp_path / name).touch()
+        when = (tmp_path / name).stat().st_mtime - age
+        os.utime(tmp_path / name, (when, when))
+    drop_recent(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    drop_recent(tmp_path / "none")

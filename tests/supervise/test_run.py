@@ -1,0 +1,498 @@
+"""A run: what workers are told, how they are watched, what follows a failure, that nothing is left.
+
+The workers are small programs without a framework; test_real.py has one with.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import LaunchError
+from perdure.heartbeats import Beat
+from perdure.supervise import Limits, Observer, RunOptions, Summary, Supervisor, life, supervisor
+from perdure.supervise.console import Console
+from perdure.supervise.guardian import MARK, marked
+from perdure.supervise.worker import Worker
+
+# A loop of 20 steps that goes on where the file of its worker says. `fault(step)` is each test's own.
+LOOP = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+from perdure import heartbeat
+ATTEMPT, RANK = int(os.environ["PERDURE_ATTEMPT"]), os.environ["RANK"]
+done = Path(f"step-{RANK}")
+start = int(done.read_text()) if done.exists() else 0
+def hold():
+    signal.pause()
+FAULT
+heartbeat(start, "compile")
+for step in range(start + 1, 21):
+    fault(step)
+    heartbeat(step)
+    if step % 5 == 0:
+        done.write_text(str(step))
+heartbeat(20, "end")
+"""
+KILL = """
+def fault(step):
+    if ATTEMPT == 1 and step == 8:
+        if RANK == "0":
+            hold()
+        while not Path("step-0").exists():  # the other one has got as far
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+NOTHING = "def fault(step): pass"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Run:
+    """What a run came to, and what it printed."""
+
+    def __init__(self, code: str, observer: Observer | None = None, **options: Any) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        chosen = RunOptions(**{"log_directory": Path("logs"), "poll": 0.01, **options})
+        self.supervisor = Supervisor(
+            [sys.executable, "-c", code],
+            chosen,
+            console=Console(self.out, self.err),
+            observer=observer,
+        )
+        self.summary: Summary = self.supervisor.run()
+        assert marked(self.supervisor._mark) == []
+
+    @property
+    def kinds(self) -> list[str]:
+        return [each.kind for each in self.summary.attempts]
+
+
+def loop(fault: str) -> str:
+    return LOOP.replace("FAULT", fault)
+
+
+# ---------------------------------------------------------------- what workers are told
+
+TELL = """
+import json, os
+names = ("RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT JAX_COORDINATOR_ADDRESS TF_CONFIG "
+    "JAX_NUM_PROCESSES JAX_PROCESS_ID PERDURE_ATTEMPT JAX_NUM_CPU_DEVICES TORCHELASTIC_USE_AGENT_STORE")
+print(json.dumps({name: os.environ.get(name) for name in names.split()}))
+raise SystemExit(75 if os.environ["PERDURE_ATTEMPT"] == "1" else 0)
+"""
+
+
+def told(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line.partition("] ")[2]) for line in run.out.getvalue().splitlines()]
+
+
+def test_the_three_descriptions_agree_and_every_attempt_has_its_own_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from perdure.distribute import resolve
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    run = Run(TELL, workers=3, devices_per_worker=2)
+    assert run.kinds == ["preempted", "done"]
+    ports = set()
+    for found in told(run):
+        environ = {name: value for name, value in found.items() if value is not None}
+        places = {
+            (one.process_id, one.num_processes)
+            for name in ("tf_config", "jax", "torchrun")
+            if (one := resolve(name, environ))
+        }
+        assert places == {(int(found["RANK"]), 3)}
+        assert resolve(None, environ).num_processes == 3
+        assert found["JAX_NUM_CPU_DEVICES"] == "2"
+        assert found["TORCHELASTIC_USE_AGENT_STORE"] is None
+        ports.add((found["PERDURE_ATTEMPT"], found["MASTER_PORT"]))
+    assert len(ports) == len({port for _, port in ports}) == 2
+
+
+def test_a_worker_that_is_alone_has_nobody_to_meet() -> None:
+    found = told(Run(TELL))[0]
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("0", "1")
+    assert found["TF_CONFIG"] is found["JAX_COORDINATOR_ADDRESS"] is None
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_killed_worker_ends_the_others_and_all_start_again() -> None:
+    run = Run(loop(KILL), workers=2)
+    first, second = run.summary.attempts
+    assert (first.kind, first.cause) == ("killed", "worker 1: SIGKILL")
+    assert first.statuses == (-9, -9)
+    assert (first.start, first.end, second.start, second.end) == (0, 7, 5, 20)
+    assert run.summary.repeated == (2, 0)
+    assert (run.summary.status, run.summary.reason) == (0, "finished")
+    assert run.summary.goodput is not None
+    assert 0 < run.summary.goodput < 1
+    assert sorted(path.name for path in Path("logs").iterdir()) == [
+        f"attempt-{attempt}-worker-{worker}.log" for attempt in (1, 2) for worker in (0, 1)
+    ]
+    assert "attempt 1 ended: worker 1: SIGKILL; starting again" in run.err.getvalue()
+    document = run.summary.document()
+    assert (document["restarts"], document["failures"], document["repeated_steps"]) == (1, 1, 2)
+
+
+def test_75_is_no_failure() -> None:
+    fault = """
+def fault(step):
+    if ATTEMPT < 4 and step == 5 * ATTEMPT + 1:
+        sys.exit(75)
+"""
+    run = Run(loop(fault), max_restarts=0)
+    assert run.kinds == ["preempted"] * 3 + ["done"]
+    assert run.summary.document()["failures"] == 0
+
+
+def test_failures_beyond_the_restarts_end_it() -> None:
+    run = Run(loop("def fault(step):\n  if step == 5 + ATTEMPT: sys.exit(3)"), max_restarts=1)
+    assert run.kinds == ["failed", "failed"]
+    assert run.summary.status == 1
+    assert run.summary.reason == ("2 failures, and 1 restarts are allowed (last: worker 0: exit 3)")
+
+
+def test_a_crash_at_one_step_three_times_in_a_row_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(Supervisor, "_sleep", lambda _, seconds: waits.append(seconds))
+    run = Run(loop("def fault(step):\n  if step == 8: sys.exit('a full disk')"))
+    assert run.kinds == ["failed"] * 3
+    assert run.summary.status == 1
+    assert run.summary.reason == "it failed 3 times in a row at step 7 (last: worker 0: exit 1)"
+    assert waits == [0.0, 0.0]  # one vain attempt is followed at once
+    assert "a full disk" in run.out.getvalue()
+
+
+def test_a_program_that_fails_before_its_first_step_is_not_started_again() -> None:
+    run = Run("raise OSError('Read-only file system')", workers=2)
+    assert run.kinds == ["failed"]
+    assert "failed before its first step (worker " in run.summary.reason
+    assert "Read-only file system" in run.out.getvalue()
+
+
+def test_a_port_in_use_is_told_and_another_one_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import os, socket
+if os.environ["RANK"] == "0":
+    socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+"""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        real, calls = supervisor.free_ports, []
+
+        def ports(count: int) -> list[int]:
+            calls.append(count)
+            return [port, *real(count - 1)] if len(calls) == 1 else real(count)
+
+        monkeypatch.setattr(supervisor, "free_ports", ports)
+        run = Run(code, workers=2)
+    assert run.kinds == ["port", "done"]
+    assert f"port {port} is in use" in run.summary.attempts[0].cause
+
+
+# ---------------------------------------------------------------- silence
+
+
+def test_a_hang_is_noticed_at_the_limit_of_its_phase_and_compiling_is_none() -> None:
+    fault = """
+import time
+def fault(step):
+    if step == start + 1:
+        time.sleep(0.4)  # the compiler: longer than a step may take
+    if ATTEMPT == 1 and step == 8 and RANK == "0":
+        hold()
+"""
+    run = Run(loop(fault), workers=2, limits=Limits(step=0.3))
+    assert run.kinds == ["hung", "done"]
+    cause = run.summary.attempts[0].cause
+    assert cause.startswith("worker 0: no heartbeat for 0.3 s in the phase step, limit 0.3 s")
+    # The control: with that limit for the compiler too, it counts as hung, each time.
+    Path("step-0").unlink()
+    Path("step-1").unlink()
+    strict = Run(loop(fault), limits=Limits(compile=0.1), max_restarts=0)
+    assert "in the phase compile, limit 0.1 s" in strict.summary.attempts[0].cause
+
+
+class Stop(Observer):
+    """SIGSTOP to one worker, once, at a step."""
+
+    fired = 0
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        if not self.fired and worker.index == 1 and (beat.step or 0) >= 3:
+            self.fired += 1
+            worker.send(signal.SIGSTOP)
+
+
+def test_a_stopped_worker_is_noticed_within_its_limit() -> None:
+    fault = """
+import time
+def fault(step):
+    if ATTEMPT == 1:
+        hold() if step == 9 else time.sleep(0.03)
+"""
+    stop = Stop()
+    run = Run(loop(fault), stop, workers=2, limits=Limits(stopped=0.2))
+    assert stop.fired == 1
+    assert run.kinds == ["stopped", "done"]
+    assert "worker 1: stopped (SIGSTOP) for 0.2 s, limit 0.2 s" in run.summary.attempts[0].cause
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+CHILD = """
+def fault(step):
+    if step == 1:
+        subprocess.Popen(["setsid", "sleep", "1000"])
+    if ATTEMPT == 1 and step == 2:
+        hold()
+"""
+
+
+class Marks(Observer):
+    """How many processes of the run there are when a worker is about to die, and afterwards."""
+
+    def __init__(self) -> None:
+        self.mark = ""
+        self.during: list[int] = []
+        self.after: list[int] = []
+
+    def started(self, worker: Worker) -> None:
+        text = Path(f"/proc/{worker.pid}/environ").read_bytes()
+        entries = dict(part.partition(b"=")[::2] for part in text.split(b"\0"))
+        self.mark = entries[MARK.encode()].decode()
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        if beat.step and worker.attempt == 1:
+            self.during.append(len(marked(self.mark)))
+            worker.send(signal.SIGKILL)
+
+    def ended(self, attempt: Any) -> None:
+        self.after.append(len(marked(self.mark)))
+
+
+def test_children_that_left_their_session_are_ended_with_their_attempt() -> None:
+    marks = Marks()
+    run = Run(loop(CHILD), marks)
+    assert run.kinds == ["killed", "done"]
+    assert marks.during == [2]  # the control: the child is seen while it lives
+    assert marks.after == [0, 0]
+    assert run.summary.left_behind == 0
+
+
+def cli(*arguments: str, code: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "perdure.cli", "run", *arguments, "--"]
+    return subprocess.Popen(
+        [*command, sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+
+
+HOLDS = """
+import os, signal, subprocess, sys
+STOP
+child = subprocess.Popen(["setsid", "sleep", "1000"])
+print("pids", os.getpid(), child.pid, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def pids(run: subprocess.Popen[str]) -> list[int]:
+    assert run.stdout is not None
+    return [int(number) for number in run.stdout.readline().split()[-2:]]
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    """Whether a process is gone within the time; waits for its end, and not for the clock."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([file], [], [], seconds)[0])
+    finally:
+        os.close(file)
+
+
+def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> None:
+    run = cli(code=HOLDS.replace("STOP", ""))
+    found = pids(run)
+    assert not any(gone(pid, 0) for pid in found)
+    run.kill()
+    run.communicate()
+    assert all(gone(pid) for pid in found)
+    again = cli(code="print('here')")
+    assert again.communicate()[0] == "[0] here\n"
+    assert again.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "stop", "status"),
+    [
+        (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
+        (signal.SIGTERM, "", 143),
+        (signal.SIGINT, "", 130),
+    ],
+)
+def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
+    run = cli(code=HOLDS.replace("STOP", stop))
+    found = pids(run)
+    run.send_signal(number)
+    _, err = run.communicate()
+    assert run.returncode == status
+    assert all(gone(pid) for pid in found)
+    assert signal.Signals(number).name in err
+
+
+# ---------------------------------------------------------------- elastic
+
+ELASTIC = """
+import time
+broken = Path("broken")
+if RANK == "1" and broken.exists():
+    sys.exit(1)
+if os.environ["WORLD_SIZE"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: (done.write_text(str(step)), sys.exit(75)))
+def fault(step):
+    if os.environ["WORLD_SIZE"] == "1" and step == 8:
+        broken.unlink()
+        hold()  # until it is asked to leave, for the larger group
+    if os.environ["WORLD_SIZE"] == "2" and broken.exists():
+        hold()
+"""
+
+
+def test_a_worker_that_does_not_come_back_is_left_out_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(life, "TOGETHER_S", 0.2)
+    Path("broken").touch()
+    run = Run(loop(ELASTIC), workers=2, elastic=(1, 2), return_s=0.2, max_restarts=2)
+    assert [each.workers for each in run.summary.attempts] == [2, 2, 1, 2]
+    assert run.kinds == ["failed", "failed", "resized", "done"]
+    assert "the worker in place 1 does not come back; going on with 1 of 2" in run.err.getvalue()
+
+
+def test_a_program_that_fails_in_all_places_is_not_tried_with_fewer() -> None:
+    run = Run("raise SystemExit(1)", workers=3, elastic=(1, 3))
+    assert run.kinds == ["failed"]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "expected a command behind --"),
+        (["no-such-command"], "no-such-command: no such command"),
+        ([sys.executable, "nowhere.py"], "nowhere.py: no such file"),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused(command: list[str], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        Supervisor(command)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RunOptions(workers=0), "workers: expected at least 1, found 0"),
+        (lambda: RunOptions(max_restarts=-1), "max_restarts: expected at least 0, found -1"),
+        (lambda: RunOptions(devices_per_worker=0), "devices_per_worker: expected at least 1"),
+        (lambda: RunOptions(workers=4, elastic=(1, 2)), "elastic: expected fewest:most"),
+        (lambda: Limits(step=0), "limit step: expected more than 0 seconds, found 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_place_that_takes_no_logs_is_told_before_anything_starts() -> None:
+    Path("file").touch()
+    with pytest.raises(LaunchError) as caught:
+        Run("print(1)", log_directory=Path("file/logs"))
+    assert "the logs of the workers cannot be written there" in str(caught.value)
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(LaunchError) as caught:
+        Run(TELL, workers=2, devices_per_worker=2)
+    assert "worker 1 needs 2 GPUs from number 2 on, found 3 in all" in str(caught.value)
+
+
+def test_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    run = Run(
+        "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])", workers=2, devices_per_worker=1
+    )
+    assert sorted(run.out.getvalue().splitlines()) == ["[0] 4", "[1] 5"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_prints_one_document() -> None:
+    run = cli("--json", "--max-restarts", "0", code="print('said'); raise SystemExit(4)")
+    out, err = run.communicate()
+    assert run.returncode == 1
+    assert json.loads(out)["attempts"][0]["statuses"] == [4]
+    assert "[0] said" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--limit", "stepp=3"), "expected PHASE=SECONDS with one of start, restore"),
+        (("--elastic", "2"), "expected MIN:MAX"),
+    ],
+)
+def test_wrong_usage_of_the_command(arguments: tuple[str, ...], message: str) -> None:
+    from click.testing import CliRunner
+
+    from perdure.cli import main
+
+    result = CliRunner().invoke(main, ["run", *arguments, "--", "true"])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_supervising_process_imports_no_numpy() -> None:
+    code = (
+        "import sys, perdure.cli.run, perdure.supervise, perdure.supervise.cache\n"
+        "print([name for name in ('numpy', 'jax', 'torch', 'rich') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

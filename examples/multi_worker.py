@@ -1,8 +1,8 @@
 """Two workers, one of which is killed and brought back.
 
-TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy": `TF_CONFIG`, and a
-checkpoint that holds `epoch` and `step_in_epoch`. Without `TF_CONFIG` this program is the one who starts
-the workers, as `perdure run` or a cluster would:
+TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy": `TF_CONFIG`,
+and a checkpoint that holds `epoch` and `step_in_epoch`. Without `TF_CONFIG` this program is the one that
+starts the workers, as a supervisor or a cluster does:
 
     python examples/multi_worker.py --data PATH --epochs 3
 """

@@ -1,8 +1,8 @@
 """Two workers, one of which is killed and brought back.
 
 TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy": `TF_CONFIG`,
-and a checkpoint that holds `epoch` and `step_in_epoch`. Without `TF_CONFIG` this program is the one that
-starts the workers, as a supervisor or a cluster does:
+and a checkpoint that holds `epoch` and `step_in_epoch`. Without `TF_CONFIG` this program starts the
+workers, as a supervisor or a cluster does:
 
     python examples/multi_worker.py --data PATH --epochs 3
 """
@@ -78,9 +78,9 @@ def train(directory: Path) -> None:
                     print(f"  worker 1 is killed behind step {step}", flush=True)
                     os.kill(os.getpid(), signal.SIGKILL)
                 manager.save(step, state, force=step == steps)
+                if strategy.is_chief and state.step_in_epoch == dataset.steps_per_epoch:
+                    print(f"  epoch {state.epoch + 1} done, loss {loss:.4f}")
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
-            if strategy.is_chief:
-                print(f"  epoch {state.epoch} done, loss {loss:.4f}")
 
 
 def workers(count: int, directory: Path, kill_at: int = 0) -> list[int]:

@@ -26,6 +26,10 @@ RUNS = {
             "the second run: at step 8",
         ],
     ),
+    "keras_fit.py": (
+        ["--batch", "64", "--epochs", "6"],
+        ["interrupted in epoch 5\nEpoch 5/6"],
+    ),
     "custom_loop.py": (
         ["--batch", "16", "--steps", "50"],
         ["interrupted in step 28", "restored from step 20", "kept: [40, 50]"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
-from perdure.errors import LockedError, SaveError, StateError, StepExistsError
+from perdure.errors import LockedError, SaveError, StateError, StepExistsError, WorkerLostError
 from perdure.store import Run, share, writer
-from pretend import Pretend, play
+from perdure.store.format import hash_bytes
+from pretend import Pretend, World, play
 
 CHUNK = 4 * 1024 * 1024
 
@@ -69,11 +71,10 @@ def test_every_process_hashes_its_copy_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
-    honest = share.hash_bytes
 
     def counted(data: Any) -> str:
         hashed.append(len(data))
-        return honest(data)
+        return hash_bytes(data)
 
     for module in (share, writer):
         monkeypatch.setattr(module, "hash_bytes", counted)
@@ -197,6 +198,44 @@ def test_a_group_that_finds_another_writer_is_told_in_every_process(tmp_path: Pa
         other.begin_writing()
         errors = play(2, saver(tmp_path, 1))
     assert [type(error) for error in errors] == [LockedError] * 2
+
+
+class Alone(Pretend):
+    """The chief of two, of whom the other dies while both save."""
+
+    def __init__(self) -> None:
+        super().__init__(0, World(2))
+        self.saving, self.ended = threading.Event(), threading.Event()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, data]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        self.saving.set()
+        assert self.ended.wait(60)
+        raise WorkerLostError("waited for it in vain")
+
+    def channel(self, name: str) -> Alone:
+        return self
+
+
+def test_a_save_that_waits_for_a_lost_process_holds_nobody_back(tmp_path: Path) -> None:
+    processes = Alone()
+    manager = CheckpointManager(tmp_path, processes=processes)
+
+    def train() -> None:
+        with manager:
+            manager.save(1, state(1))
+            assert processes.saving.wait(60)
+            raise WorkerLostError("in a step")
+
+    with pytest.raises(WorkerLostError, match="in a step"):
+        train()
+    assert not processes.ended.is_set(), "the save is still under way"
+    processes.ended.set()
+    with pytest.raises(WorkerLostError, match="in vain"):
+        manager.close()  # in any other case it waits, and tells
+    assert Run(tmp_path).steps() == []
 
 
 def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def test_a_step_that_failed_and_is_tried_again_is_looked_at() -> None:
             return {"sum": state, "more": state}
         return {"sum": np.where(batch[0] == 0.0, np.nan, batch[0]).sum() * state}
 
-    watched = own.step(grad, lambda state, total: (total, {}), check_finite=True)
+    watched = own.step(grad, lambda _, total: (total, {}), check_finite=True)
     with pytest.raises(StateError, match="replica 5"):
         watched(np.ones(()), own.batch(data, 0))
     with pytest.raises(RuntimeError, match="on purpose"):

@@ -143,7 +143,9 @@ def test_a_port_where_something_else_listens(
         pool.submit(serve)
         try:
             with (
-                pytest.warns(UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll") as told,
+                pytest.warns(
+                    UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll"
+                ) as told,
                 pytest.raises(ClusterError) as error,
             ):
                 call_roll(Cluster(f"127.0.0.1:{port}", 2, number), BRIEF_S)

@@ -69,7 +69,7 @@ def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
 
 
 def test_a_merge_draws_from_a_stream_that_no_replica_has() -> None:
-    """That of (seed, step, V), as update does; each merge of a run goes on where the last one stopped."""
+    """That of (seed, step, V), as update does; each merge of a run goes on behind the last one."""
 
     def numbers(replicas: int, step: int = 4, *, draws: int = 1) -> list[float]:
         strategy = OneDeviceStrategy(replicas=replicas)

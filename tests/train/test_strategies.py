@@ -26,5 +26,5 @@ def test_one_fingerprint_on_any_devices_and_after_a_resume(engine: str) -> None:
     assert list(expected) == ["0", "2", "4", "6"]
     assert len(set(expected.values())) == 4, "every step changes the state"
     assert list(found.pop("interrupted")) == ["0", "2"], "the fault did not fire"
-    assert found == {name: expected for name in found}
+    assert found == dict.fromkeys(found, expected)
     assert len(found) == 4

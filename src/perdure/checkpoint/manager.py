@@ -7,6 +7,7 @@ background, and what went wrong there is raised by the next call of the manager.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from perdure.errors import (
     SaveError,
     StepNotFoundError,
     StoreError,
+    WorkerLostError,
 )
 from perdure.heartbeats import beat, saving
 from perdure.state import restore as restore_state
@@ -293,13 +295,18 @@ class CheckpointManager:
             self._run.manifest(step)
 
     def close(self) -> None:
-        """Wait for the save under way, and let another writer in. Raises what the save raised."""
+        """Wait for the save under way, and let another writer in. Raises what the save raised.
+
+        While a `WorkerLostError` is on its way it does not wait: the save would, for who is gone.
+        """
         beat("end")
+        lost = isinstance(sys.exception(), WorkerLostError)
         try:
-            self._settle(wait=True)
+            if not (lost and self._background.busy):
+                self._settle(wait=True)
         finally:
             self.preemption.remove()
-            if not self._background.busy:  # as it is only where the wait was interrupted
+            if not self._background.busy:  # as it is where the wait was interrupted, or left out
                 self._release()
 
     def __enter__(self) -> CheckpointManager:

@@ -1,0 +1,36 @@
+"""What the examples share: their options, and the proof at their end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from perdure.store import Run
+
+
+def options(doc: str | None, **numbers: int) -> argparse.Namespace:
+    """`--data`, `--directory`, and an option for each of `numbers` with its default."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--data", help="MNIST files (IDX or .npz); default: scikit-learn's digits")
+    parser.add_argument("--directory", type=Path, help="where the runs go; default: a new place")
+    for name, default in numbers.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=default, help=f"default: {default}")
+    given = parser.parse_args()
+    given.directory = given.directory or Path(tempfile.mkdtemp(prefix="perdure-"))
+    return given
+
+
+def prove(undisturbed: Path, other: Path) -> None:
+    """Compare the newest checkpoints of two runs, bit by bit; leave with status 1 where they differ."""
+    found = []
+    for where in (undisturbed, other):
+        run = Run(where)
+        newest = run.manifest(run.steps()[-1])
+        found.append((newest.step, newest.fingerprint))
+        print(f"{where}: step {newest.step}, fingerprint {newest.fingerprint[:16]}")
+    if found[0] != found[1]:
+        sys.exit("FAIL: they differ")
+    print("PASS: every bit is equal")

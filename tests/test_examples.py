@@ -1,0 +1,114 @@
+"""The examples run on small MNIST files, as a newcomer would run them, and prove what they claim."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perdure import CheckpointManager
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+IMAGES = 400  # 320 to train on
+
+# The options that make each of them short, and what it prints on its way.
+RUNS = {
+    "estimator.py": (
+        ["--batch", "64", "--steps", "8"],
+        [
+            "the first run: interrupted at step 5",
+            "goes on behind step 4",
+            "the second run: at step 8",
+        ],
+    ),
+    "keras_fit.py": (
+        ["--batch", "64", "--epochs", "6"],
+        ["interrupted in epoch 5\nEpoch 5/6"],
+    ),
+    "custom_loop.py": (
+        ["--batch", "16", "--steps", "50"],
+        ["interrupted in step 28", "restored from step 20", "kept: [40, 50]"],
+    ),
+    "replicas.py": (
+        ["--batch", "64", "--epochs", "2"],
+        ["1 device(s), epoch 2", "2 device(s), epoch 2", "restored without the strategy"],
+    ),
+    "multi_worker.py": (
+        ["--batch", "64", "--epochs", "2", "--save-every", "2", "--kill-at", "7"],
+        ["worker 1 is killed behind step 7", "worker 0 leaves", "[[0], [1, -9], [0, 0]]"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """IDX files as MNIST's: squares of different sizes, whose label is their size."""
+    where = tmp_path_factory.mktemp("mnist")
+    labels = np.random.default_rng(0).integers(0, 10, IMAGES).astype(np.uint8)
+    images = np.zeros((IMAGES, 28, 28), np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[4 : 6 + 2 * label, 4 : 6 + 2 * label] = 255
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+        shape = b"".join(size.to_bytes(4, "big") for size in array.shape)
+        header = bytes([0, 0, 8, array.ndim]) + shape
+        (where / f"train-{name}-ubyte").write_bytes(header + array.tobytes())
+    return where
+
+
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / name, *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_ends_with_the_bits_of_an_undisturbed_run(
+    name: str, mnist: Path, tmp_path: Path
+) -> None:
+    options, says = RUNS[name]
+    done = run(name, "--data", str(mnist), "--directory", str(tmp_path / "runs"), *options)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("PASS: every bit is equal\n")
+    assert [text for text in says if text not in done.stdout] == []
+
+
+def test_every_example_is_run_here_and_in_the_table() -> None:
+    files = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
+    linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert files == set(RUNS) == set(linked)
+    assert len(linked) == len(files)
+
+
+@pytest.mark.parametrize(("value", "step"), [(1.0, 1), (2.0, 1), (1.0, 2)])
+def test_the_comparison_sees_another_bit_and_another_step(
+    value: float, step: int, tmp_path: Path
+) -> None:
+    for name, held, at in (("one", 1.0, 1), ("other", value, step)):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(at, {"w": np.float32(held)})
+    program = (
+        f"from pathlib import Path; from common import prove; prove(*map(Path, {['one', 'other']}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    same = (value, step) == (1.0, 1)
+    assert done.returncode == (0 if same else 1)
+    assert ("PASS" in done.stdout) == same
+    assert ("FAIL: they differ" in done.stderr) != same

@@ -37,7 +37,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from perdure.train.interval import optimum_interval
 
 JOB = str(Path(__file__).parent / "recovery_job.py")
-STEPS_BEFORE_KILL = 15
+STEPS_BEFORE_KILL = 40  # a spare has time to import
 LONGEST_S = 120.0
 FAILURES_S = 30.0
 Row = dict[str, Any]
@@ -98,9 +98,14 @@ def commands(where: Path, workers: int, steps: int) -> dict[str, list[str]]:
     torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(workers), "--max-restarts", "1000", JOB]
     tail = [str(where), str(steps)]
+    at = run.index("--")
+    jax = [*run[:at], "--warm", "perdure.demo.train_jax", *run[at:]]
+    torch = [*run[:at], "--warm", "perdure.demo.train_torch", *run[at:]]
     return {
         "perdure run, JAX": [*run, "jax", *tail],
+        "perdure run --warm, JAX": [*jax, "jax", *tail],
         "perdure run, PyTorch": [*run, "torch", *tail],
+        "perdure run --warm, PyTorch": [*torch, "torch", *tail],
         "torchrun, PyTorch": [*torchrun, "plain", *tail],
         "Ray Train, PyTorch": [python, JOB, "ray", *tail],
     }

@@ -38,6 +38,7 @@ def start(
     cache: Path | None = None,
     steps: int = STEPS,
     devices: int = 1,
+    warm: tuple[str, ...] = (),
 ) -> tuple[Supervisor, Summary]:
     """The demo's program under the supervisor."""
     command = [sys.executable, "-m", "perdure.demo.train_jax", "--run", str(where)]
@@ -51,6 +52,7 @@ def start(
         limits=Limits(stopped=STOPPED_S),
         environment={"JAX_PLATFORMS": "cpu"},
         compilation_cache=cache,
+        warm=warm,
         poll=0.02,
     )
     with open(f"{where}-lines", "a") as out, open(f"{where}-said", "a") as err:
@@ -92,6 +94,20 @@ class Killer(Observer):
             worker.send(signal.SIGKILL)
             self._plan = None
             self._left -= 1
+
+
+class Spared(Killer):
+    """Kills at steps alone, so that a spare is there, and counts the workers that were one."""
+
+    def __init__(self, kills: int, workers: int, seed: int) -> None:
+        super().__init__(kills, workers, seed)
+        self.taken = 0
+
+    def started(self, worker: Worker) -> None:
+        super().started(worker)
+        if self._plan is not None:
+            self._plan = (self._plan[0], "step", 40)
+        self.taken += b"standby" in Path(f"/proc/{worker.pid}/cmdline").read_bytes()
 
 
 class Stopper(Observer):
@@ -151,6 +167,21 @@ def stopped(work: Path, expected: str) -> Iterator[Row]:
     )
 
 
+def warm(work: Path, kills: int, expected: str) -> Iterator[Row]:
+    """Spare workers that have imported the program beforehand."""
+    spared = Spared(kills, 2, seed=5)
+    modules = ("perdure.demo.train_jax",)
+    _, summary = start(work / "warm", 2, spared, work / "cache", warm=modules)
+    yield row(
+        f"{kills} kills with warm workers ({spared.taken} spares became one): the same fingerprint",
+        [
+            spared.taken == 2 * kills
+            and summary.restarts == kills
+            and fingerprint(work / "warm") == expected
+        ],
+    )
+
+
 def cached(work: Path) -> Iterator[Row]:
     """The compilation cache, off, cold and warm, on several topologies."""
     steps = 20
@@ -190,6 +221,7 @@ def rows(kills: int = 20) -> Iterator[Row]:
         expected = fingerprint(work / "whole")
         yield from killed(work, kills, expected)
         yield from stopped(work, expected)
+        yield from warm(work, min(kills, 3), expected)
         yield from cached(work)
 
 

@@ -23,6 +23,7 @@ from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
 from perdure.supervise import Limits, Observer, RunOptions, Summary, Supervisor, life, supervisor
 from perdure.supervise.console import Console
+from perdure.supervise.environment import free_ports
 from perdure.supervise.guardian import MARK, marked
 from perdure.supervise.worker import Worker
 
@@ -202,11 +203,11 @@ if os.environ["RANK"] == "0":
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         port = stranger.getsockname()[1]
-        real, calls = supervisor.free_ports, []
+        calls: list[int] = []
 
         def ports(count: int) -> list[int]:
             calls.append(count)
-            return [port, *real(count - 1)] if len(calls) == 1 else real(count)
+            return [port, *free_ports(count - 1)] if len(calls) == 1 else free_ports(count)
 
         monkeypatch.setattr(supervisor, "free_ports", ports)
         run = Run(code, workers=2)
@@ -273,6 +274,12 @@ def fault(step):
 """
 
 
+def environment(worker: Worker) -> dict[str, str]:
+    """The variables that a worker was started with."""
+    text = Path(f"/proc/{worker.pid}/environ").read_bytes().decode()
+    return {name: value for name, _, value in (part.partition("=") for part in text.split("\0"))}
+
+
 class Marks(Observer):
     """How many processes of the run there are when a worker is about to die, and afterwards."""
 
@@ -281,12 +288,8 @@ class Marks(Observer):
         self.during: list[int] = []
         self.after: list[int] = []
 
-    def started(self, worker: Worker) -> None:
-        text = Path(f"/proc/{worker.pid}/environ").read_bytes()
-        entries = dict(part.partition(b"=")[::2] for part in text.split(b"\0"))
-        self.mark = entries[MARK.encode()].decode()
-
     def beat(self, worker: Worker, beat: Beat) -> None:
+        self.mark = self.mark or environment(worker)[MARK]
         if beat.step and worker.attempt == 1:
             self.during.append(len(marked(self.mark)))
             worker.send(signal.SIGKILL)
@@ -370,6 +373,68 @@ def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
     assert run.returncode == status
     assert all(gone(pid) for pid in found)
     assert signal.Signals(number).name in err
+
+
+# ---------------------------------------------------------------- warm workers
+
+WARM = """
+import os, sys
+print("colorsys" in sys.modules, __name__, sys.argv, sys.path[0], os.environ["PERDURE_ATTEMPT"])
+"""
+BEATS = """
+import time
+def fault(step):
+    while ATTEMPT == 1 and step > 8:
+        heartbeat(8)
+        time.sleep(0.01)
+"""
+
+
+class WhenSpare(Observer):
+    """SIGKILL to the first worker once its spare is there; also counts what is left of it."""
+
+    def __init__(self) -> None:
+        self.mark = ""
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        self.mark = self.mark or environment(worker)[MARK]
+        if worker.attempt == 1 and len(marked(self.mark)) == 2:
+            worker.send(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_a_spare_takes_over_as_python_would_have_started_it(form: str) -> None:
+    Path("train.py").write_text(WARM + loop(BEATS))
+    how = ["train.py"] if form == "script" else ["-m", "train"]
+    out = io.StringIO()
+    summary = Supervisor(
+        [sys.executable, *how, "--epochs", "3"],
+        RunOptions(log_directory=Path("logs"), poll=0.01, warm=("colorsys",)),
+        console=Console(out, io.StringIO()),
+        observer=WhenSpare(),
+    ).run()
+    assert [each.kind for each in summary.attempts] == ["killed", "done"]
+    assert (summary.repeated, summary.left_behind) == ((3, 0), 0)
+    first, second = out.getvalue().splitlines()
+    # The control: the first worker was started cold. All else is the same.
+    assert first.startswith("[0] False __main__")
+    assert second == first.replace("False", "True", 1)[:-1] + "2"
+
+
+def test_a_spare_that_imported_under_other_variables_is_not_used() -> None:
+    class Other(WhenSpare):
+        def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
+            return {"JAX_NUM_CPU_DEVICES": str(attempt)}
+
+    Path("train.py").write_text(WARM + loop(BEATS))
+    out = io.StringIO()
+    Supervisor(
+        [sys.executable, "train.py"],
+        RunOptions(log_directory=Path("logs"), poll=0.01, warm=("colorsys",)),
+        console=Console(out, io.StringIO()),
+        observer=Other(),
+    ).run()
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["False", "False"]
 
 
 # ---------------------------------------------------------------- elastic

@@ -34,6 +34,12 @@ from perdure.cli.output import document, json_option
     type=click.Path(path_type=Path),
     help="Of JAX; 'off' leaves it alone.  [default: one of this user, on CPU]",
 )
+@click.option(
+    "--warm",
+    metavar="MODULE",
+    multiple=True,
+    help="Keep a spare beside each worker that has imported MODULE; costs its memory.",
+)
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
@@ -47,6 +53,7 @@ def command(
     grace: float,
     log_dir: Path | None,
     compilation_cache: Path | None,
+    warm: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -67,6 +74,7 @@ def command(
         log_directory=log_dir,
         limits=Limits(**_limits(limits)),
         grace=grace,
+        warm=warm,
         compilation_cache=default_cache()
         if compilation_cache is None
         else None

@@ -73,15 +73,24 @@ class Life:
         self._selector.register(worker.exit, selectors.EVENT_READ, worker)
 
     def watch(
-        self, asked: Callable[[], int | None], should_grow: Callable[[], bool], ports: list[int]
+        self,
+        asked: Callable[[], int | None],
+        should_grow: Callable[[], bool],
+        settled: Callable[[], None],
+        ports: list[int],
     ) -> Found:
         """Watch until all have ended or one has failed; then kill the others.
 
-        `asked` gives the signal to pass on, `should_grow` whether a larger group could be tried.
+        `asked` gives the signal to pass on, `should_grow` whether a larger group could be tried;
+        `settled` is called once every worker has done a step.
         """
         passed: int | None = None
+        unsettled = True
         while True:
             self._wait()
+            if unsettled and self._stepping():
+                unsettled = False
+                settled()
             wanted = asked()
             if wanted is not None and wanted != passed:
                 passed = wanted

@@ -44,7 +44,9 @@ class RunOptions:
     (its most, by default) after `return_s`. `log_directory` is made; by default
     perdure-logs/DATE-TIME-PID. A worker that was asked to leave is killed after `grace` seconds.
     `environment` is added to that of every worker. `compilation_cache` is where JAX keeps compiled
-    programs; None leaves JAX alone. Heartbeats are read every `poll` seconds.
+    programs; None leaves JAX alone. `warm` names modules: while workers train, a spare process beside
+    each has imported them already, and takes its place after a failure. Heartbeats are read every
+    `poll` seconds.
     """
 
     workers: int = 1
@@ -57,6 +59,7 @@ class RunOptions:
     return_s: float = 60
     environment: Mapping[str, str] = field(default_factory=dict)
     compilation_cache: Path | None = None
+    warm: tuple[str, ...] = ()
     poll: float = 0.1
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ from perdure.supervise.life import Life
 from perdure.supervise.options import RunOptions
 from perdure.supervise.policy import Decision, cannot_come_back, decide
 from perdure.supervise.record import Attempt, Summary
+from perdure.supervise.spare import Spares
 from perdure.supervise.worker import Worker
 
 EXIT_PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
@@ -85,6 +86,7 @@ class Supervisor:
         self._console = console or Console()
         self._observer = observer or Observer()
         self._clock = clock
+        self._spares = Spares(self._command, self._options.warm)
         self._mark = secrets.token_hex(8)
         self._asked: int | None = None  # the signal that was passed on
         self._history: list[Attempt] = []
@@ -103,6 +105,7 @@ class Supervisor:
             guardian = Guardian(self._mark)
             stack.callback(guardian.close)
             stack.enter_context(self._signals())
+            stack.callback(self._spares.close)
             while True:
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
@@ -115,7 +118,6 @@ class Supervisor:
                 if self._asked is not None:
                     decision = self._asked_to_end()
                     break
-            end_marked(self._mark)
         summary = Summary(
             tuple(self._command),
             tuple(self._history),
@@ -135,6 +137,12 @@ class Supervisor:
         began = self._clock()
         places = self._chosen(number)
         ports = free_ports(len(places) + 2)
+        told: dict[int, dict[str, str]] = {}
+
+        def settled() -> None:
+            for place, environment in told.items():
+                self._spares.prepare(place, environment)
+
         with Life(self._options, self._observer, self._clock) as life:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
@@ -148,13 +156,15 @@ class Supervisor:
                         attempt=number,
                         log=logs / f"attempt-{number}-worker-{index}.log",
                         say=self._console.line,
+                        spare=self._spares.take(place, environment),
                     )
                 except OSError as error:
                     raise LaunchError(f"worker {index} could not be started: {error}") from error
+                told[place] = environment
                 life.add(worker)
                 self._observer.started(worker)
-            found = life.watch(lambda: self._asked, self._should_grow, ports)
-            end_marked(self._mark)
+            found = life.watch(lambda: self._asked, self._should_grow, settled, ports)
+            end_marked(self._mark, self._spares.pids)
         if found.kind != "done" and self._options.compilation_cache is not None:
             drop_recent(self._options.compilation_cache)
         return life.record(found, number, began)

@@ -27,7 +27,7 @@ class Worker:
 
     `index` is its number in the group, `place` its place on the machine (the same in every attempt,
     also when the group is smaller), `attempt` counts from 1. Both of its outputs go to `say`, line by
-    line, and to the file `log`.
+    line, and to the file `log`. `spare` is a process that runs the command already (see `Spares`).
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Worker:
         attempt: int,
         log: Path,
         say: Callable[[int, bytes], None],
+        spare: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.index, self.place, self.attempt, self.log = index, place, attempt, log
         self.beat: Beat | None = None
@@ -48,7 +49,7 @@ class Worker:
         self._heartbeat = environment[heartbeats.VARIABLE]
         self._file = open(log, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
         try:
-            self.process = subprocess.Popen(
+            self.process = spare or subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         load,
     )
     from perdure.data import ArrayDataset
+    from perdure.distribute import init
     from perdure.errors import PerdureError
+    from perdure.heartbeats import heartbeat
     from perdure.store import LocalStorage, MemoryStorage, check
     from perdure.train import RunConfig, Trainer
 
@@ -45,6 +47,8 @@ _HOMES = {
     "TerminationConfig": "perdure.checkpoint",
     "Trainer": "perdure.train",
     "check": "perdure.store",
+    "heartbeat": "perdure.heartbeats",
+    "init": "perdure.distribute",
     "load": "perdure.checkpoint",
 }
 
@@ -65,6 +69,8 @@ __all__ = [
     "Trainer",
     "__version__",
     "check",
+    "heartbeat",
+    "init",
     "load",
 ]
 

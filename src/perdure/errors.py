@@ -20,6 +20,7 @@ PerdureError
 ├── TopologyError                 replicas, devices, processes or batch do not fit
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
+├── LaunchError                   a run cannot be started or watched as asked
 ├── DataError                     a dataset cannot be read or addressed
 └── TrainError                    the training loop is asked for what it cannot do
 """
@@ -105,6 +106,10 @@ class ClusterError(PerdureError):
 
 class WorkerLostError(ClusterError):
     """A process of the group is gone; nothing was saved after it left."""
+
+
+class LaunchError(PerdureError):
+    """A run cannot be started or watched as asked."""
 
 
 class DataError(PerdureError):

@@ -26,6 +26,7 @@ from perdure.errors import (
     StepNotFoundError,
     StoreError,
 )
+from perdure.heartbeats import beat, saving
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
 from perdure.state.arena import Arena
@@ -162,6 +163,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step without `force`."""
+        beat("step", step)
         return step % self._interval == 0
 
     def save(
@@ -183,8 +185,9 @@ class CheckpointManager:
         its share, and comes out with the same result; copies that differ raise `StateError`.
         """
         self._settle(wait=False)
-        if not (force or self.should_save(step)):
+        if not self.should_save(step) and not force:
             return False
+        beat("save", step)
         self._settle(wait=True)
         if self._processes.count == 1:
             try:
@@ -196,6 +199,7 @@ class CheckpointManager:
         leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
+        beat("step", step)
         return True
 
     def wait_until_finished(self) -> None:
@@ -224,6 +228,7 @@ class CheckpointManager:
                 f"{self.directory}: expected a checkpoint, found none. Save one first, or use "
                 f"`restore_or_initialize`."
             )
+        beat("compile", restored.step)
         return restored
 
     def restore_or_initialize(self, init: Any) -> Restored:
@@ -233,7 +238,9 @@ class CheckpointManager:
         the template of the restore.
         """
         like = init() if callable(init) and not hasattr(init, "state_dict") else init
-        return self._restore(None, like) or Restored(like, 0)
+        restored = self._restore(None, like) or Restored(like, 0)
+        beat("compile", restored.step)
+        return restored
 
     def reached_preemption(self, step: int) -> bool:
         """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
@@ -241,6 +248,7 @@ class CheckpointManager:
         The first call takes over SIGTERM: from then on the signal no longer ends the process, and
         the loop has to, by `save_and_exit`.
         """
+        beat("step", step)
         self.preemption.install()
         return self._processes.any(self.preemption.raised)
 
@@ -252,6 +260,7 @@ class CheckpointManager:
         Raises what the save raised, whatever `on_error` says: status 75 means that it is saved. A
         `TerminationConfig` may name another way to leave.
         """
+        beat("save", step)
         self._settle(wait=True)
         self.preemption.before_saving(step)
         self._check_group()
@@ -285,6 +294,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised."""
+        beat("end")
         try:
             self._settle(wait=True)
         finally:
@@ -312,11 +322,15 @@ class CheckpointManager:
         )
 
     def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
-        if self._processes.count == 1:
-            self._run.save(step, leaves, self._recipe, metrics)
-        else:
-            group = self._processes.channel("save")
-            save_together(self._run, group, step, leaves, self._recipe, metrics)
+        saving(step)
+        try:
+            if self._processes.count == 1:
+                self._run.save(step, leaves, self._recipe, metrics)
+            else:
+                group = self._processes.channel("save")
+                save_together(self._run, group, step, leaves, self._recipe, metrics)
+        finally:
+            saving(None)
         if self._max_to_keep is None or not self._processes.is_chief:
             return
         plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
@@ -349,6 +363,7 @@ class CheckpointManager:
         warnings.warn(f"{error} Training goes on; the next save tries again.", stacklevel=4)
 
     def _restore(self, step: int | None, like: Any) -> Restored | None:
+        beat("restore")
         self._settle(wait=True)
         self._check_group()
         loaded = load_together(self._run, self._processes, step)

@@ -28,6 +28,7 @@ from perdure.distribute.inputs import (
 )
 from perdure.distribute.loss_scale import LossScale
 from perdure.distribute.losses import compute_average_loss, scale_regularization_loss
+from perdure.distribute.membership import init
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.values import PerReplica, ReduceOp
 
@@ -53,6 +54,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "init",
     "metrics",
     "resolve",
     "scale_regularization_loss",

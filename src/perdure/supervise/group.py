@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.errors import ClusterError
+from perdure.supervise.environment import free_ports, tf_config
 
 TAIL_BYTES = 4000
 
@@ -60,15 +60,12 @@ class Group:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Group:
-        addresses = [f"127.0.0.1:{port}" for port in _free_ports(self._workers)]
+        ports = free_ports(self._workers)
         for index in range(self._workers):
             environment = {**os.environ, **self._environment}
             environment.pop("TF_CONFIG", None)
             if self._workers > 1:
-                task = {"type": "worker", "index": index}
-                environment["TF_CONFIG"] = json.dumps(
-                    {"cluster": {"worker": addresses}, "task": task}
-                )
+                environment["TF_CONFIG"] = tf_config(ports, index)
             log = self._cleanup.enter_context(tempfile.TemporaryFile())
             self._logs.append(log)
             process = subprocess.Popen(
@@ -138,12 +135,3 @@ class Group:
                 if line.startswith(b"{"):
                     self._events.put((index, json.loads(line)))
         self._events.put((index, None))
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all held at once, so that they differ."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

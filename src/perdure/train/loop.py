@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from perdure.checkpoint import CheckpointManager, Processes
 from perdure.checkpoint.preemption import Interrupted
 from perdure.errors import LockedError, StoreError, TrainError
+from perdure.heartbeats import beat
 from perdure.state import Beside
 from perdure.train.hooks import Hook
 from perdure.train.interval import Timer
@@ -179,6 +180,7 @@ class Loop:
             self._source.used()
         for hook in self._after:
             hook.after_step(trainer, self._logs)
+        beat("step", trainer.step)
         now = self._clock()
         if meter is not None:
             meter.step(now - began, busy)
@@ -291,7 +293,9 @@ class Loop:
             if vote & _PREEMPTED:
                 self._leave()
             if batch is None:
+                beat("step", trainer.step)
                 return means.result()
+            beat("evaluate", trainer.step)
             means.add(trainer.evaluate_batch(batch))
 
     def _react(self) -> None:

@@ -1,0 +1,109 @@
+"""`perdure run -- python train.py`: the job comes back by itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import click
+
+from perdure.cli.output import document, json_option
+
+
+@click.command("run", context_settings={"ignore_unknown_options": False})
+@click.option(
+    "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
+)
+@click.option("--devices-per-worker", type=click.IntRange(1), help="CPU devices, or GPUs, of each.")
+@click.option("--max-restarts", type=click.IntRange(0), default=100, show_default=True)
+@click.option("--elastic", metavar="MIN:MAX", help="Go on with fewer where one does not come back.")
+@click.option(
+    "--limit",
+    "limits",
+    metavar="PHASE=SECONDS",
+    multiple=True,
+    help="Silence that counts as hung: start, restore, compile, step, save, evaluate, stopped.",
+)
+@click.option(
+    "--grace", type=float, default=60.0, show_default=True, help="Seconds to save and leave in."
+)
+@click.option("--log-dir", type=click.Path(path_type=Path), help="One file per worker and attempt.")
+@click.option(
+    "--compilation-cache",
+    type=click.Path(path_type=Path),
+    help="Of JAX; 'off' leaves it alone.  [default: one of this user, on CPU]",
+)
+@json_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    workers: int | None,
+    devices_per_worker: int | None,
+    max_restarts: int,
+    elastic: str | None,
+    limits: tuple[str, ...],
+    grace: float,
+    log_dir: Path | None,
+    compilation_cache: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Start COMMAND as the workers of a group, watch them, and start them again until they are done.
+
+    Exit status 0 when all are done, 75 when SIGTERM made them save and leave, 1 when it gave up.
+    """
+    from perdure.supervise import Limits, RunOptions, Supervisor
+    from perdure.supervise.cache import default_cache
+    from perdure.supervise.console import Console
+
+    bounds = _elastic(elastic)
+    options = RunOptions(
+        workers=workers or (bounds[1] if bounds else 1),
+        devices_per_worker=devices_per_worker,
+        max_restarts=max_restarts,
+        elastic=bounds,
+        log_directory=log_dir,
+        limits=Limits(**_limits(limits)),
+        grace=grace,
+        compilation_cache=default_cache()
+        if compilation_cache is None
+        else None
+        if str(compilation_cache) == "off"
+        else compilation_cache.absolute(),
+    )
+    console = Console(out=sys.stderr) if as_json else Console()
+    summary = Supervisor(command, options, console=console).run()
+    if as_json:
+        document(summary.document())
+    ctx.exit(summary.status)
+
+
+def _elastic(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    fewest, colon, most = text.partition(":")
+    if not (colon and fewest.isdigit() and most.isdigit()):
+        raise click.BadParameter(f"expected MIN:MAX, for instance 1:4, found {text!r}")
+    return int(fewest), int(most)
+
+
+def _limits(texts: tuple[str, ...]) -> dict[str, float]:
+    from dataclasses import fields
+
+    from perdure.supervise import Limits
+
+    known = [each.name for each in fields(Limits)]
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, seconds = text.partition("=")
+        try:
+            found[name] = math.inf if seconds == "none" else float(seconds)
+        except ValueError:
+            name = ""
+        if name not in known:
+            raise click.BadParameter(
+                f"expected PHASE=SECONDS with one of {', '.join(known)}, found {text!r}"
+            )
+    return found

@@ -1,0 +1,42 @@
+"""`init`: become a member of the group that the environment describes, for loops without a strategy."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from perdure.checkpoint.processes import Processes
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve
+from perdure.errors import ClusterError
+
+ENGINES = ("jax", "torch")
+
+
+def init(
+    engine: str | None = None,
+    resolver: ClusterResolver | str | None = None,
+    options: ClusterOptions | None = None,
+) -> Processes:
+    """Join the group, and return it; `CheckpointManager(..., processes=perdure.init())`.
+
+    Reads what `perdure run`, another launcher or a scheduler wrote (see `resolve`), meets the others,
+    and passes every argument to `jax.distributed.initialize` or to
+    `torch.distributed.init_process_group`, so that neither looks for itself. `engine` is "jax" or
+    "torch"; by default the one that the program has imported. A process that is alone joins nothing.
+    `MultiWorkerMirroredStrategy` does the same by itself. May be called twice.
+
+    Raises `ClusterError` when the description contradicts itself, or not all came in time.
+    """
+    if engine is None:
+        found = [name for name in ENGINES if name in sys.modules]
+        if len(found) != 1:
+            state = "both" if found else "neither"
+            raise ClusterError(
+                f"init: expected the program to have imported jax or torch, found {state}; name the "
+                'one that trains: perdure.init("jax")'
+            )
+        (engine,) = found
+    if engine not in ENGINES:
+        raise ClusterError(f"init: expected 'jax' or 'torch', found {engine!r}")
+    cluster = resolve(resolver)
+    return import_module(f"perdure.distribute.{engine}.group").join(cluster, options=options)

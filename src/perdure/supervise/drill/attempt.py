@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from perdure.errors import LaunchError
 from perdure.store.drill import DRILL
@@ -39,13 +38,15 @@ _TAIL = 12
 class Program:
     """What is tried: a command that trains, on so many workers.
 
-    `leave` are run directories that it only reads; they stay where they are.
+    `leave` are run directories that it only reads; they stay where they are. `cache` is where JAX
+    keeps what it has compiled; None leaves that to the environment.
     """
 
     command: tuple[str, ...]
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     leave: tuple[str, ...] = ()
+    cache: Path | None = None
 
 
 def execute(
@@ -68,6 +69,7 @@ def execute(
         max_restarts=len(attempts) + _SPARE_RESTARTS,
         log_directory=where / LOGS,
         limits=_limits(observed),
+        compilation_cache=program.cache,
     )
     quiet = Console(io.StringIO(), io.StringIO())
     began = time.monotonic()

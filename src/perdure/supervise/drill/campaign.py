@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import LaunchError
+from perdure.supervise.cache import default_cache
 from perdure.supervise.drill.attempt import LOGS, Program, execute, observe
 from perdure.supervise.drill.compare import Difference, compare
 from perdure.supervise.drill.diagnose import (
@@ -100,7 +101,7 @@ class Report:
             "seed": self.options.seed,
             "workers": self.options.workers,
             "undisturbed": {
-                "seconds": round(self.plain.seconds, 3),
+                "seconds": round(self.observed.seconds, 3),
                 "steps": len(self.observed.steps),
                 "checkpoints": len(self.plain.commits),
                 "fingerprint": _fingerprint(self.plain),
@@ -132,7 +133,7 @@ class Report:
             "attempts": [asdict(each) for each in outcome.attempts],
             "repeated_steps": outcome.repeated,
             "seconds": round(outcome.seconds, 3),
-            "lost_seconds": round(max(0.0, outcome.seconds - self.plain.seconds), 3),
+            "lost_seconds": round(max(0.0, outcome.seconds - self.observed.seconds), 3),
             "compared": row.compared,
             "fingerprint": _fingerprint(outcome),
             "problem": outcome.problem,
@@ -157,7 +158,9 @@ def run_drill(
     Raises `LaunchError` where there is nothing to try: the command does not exist, fails without any
     fault, or saves nothing; and where `directory` cannot be written to.
     """
-    program = Program(tuple(command), options.workers, options.environment, options.leave)
+    # In the drill's own directory: the first run compiles, and the others show that this is as good.
+    cache = None if default_cache() is None else directory / "compiled"
+    program = Program(tuple(command), options.workers, options.environment, options.leave, cache)
     return _Drill(program, options, directory, tell).run()
 
 
@@ -172,9 +175,10 @@ class _Drill:
 
     def run(self) -> Report:
         plain = self._undisturbed("undisturbed-1", "undisturbed")
-        observed = observe(self._program, plain)
         _require_saves(plain)
         other = self._undisturbed("undisturbed-2", "undisturbed once more")
+        # The second one finds compiled programs and warm caches, as the faulted ones do.
+        observed = observe(self._program, other)
         report = Report(self._program.command, self._options, observed, plain)
         _, report.undisturbed = compare(plain, other)
         lab = Laboratory(self._program, self._directory / "probes", plain, observed)
@@ -230,9 +234,7 @@ class _Drill:
     def _kinds(self, observed: Observed, report: Report) -> list[str]:
         wanted = self._options.faults or tuple(KINDS)
         can, cannot = possible(observed, wanted)
-        report.impossible = {
-            kind: report.impossible.get(kind, why) for kind, why in cannot.items()
-        }
+        report.impossible = {kind: report.impossible.get(kind, why) for kind, why in cannot.items()}
         if self._options.faults and cannot:
             reasons = "; ".join(f"{kind}: {why}" for kind, why in report.impossible.items())
             raise LaunchError(f"these faults cannot happen to this program: {reasons}.")

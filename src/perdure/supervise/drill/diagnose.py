@@ -37,13 +37,17 @@ class Diagnosis:
 CAUSES = {
     "time": (
         "the result depends on the clock",
-        "Let no value of time.time(), datetime.now() or a timer reach the state or the update; use the "
-        "step instead, or read the clock once and keep the value in the state.",
+        (
+            "Let no value of time.time(), datetime.now() or a timer reach the state or the update; use the "
+            "step instead, or read the clock once and keep the value in the state."
+        ),
     ),
     "unseeded": (
         "something is drawn from an unseeded source",
-        "Seed it: np.random.default_rng(seed), random.seed(seed), torch.manual_seed(seed), "
-        "keras.utils.set_random_seed(seed); derive what a step draws from (seed, step).",
+        (
+            "Seed it: np.random.default_rng(seed), random.seed(seed), torch.manual_seed(seed), "
+            "keras.utils.set_random_seed(seed); derive what a step draws from (seed, step)."
+        ),
     ),
     "hash order": (
         "the result depends on the order of a set of strings",
@@ -51,33 +55,45 @@ CAUSES = {
     ),
     "random generator": (
         "a random generator is not restored",
-        "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put the "
-        "generator into the state that is saved: {'rng': generator.bit_generator.state, ...}.",
+        (
+            "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put the "
+            "generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
+        ),
     ),
     "data position": (
         "the data start again from the beginning after a resume",
-        "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save the "
-        "iterator with the state, or skip the first `start` batches after a restore.",
+        (
+            "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save the "
+            "iterator with the state, or skip the first `start` batches after a restore."
+        ),
     ),
     "metric state": (
         "something that is only counted or averaged is not saved",
-        "Put the sums and counts behind these leaves into the state, and go on from them after a "
-        "restore; a mean alone cannot be continued.",
+        (
+            "Put the sums and counts behind these leaves into the state, and go on from them after a "
+            "restore; a mean alone cannot be continued."
+        ),
     ),
     "topology": (
         "the result depends on how many devices or workers there are",
-        "A sum over devices (psum, all_reduce) adds in an order that follows their number. Use a "
-        "strategy with replicas=V: its tree of sums does not know the devices.",
+        (
+            "A sum over devices (psum, all_reduce) adds in an order that follows their number. Use a "
+            "strategy with replicas=V: its tree of sums does not know the devices."
+        ),
     ),
     "fails after a resume": (
         "the program ends by itself after a resume",
-        "Read the last lines of its log below: what it needs is not in the checkpoint, or it does not "
-        "fit what is there.",
+        (
+            "Read the last lines of its log below: what it needs is not in the checkpoint, or it does not "
+            "fit what is there."
+        ),
     ),
     "unknown": (
         "none of the usual causes",
-        "What was tried is listed as evidence. Look at the leaves that differ first: what wrote them "
-        "before and did not after?",
+        (
+            "What was tried is listed as evidence. Look at the leaves that differ first: what wrote them "
+            "before and did not after?"
+        ),
     ),
 }
 
@@ -91,16 +107,16 @@ def diagnosis(cause: str, *evidence: str) -> Diagnosis:
 class Laboratory:
     """Runs the program again with one thing changed; each run in a directory of its own."""
 
-    def __init__(
-        self, program: Program, where: Path, plain: Outcome, observed: Observed
-    ) -> None:
+    def __init__(self, program: Program, where: Path, plain: Outcome, observed: Observed) -> None:
         self.plain = plain
         self.observed = observed
         self._program = program
         self._where = where
         self._count = 0
 
-    def undisturbed(self, *probes: str, devices: int | None = None, workers: int | None = None) -> Outcome:
+    def undisturbed(
+        self, *probes: str, devices: int | None = None, workers: int | None = None
+    ) -> Outcome:
         """The program without a fault, under `probes`, on other devices or workers where given."""
         program = self._program
         if devices is not None:
@@ -145,7 +161,9 @@ def diagnose_undisturbed(lab: Laboratory) -> Diagnosis:
     )
 
 
-def diagnose_run(lab: Laboratory, scenario: Scenario, found: Outcome, seen: Difference | None) -> Diagnosis:
+def diagnose_run(
+    lab: Laboratory, scenario: Scenario, found: Outcome, seen: Difference | None
+) -> Diagnosis:
     """Why a faulted run differs from the undisturbed one, or does not come to its end."""
     if seen is None:
         return diagnosis("fails after a resume", found.problem)

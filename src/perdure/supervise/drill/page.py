@@ -32,9 +32,11 @@ def page(document: Mapping[str, Any]) -> str:
     parts = [
         f"<h1>perdure drill: <code>{escape(' '.join(document['command']))}</code></h1>",
         f'<p class="verdict {passed}">{escape(verdict(document))}</p>',
-        f"<p>Undisturbed: {plain['steps']} steps told, {plain['checkpoints']} checkpoints, "
-        f"{plain['seconds']:.2f} s, fingerprint <code>{escape(plain['fingerprint'] or '-')}</code>. "
-        f"{document['workers']} worker(s), seed {document['seed']}.</p>",
+        (
+            f"<p>Undisturbed: {plain['steps']} steps told, {plain['checkpoints']} checkpoints, "
+            f"{plain['seconds']:.2f} s, fingerprint <code>{escape(plain['fingerprint'] or '-')}</code>. "
+            f"{document['workers']} worker(s), seed {document['seed']}.</p>"
+        ),
     ]
     if plain["difference"]:
         parts += ["<h2>Two undisturbed runs differ</h2>", _explained(plain)]

@@ -25,9 +25,7 @@ def plan(observed: Observed, kinds: Sequence[str], runs: int, seed: int) -> list
     ]
 
 
-def scenario(
-    observed: Observed, kind: str, number: int, seed: int, again: int = 0
-) -> Scenario:
+def scenario(observed: Observed, kind: str, number: int, seed: int, again: int = 0) -> Scenario:
     """One faulted run. `again` draws other, earlier places for one whose fault did not fire."""
     chance = random.Random(f"{seed}/{number}/{again}")
     return Scenario(number, kind, tuple(KINDS[kind](_Places(observed, chance, 0.5**again))))
@@ -72,7 +70,7 @@ class _Places:
 
     def moment(self, low: float, high: float) -> float:
         """Seconds behind the start."""
-        return low + (high - low) * self._share * self.chance.random()
+        return self._share * (low + (high - low) * self.chance.random())
 
     def victim(self) -> int:
         """A worker."""
@@ -91,11 +89,19 @@ class _Places:
 
 
 def _sigkill(at: _Places) -> list[Attempt]:
-    return [Attempt(signal="SIGKILL", after_s=at.moment(0.0, at.seen.seconds), victim=at.victim())]
+    return [
+        Attempt(
+            signal="SIGKILL",
+            after_s=at.moment(0.6 * at.seen.first_step_s, at.seen.seconds),
+            victim=at.victim(),
+        )
+    ]
 
 
 def _sigterm(at: _Places) -> list[Attempt]:
-    return [Attempt(signal="SIGTERM", after_s=at.moment(0.0, at.seen.seconds))]
+    return [
+        Attempt(signal="SIGTERM", after_s=at.moment(0.6 * at.seen.first_step_s, at.seen.seconds))
+    ]
 
 
 def _sigkill_at_step(at: _Places) -> list[Attempt]:

@@ -12,7 +12,7 @@ come before the program itself; PERDURE_DRILL_PROBE names them:
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import io
 import itertools
 import json
@@ -31,7 +31,7 @@ NAMES = ("clock", "seed", "hash", "rng", "iterators")
 ITERATORS = "iterators.json"
 
 _STATES = "generators"
-_SITE = '''
+_SITE = """
 import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
@@ -42,7 +42,7 @@ except ImportError:
     pass
 from perdure.supervise.drill.probes import begin
 begin()
-'''
+"""
 
 
 def shim(where: Path, probes: tuple[str, ...]) -> Mapping[str, str]:
@@ -88,20 +88,20 @@ def _count_time() -> None:
     time.perf_counter = lambda: ticks() / 1000
     time.perf_counter_ns = lambda: ticks() * 10**6
 
-    class Counted(datetime.datetime):
+    class Counted(dt.datetime):
         @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Counted:
+        def now(cls, tz: dt.tzinfo | None = None) -> Counted:
             return cls.fromtimestamp(time.time(), tz)
 
         @classmethod
         def utcnow(cls) -> Counted:
-            return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+            return cls.fromtimestamp(time.time(), dt.UTC).replace(tzinfo=None)
 
         @classmethod
         def today(cls) -> Counted:
             return cls.fromtimestamp(time.time())
 
-    datetime.datetime = Counted  # type: ignore[misc]
+    dt.datetime = Counted  # type: ignore[misc]
 
 
 def _fix_entropy() -> None:

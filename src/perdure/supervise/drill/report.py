@@ -64,9 +64,10 @@ def verdict(document: Mapping[str, Any]) -> str:
     good = sum(run["verdict"] == "pass" for run in runs)
     if document["pass"]:
         fired = sum(len(run["fired"]) for run in runs)
+        end = (document["undisturbed"]["fingerprint"] or "")[:16]
         return (
             f"PASS: {good} faulted runs, {fired} faults fired, every checkpoint and every end has "
-            f"the fingerprint of the undisturbed run ({(document['undisturbed']['fingerprint'] or '')[:16]})"
+            f"the fingerprint of the undisturbed run ({end})"
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: the program does not come out the same without any fault"

@@ -143,12 +143,19 @@ def test_a_program_that_fails_by_itself(tmp_path: Path) -> None:
     [
         ("pass", "never opened a run directory"),
         ("m = CheckpointManager('r'); m.restore_or_initialize({})", "never saved a checkpoint"),
-        ("m = CheckpointManager('r'); m.save(1, {}); m.close()", "never restores"),
     ],
 )
-def test_a_program_that_never_saves_or_restores(program: str, said: str, tmp_path: Path) -> None:
+def test_a_program_that_never_saves(program: str, said: str, tmp_path: Path) -> None:
     line = [sys.executable, "-c", f"from perdure import CheckpointManager; {program}"]
     assert said in refused(line, tmp_path / "drill")
+
+
+def test_a_program_that_never_restores(tmp_path: Path) -> None:
+    saves = "with CheckpointManager('r') as m: [m.save(n, {'a': n}) for n in range(6)]"
+    line = [sys.executable, "-c", f"from perdure import CheckpointManager\n{saves}"]
+    said = refused(line, tmp_path / "drill", faults=("bit-flip",), runs=1)
+    assert "never restores one" in said
+    assert "restore_or_initialize" in said
 
 
 def test_more_workers_than_replicas(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ class _Drill:
             row = self._faulted(each, observed, plain)
             report.rows.append(row)
             self._tell(each.kind, row)
+        _require_restores(report.rows)
         self._diagnose(lab, report)
         return report
 
@@ -242,18 +243,18 @@ class _Drill:
 
     def _faulted(self, drawn: Scenario, observed: Observed, plain: Outcome) -> Row:
         """Run one scenario; drawn anew, at earlier places, as long as its fault does not fire."""
-        for again in range(TRIES):
+        again = 0
+        while True:
             where = self._directory / f"run-{drawn.number:03d}{f'-{again}' if again else ''}"
             outcome = execute(self._program, where, drawn.attempts, observed)
             compared, difference = compare(plain, outcome)
             row = Row(drawn, outcome, compared, difference)
             if row.verdict == "pass":
                 _remove(where)
-            if row.verdict != "not fired":
-                break
-            kind, number = drawn.kind, drawn.number
-            drawn = scenario(observed, kind, number, self._options.seed, again + 1)
-        return row
+            again += 1
+            if row.verdict != "not fired" or again == TRIES:
+                return row
+            drawn = scenario(observed, drawn.kind, drawn.number, self._options.seed, again)
 
     def _diagnose(self, lab: Laboratory, report: Report) -> None:
         """One diagnosis for the first of each sort; faults of one sort have one cause."""
@@ -284,10 +285,21 @@ def _require_saves(outcome: Outcome) -> None:
             f"the program opened {', '.join(opened)} and never saved a checkpoint. Expected "
             f"manager.save(step, state) in its loop, with a save_interval_steps below its steps."
         )
-    if not any(event["e"] == "restored" for event in outcome.events):
+
+
+def _require_restores(rows: Sequence[Row]) -> None:
+    """Raise `LaunchError` where the program was started behind a checkpoint, often, and took none."""
+    resumed = [
+        started.restored
+        for row in rows
+        for number, started in enumerate(row.outcome.attempts, 1)
+        if started.first is not None and any(c.attempt < number for c in row.outcome.commits)
+    ]
+    if resumed and all(step is None for step in resumed):
         raise LaunchError(
-            f"the program saves into {', '.join(opened)} and never restores. Expected "
-            f"manager.restore_or_initialize(state) before its loop."
+            f"the program saves checkpoints and never restores one: started again {len(resumed)} "
+            f"times, it began from the beginning. Expected manager.restore_or_initialize(state) before its "
+            f"loop."
         )
 
 

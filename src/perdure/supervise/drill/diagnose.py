@@ -38,8 +38,8 @@ CAUSES = {
     "time": (
         "the result depends on the clock",
         (
-            "Let no value of time.time(), datetime.now() or a timer reach the state or the update; use the "
-            "step instead, or read the clock once and keep the value in the state."
+            "Let no value of time.time(), datetime.now() or a timer reach the state or the update; "
+            "use the step instead, or read the clock once and keep the value in the state."
         ),
     ),
     "unseeded": (
@@ -56,15 +56,15 @@ CAUSES = {
     "random generator": (
         "a random generator is not restored",
         (
-            "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put the "
-            "generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
+            "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put "
+            "the generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
         ),
     ),
     "data position": (
         "the data start again from the beginning after a resume",
         (
-            "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save the "
-            "iterator with the state, or skip the first `start` batches after a restore."
+            "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save "
+            "the iterator with the state, or skip the first `start` batches after a restore."
         ),
     ),
     "metric state": (
@@ -84,15 +84,15 @@ CAUSES = {
     "fails after a resume": (
         "the program ends by itself after a resume",
         (
-            "Read the last lines of its log below: what it needs is not in the checkpoint, or it does not "
-            "fit what is there."
+            "Read the last lines of its log below: what it needs is not in the checkpoint, or it "
+            "does not fit what is there."
         ),
     ),
     "unknown": (
         "none of the usual causes",
         (
-            "What was tried is listed as evidence. Look at the leaves that differ first: what wrote them "
-            "before and did not after?"
+            "What was tried is listed as evidence. Look at the leaves that differ first: what wrote "
+            "them before and did not after?"
         ),
     ),
 }

@@ -34,7 +34,8 @@ def page(document: Mapping[str, Any]) -> str:
         f'<p class="verdict {passed}">{escape(verdict(document))}</p>',
         (
             f"<p>Undisturbed: {plain['steps']} steps told, {plain['checkpoints']} checkpoints, "
-            f"{plain['seconds']:.2f} s, fingerprint <code>{escape(plain['fingerprint'] or '-')}</code>. "
+            f"{plain['seconds']:.2f} s, fingerprint "
+            f"<code>{escape(plain['fingerprint'] or '-')}</code>. "
             f"{document['workers']} worker(s), seed {document['seed']}.</p>"
         ),
     ]

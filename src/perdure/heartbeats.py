@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
@@ -50,6 +51,8 @@ def beat(phase: str, step: int | None = None) -> None:
     """`heartbeat` for the library itself: `phase` is not checked, and `step` may be unknown."""
     if _writer is not None:
         _writer.beat(phase, step)
+    for listener in listeners:
+        listener(phase, step)
 
 
 def saving(step: int | None) -> None:
@@ -123,8 +126,12 @@ def _forget() -> None:
     """A forked child trains nothing."""
     global _writer
     _writer = None
+    listeners.clear()
 
 
 _writer: _Writer | None = None
+listeners: list[Callable[[str, int | None], None]] = []
+"""Called at every beat; empty outside of `perdure drill`."""
+
 open_file()
 os.register_at_fork(after_in_child=_forget)

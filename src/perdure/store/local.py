@@ -133,6 +133,10 @@ class LocalStorage:
         """Announce the operation that comes next."""
         self._before(operation, path)
 
+    def announces(self, before: Callable[[str, str], None]) -> bool:
+        """Whether `before` is told of every operation."""
+        return self._before == before
+
     def sync_parent(self, name: str) -> None:
         """Make the directory entry of `name` durable."""
         self._sync_directory(os.path.dirname(self.path(name)))

@@ -43,6 +43,7 @@ from perdure.store.contents import (
     quarantined,
     set_aside,
 )
+from perdure.store.drill import drilled_clock
 from perdure.store.format import (
     LOCK,
     MANIFESTS,
@@ -105,7 +106,7 @@ class Run:
     ) -> None:
         self.encode = encoder(codec)
         self.storage: Storage = open_storage(where)
-        self._clock = clock
+        self._clock = drilled_clock(clock)
         self._catalog = Catalog(self.storage)
         self._unsure: set[int] = set()
         self._lock = ExitStack()

@@ -6,6 +6,7 @@ import os
 import re
 
 from perdure.errors import StoreError
+from perdure.store.drill import drill
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
@@ -18,6 +19,8 @@ def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
     Raises `StoreError` for a scheme that is not known, and for a URL that went through
     `pathlib.Path`, which drops one of its slashes.
     """
+    if (drilled := drill()) is not None:
+        return drilled.storage(where)
     if not isinstance(where, (str, os.PathLike)):
         return where
     text = os.fspath(where)

@@ -1,0 +1,71 @@
+"""`perdure drill -- python train.py`: the program under faults on purpose, compared bit by bit."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from perdure.cli.output import document, json_option
+from perdure.errors import LaunchError
+
+
+@click.command("drill", context_settings={"ignore_unknown_options": False})
+@click.option("--faults", default="", help="Kinds of faults, by comma; all that can happen.")
+@click.option("--runs", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--leave", multiple=True, type=click.Path(path_type=str), help="A run directory only read."
+)
+@click.option(
+    "--directory", type=click.Path(path_type=Path), help="Keep the runs that differ in here."
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page, too.")
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    faults: str,
+    runs: int,
+    seed: int,
+    workers: int,
+    leave: tuple[str, ...],
+    directory: Path | None,
+    html: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND undisturbed, then RUNS times under faults; compare every checkpoint, bit by bit.
+
+    COMMAND comes behind `--` and needs no change. Its run directories are led elsewhere meanwhile.
+    Exit status 0 only if all runs end with the same bits and every fault has fired.
+    """
+    from rich.console import Console
+
+    from perdure.supervise.drill import DrillOptions, run_drill
+    from perdure.supervise.drill.page import page
+    from perdure.supervise.drill.report import Reporter
+
+    wanted = tuple(name for name in faults.replace(" ", "").split(",") if name)
+    options = DrillOptions(wanted, runs, seed, workers, leave)
+    reporter = Reporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
+    with ExitStack() as stack:
+        if directory is None:
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
+            )
+        report = run_drill(command, options, directory, reporter.tell).document()
+    if html is not None:
+        try:
+            html.write_text(page(report))
+        except OSError as error:
+            raise LaunchError(f"{html}: the report cannot be written there: {error}.") from error
+    if as_json:
+        document(report)
+    else:
+        reporter.summary(report)
+    ctx.exit(0 if report["pass"] else 1)

@@ -1,0 +1,5 @@
+"""A group for at most one worker: V is 1."""
+
+from perdure.torch import MultiWorkerMirroredStrategy
+
+MultiWorkerMirroredStrategy(replicas=1)

@@ -1,0 +1,184 @@
+"""The drill on small programs: right ones pass under every fault, wrong ones fail for their reason."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import LaunchError
+from perdure.store import Run
+from perdure.supervise.drill import KINDS, DrillOptions, run_drill
+from perdure.supervise.drill.page import page
+from perdure.testing import drill
+
+PROGRAMS = Path(__file__).parent / "programs"
+ALONE = {"other-devices", "other-workers", "worker-lost"}
+"""Kinds that a program of one worker without JAX has not."""
+
+BEHIND_A_CHECKPOINT = DrillOptions(("bit-flip",), runs=1)
+"""A run that goes on from a checkpoint, and not from the beginning."""
+
+
+def command(name: str) -> list[str]:
+    return [sys.executable, str(PROGRAMS / f"{name}.py")]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+
+def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
+    # What lies in its run directory already is neither read nor touched.
+    mine = tmp_path / "cwd" / "runs" / "right"
+    with Run(mine, create=True) as run:
+        run.save(99, {})
+    kinds = [kind for kind in KINDS if kind not in ALONE]
+    report = run_drill(command("right"), DrillOptions(runs=len(kinds)), tmp_path / "drill")
+    found = report.document()
+    assert report.passed, found
+    assert {row["kind"] for row in found["runs"]} == set(kinds)
+    assert found["impossible"].keys() == ALONE
+    for row in report.rows:
+        assert len(row.outcome.fired) == row.scenario.faults > 0
+        assert row.compared > 0
+        assert row.outcome.attempts[-1].ended == "exit 0"
+    ends = {row["kind"]: [each["ended"] for each in row["attempts"]] for row in found["runs"]}
+    assert ends["sigkill-at-step"] == ["worker 0: SIGKILL", "exit 0"]
+    assert ends["disk-full"] == ends["fsync-fails"] == ["worker 0: exit 1", "exit 0"]
+    assert ends["stopped"][0].startswith("worker 0: stopped")
+    assert len(ends["double-kill"]) == 3
+    assert sum(row["repeated_steps"] for row in found["runs"]) > 0
+    assert {row["fingerprint"] for row in found["runs"]} == {found["undisturbed"]["fingerprint"]}
+    assert Run(mine).steps() == [99]
+    assert os.listdir(tmp_path / "cwd") == ["runs"]
+    assert json.loads(json.dumps(found)) == found
+    assert "PASS" in page(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "leaves"),
+    [
+        ("wrong_iterator", "data position", ["w"]),
+        ("wrong_metric", "metric state", ["metrics/loss"]),
+        ("wrong_generator", "random generator", ["w"]),
+    ],
+)
+def test_a_wrong_program_fails_for_its_reason(
+    name: str, cause: str, leaves: list[str], tmp_path: Path
+) -> None:
+    report = run_drill(command(name), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    (row,) = report.rows
+    assert not report.passed
+    assert row.verdict == "differs"
+    assert row.difference is not None
+    assert [leaf.path for leaf in row.difference.leaves] == leaves
+    assert row.diagnosis is not None
+    assert row.diagnosis.cause == cause, row.diagnosis
+    said = page(report.document())
+    assert row.diagnosis.advice.split(",")[0] in said
+    assert leaves[0] in said
+
+
+def test_a_program_that_differs_by_itself_is_found_first(tmp_path: Path) -> None:
+    done = perdure_drill("--json", "--html", str(tmp_path / "page.html"), name="wrong_clock")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert not found["pass"]
+    assert found["runs"] == []
+    plain = found["undisturbed"]
+    assert [leaf["path"] for leaf in plain["difference"]["leaves"]] == ["w"]
+    assert plain["difference"]["step"] == 2
+    assert plain["diagnosis"]["cause"] == "time"
+    assert "the result depends on the clock" in (tmp_path / "page.html").read_text()
+
+
+def test_as_a_test_of_a_team() -> None:
+    faults = ("sigkill-at-step", "torn-write")
+    assert drill(command("right"), faults=faults, runs=2, seed=4)["pass"]
+    with pytest.raises(AssertionError) as caught:
+        drill(command("wrong_clock"), runs=1)
+    said = str(caught.value)
+    assert "two undisturbed runs differ" in said
+    assert "cause: the result depends on the clock" in said
+    assert "w: expected float64[40]" in said
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def perdure_drill(*arguments: str, name: str) -> Any:
+    line = [sys.executable, "-m", "perdure.cli", "drill", *arguments, "--", *command(name)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def refused(arguments: list[str], directory: Path, **options: Any) -> str:
+    with pytest.raises(LaunchError) as caught:
+        run_drill(arguments, DrillOptions(**options), directory)
+    return str(caught.value)
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    assert "no-such-program: no such command" in refused(["no-such-program"], tmp_path / "drill")
+    assert "missing.py: no such file" in refused([sys.executable, "missing.py"], tmp_path / "other")
+
+
+def test_a_program_that_fails_by_itself(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", "raise KeyError('where is it')"]
+    said = refused(line, tmp_path / "drill")
+    assert "fails without any fault, before its first step" in said
+    assert "KeyError: 'where is it'" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("pass", "never opened a run directory"),
+        ("m = CheckpointManager('r'); m.restore_or_initialize({})", "never saved a checkpoint"),
+    ],
+)
+def test_a_program_that_never_saves(program: str, said: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", f"from perdure import CheckpointManager; {program}"]
+    assert said in refused(line, tmp_path / "drill")
+
+
+def test_a_program_that_never_restores(tmp_path: Path) -> None:
+    saves = "with CheckpointManager('r') as m: [m.save(n, {'a': n}) for n in range(6)]"
+    line = [sys.executable, "-c", f"from perdure import CheckpointManager\n{saves}"]
+    said = refused(line, tmp_path / "drill", faults=("bit-flip",), runs=1)
+    assert "never restores one" in said
+    assert "restore_or_initialize" in said
+
+
+def test_more_workers_than_replicas(tmp_path: Path) -> None:
+    said = refused(command("too_many_workers"), tmp_path / "drill", workers=2)
+    assert "before its first step" in said
+    assert "TopologyError" in said
+
+
+def test_faults_that_cannot_happen_say_why(tmp_path: Path) -> None:
+    said = refused(command("right"), tmp_path / "drill", faults=("worker-lost",))
+    assert "worker-lost: there is one worker; give --workers" in said
+    with pytest.raises(LaunchError, match="found nonsense"):
+        DrillOptions(("nonsense",))
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(command("right"), tmp_path / "file" / "drill")
+    assert "cannot be written there" in said
+    assert "--directory" in said
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "No space left on device" in refused(command("right"), tmp_path / "drill")

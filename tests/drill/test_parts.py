@@ -1,0 +1,197 @@
+"""The parts of the drill: the plan, the door in the store, the comparison, what is counted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perdure import CheckpointManager
+from perdure.store.drill import DRILL
+from perdure.store.drilled import PLAN
+from perdure.supervise.drill.campaign import DrillOptions, Report, Row
+from perdure.supervise.drill.compare import compare
+from perdure.supervise.drill.damage import damage
+from perdure.supervise.drill.plan import KINDS, plan, possible, scenario
+from perdure.supervise.drill.probes import shim
+from perdure.supervise.drill.report import verdict
+from perdure.supervise.drill.scenario import Attempt, Observed, Outcome, Scenario, Started
+
+POINTS = ("pack", "manifest")
+VERBS = ("open", "write", "fsync", "link", "sync", "delete")
+SEEN = Observed(
+    seconds=3.0,
+    first_step_s=1.0,
+    steps=tuple(range(1, 41)),
+    commits=tuple(range(4, 41, 4)),
+    points={f"{kind}.{verb}": 10 for kind in POINTS for verb in VERBS} | {"open": 1},
+    early={},
+    silence_s=0.1,
+    workers=2,
+    replicas=4,
+    modules=("jax",),
+    may_devices=(2,),
+    may_workers=(1, 3),
+)
+
+
+def test_a_plan_is_a_function_of_its_seed_and_takes_every_kind_in_turn() -> None:
+    kinds = list(KINDS)
+    drawn = plan(SEEN, kinds, 60, seed=3)
+    assert drawn == plan(SEEN, kinds, 60, seed=3)
+    assert drawn != plan(SEEN, kinds, 60, seed=4)
+    counted = Counter(each.kind for each in drawn)
+    assert counted.keys() == KINDS.keys()
+    assert max(counted.values()) - min(counted.values()) <= 1
+    for each in drawn:
+        assert each.faults >= 1
+        assert each.describe()
+        for fault in (fault for attempt in each.attempts for fault in attempt.inside):
+            assert fault.step is None or 1 <= fault.step < 40
+            assert 1 <= fault.nth <= 10
+            assert fault.worker in (None, 0, 1)
+
+
+def test_a_fault_that_did_not_fire_is_drawn_earlier() -> None:
+    later = [scenario(SEEN, "kill-in-save", n, 0).attempts[0].inside[0].nth for n in range(50)]
+    early = [scenario(SEEN, "kill-in-save", n, 0, 3).attempts[0].inside[0].nth for n in range(50)]
+    assert max(later) == 10
+    assert max(early) == 1
+
+
+def test_what_cannot_happen_says_why() -> None:
+    alone = Observed(1.0, 0.5, (1, 2), (2,), {"open": 1, "manifest.sync": 1}, {}, 0.1)
+    can, cannot = possible(alone, list(KINDS))
+    assert "sigkill-at-step" in can
+    assert "second checkpoint" in cannot["bit-flip"]
+    assert "never comes to" in cannot["kill-in-prune"]
+    assert "one worker" in cannot["worker-lost"]
+
+
+def test_a_fault_that_never_fired_is_no_pass() -> None:
+    """Negative control: equal bits alone are not enough."""
+    drawn = scenario(SEEN, "sigkill-at-step", 1, 0)
+    silent, fired = Outcome(), Outcome(fired=["kill at step 3"])
+    rows = [Row(drawn, each, 3, None) for each in (silent, fired)]
+    assert [row.verdict for row in rows] == ["not fired", "pass"]
+    report = Report(("python",), DrillOptions(), SEEN, Outcome(), rows)
+    assert not report.passed
+    assert "1 whose fault never fired" in verdict(report.document())
+
+
+def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
+    outcome = Outcome(
+        attempts=[
+            Started("SIGKILL", 1.0, 1, None, first=1, last=7, restored=0),
+            Started("SIGKILL", 1.0, 1, None),
+            Started("exit 0", 1.0, 1, None, first=5, last=9, restored=4),
+        ]
+    )
+    assert outcome.repeated == 3
+
+
+def test_an_end_that_is_missing_is_a_difference() -> None:
+    _, difference = compare(Outcome(), Outcome())
+    assert difference is None
+
+
+PROBE = """
+import sys
+from perdure import CheckpointManager
+with CheckpointManager("run") as manager:
+    manager.save(1, {})
+print(sorted(name for name in sys.modules if "drill" in name))
+"""
+
+
+def test_without_the_variable_nothing_is_loaded(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['perdure.store.drill']"
+
+
+@pytest.mark.parametrize(("how", "left"), [("flip", [1]), ("delete", [1])])
+def test_damage_takes_the_newest_checkpoint_and_no_other(
+    how: str, left: list[int], tmp_path: Path
+) -> None:
+    with CheckpointManager(tmp_path / "a") as manager:
+        manager.save(1, {"w": np.arange(2000.0)})
+        manager.wait_until_finished()
+        assert damage(tmp_path, how, 0.5) is None, "the only one is left alone"
+        manager.save(2, {"w": np.arange(2000.0) + 1})
+    said = damage(tmp_path, how, 0.5)
+    assert said is not None
+    assert "step 2" in said
+    with CheckpointManager(tmp_path / "a") as manager:
+        with pytest.warns(UserWarning, match="step 2 is damaged"):
+            state, step = manager.restore()
+        assert [step] == left
+        assert (state["w"] == np.arange(2000.0)).all()
+
+
+RESUMED = """
+import random
+import numpy as np
+from perdure import CheckpointManager
+
+random.seed(1)
+np.random.seed(2)
+own = np.random.default_rng(3)
+source = iter(range(100))
+with CheckpointManager("run") as manager:
+    state, start = manager.restore_or_initialize({"step": 0})
+    own_too = np.random.default_rng(4)
+    drawn = []
+    for step in range(start, 6):
+        drawn.append((random.random(), np.random.random(), own.random(), own_too.random()))
+        drawn.append(next(source))
+        if step == 3 and start == 0:
+            break
+        manager.save(step + 1, {"step": step + 1})
+print(drawn)
+"""
+
+
+@pytest.mark.parametrize("probes", [("rng", "iterators"), ()])
+def test_probes_put_generators_and_iterators_back(probes: tuple[str, ...], tmp_path: Path) -> None:
+    """A resumed process draws what an uninterrupted one draws, without a change to the program; and
+    as a negative control, without probes it does not."""
+    whole = _drawn(tmp_path / "whole", {}, RESUMED.replace("start == 0", "False"))
+    where = tmp_path / "drill"
+    where.mkdir()
+    environment = {DRILL: str(where), **shim(where, probes)}
+    drawn = []
+    for attempt in (1, 2):
+        (where / PLAN).write_text(json.dumps({"attempt": attempt, "faults": []}))
+        drawn.append(_drawn(tmp_path / "resumed", environment, RESUMED))
+    first, second = drawn
+    # The step at which the first one breaks off is done again.
+    assert len(first) == 8
+    assert (first[:6] + second == whole) == bool(probes)
+
+
+def _drawn(where: Path, environment: dict[str, str], program: str) -> list[object]:
+    where.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=where,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_a_scenario_counts_its_faults() -> None:
+    moved = Scenario(1, "x", (Attempt(signal="SIGKILL"), Attempt(devices=2, damage="flip")))
+    assert moved.faults == 3

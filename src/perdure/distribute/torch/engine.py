@@ -251,7 +251,7 @@ def keep_memory(environ: Mapping[str, str]) -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     trim, mmap = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    return mallopt is not None and all([mallopt(which, KEPT) for which in (trim, mmap)])
+    return mallopt is not None and all(mallopt(which, KEPT) for which in (trim, mmap))
 
 
 def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:

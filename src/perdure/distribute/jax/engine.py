@@ -35,7 +35,6 @@ from perdure.distribute.jax.programs import (
     name_of,
     strong,
     update_program,
-    without_weak_type,
     words,
 )
 from perdure.errors import TopologyError
@@ -126,19 +125,9 @@ class JaxEngine:
         way = jax_spmd.Together(*programs, self._everywhere, replicas, words(seed))
 
         def step(state: Any, shares: Sequence[Any], step: int) -> Any:
-            return way(self._whole(state), shares, step) if way.possible else None
+            return way(state, shares, step) if way.possible else None
 
         return step if way.possible else None
-
-    def _whole(self, state: Any) -> Any:
-        """The user's state, each leaf one array on all devices."""
-
-        def spread(path: Any, leaf: Any) -> Any:
-            if isinstance(leaf, jax.Array) and leaf.sharding == self._everywhere:
-                return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
-            return jax.device_put(strong(path, leaf), self._everywhere)
-
-        return jax.tree_util.tree_map_with_path(spread, state)
 
     def exchange(
         self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None

@@ -1,8 +1,9 @@
 """One dispatch for all local devices, where the compiler shows that it computes the same.
 
-Owns the fast path of several devices in one process. Invariant: it is taken only when the optimized
-program of grad, and that of update, is for all devices together instruction for instruction the one
-for a single device, which defines the bits. What it adds to them moves bytes, or adds two elements.
+Owns the fast path of one process: a whole step as one program where a device has one replica, and
+otherwise grad and update for all devices at once. Invariant: it is taken only when the optimized
+instructions of grad, and those of update, are the ones of the programs for a single device, which
+define the bits. What it adds to them moves bytes, or adds two elements.
 
 In these programs every device has its own value under the same name: arrays are declared replicated
 and are not, until the total is.
@@ -11,19 +12,20 @@ and are not, until the total is.
 from __future__ import annotations
 
 import functools
-import hashlib
-import re
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.jax.group import bits, from_bits
-from perdure.distribute.jax.programs import SETTINGS
+from perdure.distribute.jax.hlo import is_grad_then_update, same_program
+from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
 from perdure.distribute.tree import Node, ShiftReduce, merge
 
 # (state, shares of all replicas, step) -> (state, logs); None where this path does not apply.
@@ -43,68 +45,97 @@ class Together:
         self, grad: Any, add: Any, update: Any, everywhere: NamedSharding, replicas: int, seed: Any
     ) -> None:
         self._singles = (grad, add, update)
-        self._everywhere = everywhere
         mesh: Any = everywhere.mesh
+        self._mesh = mesh
         self._devices: list[Any] = list(mesh.devices.flat)
+        self._alone = SingleDeviceSharding(self._devices[0])
+        self._sharding: Any = everywhere if len(self._devices) > 1 else self._alone
         self._replicas = replicas
-        self._seed = seed
         self._each = replicas // len(self._devices)
-        self._programs: tuple[Any, Any, Any, Any] | None = None
+        self._step: Callable[[Any, list[Any]], Any] | None = None
         self._form: Any = None
-        # Only whole powers of two, so that each device ends with one partial sum, on one level.
+        # What the last step gave, by identity: looking at each array costs more than all else here.
+        self._known: list[Any] = []
+        # Only whole powers of two, so that each device ends with one partial sum, on one level. Several
+        # replicas on the only device are what the reference does with as many dispatches.
         even = replicas % len(self._devices) == 0 and self._each & (self._each - 1) == 0
         # Of other platforms nothing was measured.
         cpu = self._devices[0].platform == "cpu"
-        self.possible = len(self._devices) > 1 and even and cpu
+        self.possible = cpu and even and (len(self._devices) > 1 or self._each == 1)
+        self._seed = seed
+        self._numbers: list[Any] = []
 
     def __call__(self, state: Any, shares: Sequence[Any], step: int) -> tuple[Any, Any] | None:
-        """`state` is placed on all devices as one array per leaf."""
-        leaves, forms = [], []
+        columns, forms = [], []
         for share in shares:
             flat, treedef = jax.tree.flatten(share)
             # A Python number or a weak type gives way in promotions; placed on devices it would not.
             if not all(map(_is_strong, flat)):
                 return None
-            leaves.append(flat)
+            columns.append(flat)
             forms.append((treedef, [(np.shape(x), jnp.result_type(x)) for x in flat]))
         if any(form != forms[0] for form in forms):
             return None
+        leaves, treedef = jax.tree.flatten(state)
+        if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
+            state = self._whole(state)
+            leaves = jax.tree.leaves(state)
         settings = [getattr(jax.config, f"jax_{name}") for name in SETTINGS]
-        avals = [x.aval for x in jax.tree.leaves(state)]
-        form = (forms[0], jax.tree.structure(state), avals, settings)
-        turns = [self._turn(leaves, forms[0][0], turn) for turn in range(self._each)]
+        form = (forms[0], treedef, [(x.shape, x.dtype) for x in leaves], settings)
+        turns = self._turns(columns, forms[0][0], step)
         if form != self._form:
-            self._programs = self._prove(state, *turns[0], step)
-            self._form = form
-        if self._programs is None:
+            self._step, self._form = self._prove(state, turns[0]), form
+        if self._step is None:
             self.possible = False
             return None
-        grad, add, total, update = self._programs
-        stack = ShiftReduce(self._each, lambda left, right: add(left, right))
-        words = (self._seed, np.uint32(step))
-        for turn, (share, replica) in enumerate(turns):
-            stack.push(Node(0, turn), grad(state, share, *words, replica))
-        ((_, root),) = stack.roots()
-        return update(state, total(root))
+        result = self._step(state, turns)
+        self._known = jax.tree.leaves(result[0])
+        return result
 
-    def _turn(self, leaves: Sequence[Any], treedef: Any, turn: int) -> tuple[Any, Any]:
-        """(the share, the replica's number) on each device: values under one name."""
-        numbers = [d * self._each + turn for d in range(len(self._devices))]
-        columns = list(zip(*(leaves[n] for n in numbers), strict=True))
-        columns.append(tuple(np.uint32(n) for n in numbers))
-        placed = jax.device_put(columns, [tuple(self._devices)] * len(columns))
-        arrays = [
-            jax.make_array_from_single_device_arrays(c[0].shape, self._everywhere, list(c))
-            for c in placed
+    def _whole(self, state: Any) -> Any:
+        """The user's state, each leaf one array on all devices."""
+
+        def spread(path: Any, leaf: Any) -> Any:
+            if isinstance(leaf, jax.Array) and leaf.sharding == self._sharding:
+                return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
+            return jax.device_put(strong(path, leaf), self._sharding)
+
+        return jax.tree_util.tree_map_with_path(spread, state)
+
+    def _turns(self, columns: Sequence[Any], treedef: Any, step: int) -> list[Any]:
+        """(share, seed, step, replica's number) for each turn of the devices: values under one name."""
+        count, each = len(self._devices), self._each
+        if not self._numbers:
+            words = [np.asarray(self._seed)] * count
+            numbers = [[np.uint32(d * each + t) for d in range(count)] for t in range(each)]
+            self._numbers = self._placed([words, *numbers])
+        values = [
+            [columns[d * each + turn][n] for d in range(count)]
+            for turn in range(each)
+            for n in range(len(columns[0]))
         ]
-        return jax.tree.unflatten(treedef, arrays[:-1]), arrays[-1]
+        *arrays, now = self._placed([*values, [np.uint32(step)] * count])
+        seed, *numbers = self._numbers
+        size = len(columns[0])
+        return [
+            (jax.tree.unflatten(treedef, arrays[t * size : (t + 1) * size]), seed, now, numbers[t])
+            for t in range(each)
+        ]
 
-    def _prove(self, state: Any, share: Any, replica: Any, step: int) -> Any:
-        """The programs; None where one is not what a single device would run."""
-        grad, add, update = self._singles
-        arguments = (state, share, self._seed, np.uint32(step), replica)
+    def _placed(self, columns: list[list[Any]]) -> list[Any]:
+        """One array of each column, which holds a value for every device."""
+        if len(self._devices) == 1:
+            return jax.device_put([column[0] for column in columns], self._devices[0])
+        placed = jax.device_put(columns, [list(self._devices)] * len(columns))
+        return [
+            jax.make_array_from_single_device_arrays(c[0].shape, self._sharding, c) for c in placed
+        ]
+
+    def _prove(self, state: Any, turn: Any) -> Callable[[Any, list[Any]], Any] | None:
+        """How a step is run; None where a program is not what a single device would run."""
+        grad, _, update = self._singles
         # Tracing raises what is wrong with the user's functions, as the reference would.
-        contributions = jax.eval_shape(grad, *arguments)
+        contributions = jax.eval_shape(grad, state, *turn)
         for leaf in jax.tree.leaves(contributions):
             # XLA may keep a chain of narrow sums in a wider type; two at a time it cannot.
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize < 4:
@@ -113,98 +144,92 @@ class Together:
                 return None
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 return None
-        programs = []
-        for single, values in ((grad, arguments), (update, (state, contributions))):
-            together = self._compile(single, *values)
-            if not same_program(self._alone(single, *values), together):
-                return None
-            programs.append(together)
-        sums = self._compile(add, contributions, contributions)
-        total = self._compile(self._total, contributions)
-        return programs[0], sums, total, programs[1]
+        singles = [
+            _compiled(fn, self._alone, *values)
+            for fn, values in ((grad, (state, *turn)), (update, (state, contributions)))
+        ]
+        if self._each == 1:
+            whole = self._together(self._one_program, state, *turn)
+            if is_grad_then_update(whole, *singles, between=len(self._devices) > 1):
+                return lambda state, turns: whole(state, *turns[0])
+        if len(self._devices) == 1:
+            return None
+        return self._in_pieces(singles, state, turn, contributions)
+
+    def _one_program(self, state: Any, *turn: Any) -> tuple[Any, Any]:
+        """A step of one replica on each device.
+
+        The update stays a computation of its own, so that nothing is fused across its edge. Grad is
+        not one: XLA's CPU compiler rewrites convolutions to their fast form only outside of calls.
+        """
+        grad, _, update = self._singles
+        total = grad(state, *turn)
+        if len(self._devices) > 1:
+            total = _kept(self._total, total)
+        else:
+            # A constant among the contributions would be put into the called computation.
+            total = jax.lax.optimization_barrier(total)
+        return _kept(update, state, total)
+
+    def _in_pieces(
+        self, singles: list[Any], state: Any, turn: Any, contributions: Any
+    ) -> Callable[[Any, list[Any]], Any] | None:
+        single_grad, single_update = singles
+        grad_fn, add_fn, update_fn = self._singles
+        grad = self._together(grad_fn, state, *turn)
+        if not same_program(single_grad, grad):
+            return None
+        update = self._together(update_fn, state, contributions)
+        if not same_program(single_update, update):
+            return None
+        add = self._together(add_fn, contributions, contributions)
+        total = self._together(self._total, contributions)
+
+        def step(state: Any, turns: list[Any]) -> Any:
+            stack = ShiftReduce(self._each, lambda left, right: add(left, right))
+            for number, own in enumerate(turns):
+                stack.push(Node(0, number), grad(state, *own))
+            ((_, root),) = stack.roots()
+            return update(state, total(root))
+
+        return step
 
     def _total(self, root: Any) -> Any:
         """Every device's root, by their bytes, added in the tree."""
-        count = len(self._devices)
+        leaves, treedef = jax.tree.flatten(root)
         level = self._each.bit_length() - 1
-
-        def gathered(leaf: Any) -> list[Any]:
-            every = jax.lax.all_gather(bits(leaf), "device")
-            return [from_bits(every[d], leaf.shape, leaf.dtype) for d in range(count)]
-
-        every = jax.tree.map(gathered, root)
+        every = [jax.lax.all_gather(bits(leaf), "device") for leaf in leaves]
         parts = [
-            jax.tree.map(lambda x, d=d: x[d], every, is_leaf=lambda x: isinstance(x, list))
-            for d in range(count)
+            treedef.unflatten(
+                from_bits(found[d], leaf.shape, leaf.dtype)
+                for found, leaf in zip(every, leaves, strict=True)
+            )
+            for d in range(len(self._devices))
         ]
         nodes = [(Node(level, d), part) for d, part in enumerate(parts)]
         ((_, total),) = merge(nodes, self._replicas, functools.partial(jax.tree.map, jnp.add))
         return total
 
-    def _compile(self, fn: Any, *values: Any) -> Any:
-        mapped = jax.shard_map(
-            fn, mesh=self._everywhere.mesh, in_specs=P(), out_specs=P(), check_vma=False
-        )
-        lowered = jax.jit(mapped).lower(*_described(values, self._everywhere))
-        return lowered.compile()
-
-    def _alone(self, fn: Any, *values: Any) -> Any:
-        single = jax.sharding.SingleDeviceSharding(self._devices[0])
-        return fn.lower(*_described(values, single)).compile()
+    def _together(self, fn: Any, *values: Any) -> Any:
+        if len(self._devices) > 1:
+            fn = jax.shard_map(fn, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return _compiled(fn, self._sharding, *values)
 
 
-def _described(values: Any, sharding: Any) -> Any:
-    return jax.tree.map(
+def _compiled(fn: Any, sharding: Any, *values: Any) -> Any:
+    """The program of `fn`, with every argument, used or not: its parameters are compared by number."""
+    described = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), values
     )
+    return jax.jit(lambda *args: fn(*args), keep_unused=True).lower(*described).compile()
 
 
-def same_program(one: Any, other: Any) -> bool:
-    """Whether two compiled programs make their results by the same instructions of the same values."""
-    return _digest(one.as_text()) == _digest(other.as_text())
+def _kept(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn` of `args`, as a computation that XLA does not put in the place of its call."""
 
+    def inner(*args: Any) -> Any:
+        with set_xla_metadata(inlineable="true"):  # of what `fn` calls itself
+            return fn(*args)
 
-# What of an instruction's text is no part of what it computes: its origin, and shardings, which have
-# been carried out when the program is optimized.
-_ASIDE = re.compile(
-    r', (?:metadata|sharding|frontend_attributes)=\{(?:"[^"]*"|[^{}"]|\{[^{}]*\})*\}'
-)
-_NAME = re.compile(r"%[\w.\-]+")
-
-
-def _digest(text: str) -> str:
-    """Of an optimized module: of its result, with what it is made of in place of all names.
-
-    The module's header is left out, which says its name and for how many devices it is. What the entry
-    calls is one kernel, whose instructions count in their order; the entry's own instructions are
-    kernels, of which only the operands count.
-    """
-    known: dict[str, str] = {}
-    for block in re.split(r"^\}$", text, flags=re.MULTILINE):
-        if not (head := re.search(r"^(ENTRY )?(%[\w.\-]+) .*$", block, flags=re.MULTILINE)):
-            continue
-        lines = _ASIDE.sub("", block[head.end() :]).strip().split("\n")
-        if head[1]:
-            return _result(lines, known)
-        names: dict[str, str] = {}
-
-        def canonical(name: re.Match[str], names: dict[str, str] = names) -> str:
-            return known.get(name[0]) or names.setdefault(name[0], f"%{len(names)}")
-
-        known[head[2]] = _hash(_NAME.sub(canonical, "\n".join(lines)))
-    raise ValueError("a compiled program shows no entry computation")
-
-
-def _result(lines: list[str], known: dict[str, str]) -> str:
-    """Of an entry computation, whose instructions come after their operands."""
-    made, result = dict(known), ""
-    for line in lines:
-        name, _, text = line.strip().removeprefix("ROOT ").partition(" = ")
-        made[name] = _hash(_NAME.sub(lambda operand: made[operand[0]], text))
-        if line.lstrip().startswith("ROOT "):
-            result = made[name]
-    return result
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(inner)(*args)

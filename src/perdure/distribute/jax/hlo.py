@@ -1,0 +1,140 @@
+"""What optimized XLA programs compute, told from their text.
+
+Owns the comparison of compiled programs. Invariant: two that are called alike make their results by
+the same instructions of the same values; a text that is not understood is like no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+# What of an instruction's text is no part of what it computes: its origin, and shardings, which have
+# been carried out when the program is optimized.
+_ASIDE = re.compile(
+    r', (?:metadata|sharding|frontend_attributes)=\{(?:"[^"]*"|[^{}"]|\{[^{}]*\})*\}'
+)
+_NAME = re.compile(r"%[\w.\-]+")
+_HEAD = re.compile(r"^(ENTRY )?(%[\w.\-]+) .*$", re.MULTILINE)
+_CALL = re.compile(r" call\((.*)\), to_apply=(%[\w.\-]+)")
+_COPY = re.compile(r"^(\S+) copy\((%[\w.\-]+)\)")
+_PART = re.compile(r" get-tuple-element\((%[\w.\-]+)\), index=(\d+)")
+
+
+def same_program(one: Any, other: Any) -> bool:
+    """Whether two compiled programs make their results by the same instructions of the same values."""
+    return _Module(one.as_text()).entry.result == _Module(other.as_text()).entry.result
+
+
+def is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bool:
+    """Whether a program computes `grad`, then `update` of the state and what `grad` gave.
+
+    All three take the state first. In `whole` the update is a computation of its own, called last; with
+    `between` it gets what another one, called before it, makes of the results of `grad`.
+    """
+    module = _Module(whole.as_text(), open_calls=True)
+    alone, last = _Module(grad.as_text()).entry, _Module(update.as_text()).entry
+    calls = module.entry.calls
+    if len(calls) != 1 + between or module.called(calls[-1].target).leaves != last.leaves:
+        return False
+    found = alone.leaves
+    if between:
+        if calls[0].operands != found:
+            return False
+        found = calls[0].parts(len(found))
+    state = last.parameters[: len(last.parameters) - len(found)]
+    return calls[-1].operands == state + found and module.entry.leaves == calls[-1].parts(
+        len(last.leaves)
+    )
+
+
+class _Module:
+    """The computations of an optimized module, with what each is made of in place of all names.
+
+    The module's header is left out, which says its name and for how many devices it is. What the entry
+    and a called computation apply is one kernel, whose instructions count in their order; their own
+    instructions are kernels, of which only the operands count.
+    """
+
+    def __init__(self, text: str, *, open_calls: bool = False) -> None:
+        self._kernels: dict[str, str] = {}
+        self._lines: dict[str, list[str]] = {}
+        for block in re.split(r"^\}$", text, flags=re.MULTILINE):
+            if not (head := _HEAD.search(block)):
+                continue
+            lines = _ASIDE.sub("", block[head.end() :]).strip().split("\n")
+            if head[1]:
+                self.entry = _Computation(lines, self._kernels, open_calls)
+                return
+            names: dict[str, str] = {}
+
+            def canonical(name: re.Match[str], names: dict[str, str] = names) -> str:
+                return self._kernels.get(name[0]) or names.setdefault(name[0], f"%{len(names)}")
+
+            self._lines[head[2]] = lines
+            self._kernels[head[2]] = _hash(_NAME.sub(canonical, "\n".join(lines)))
+        raise ValueError("a compiled program shows no entry computation")
+
+    def called(self, name: str) -> _Computation:
+        return _Computation(self._lines[name], self._kernels, False)
+
+
+class _Call:
+    """A call of a computation that was kept as one: what it gets, and what its results are called."""
+
+    def __init__(self, number: int, operands: list[str], target: str) -> None:
+        self.operands = operands
+        self.target = target
+        self._number = number
+
+    def parts(self, count: int) -> list[str]:
+        return [self.part(index) for index in range(count)]
+
+    def part(self, index: int) -> str:
+        return f"call {self._number} result {index}"
+
+
+class _Computation:
+    """Values by what they are made of; instructions come after their operands.
+
+    With `open_calls` the results of a call have names of their own, and the call is in `calls`.
+    """
+
+    def __init__(self, lines: list[str], kernels: dict[str, str], open_calls: bool) -> None:
+        made, calls = dict(kernels), dict[str, _Call]()
+        parameters: dict[int, str] = {}
+        tuples: dict[str, list[str]] = {}
+        types: dict[str, str] = {}
+        self.result, self.leaves = "", list[str]()
+        for line in lines:
+            name, _, text = line.strip().removeprefix("ROOT ").partition(" = ")
+            part, copy = _PART.search(text), _COPY.match(text)
+            types[name] = text.partition(" ")[0]
+            if open_calls and (call := _CALL.search(text)):
+                operands = [made[operand] for operand in _NAME.findall(call[1])]
+                calls[name] = _Call(len(calls), operands, call[2])
+                made[name] = calls[name].part(0)  # of one result that is no tuple
+                if text.startswith("("):
+                    count = text[: text.index(") call(")].count("[")
+                    tuples[name] = calls[name].parts(count)
+            elif part and part[1] in calls:
+                made[name] = calls[part[1]].part(int(part[2]))
+            elif copy and types[copy[2]] == copy[1]:
+                made[name] = made[copy[2]]  # in the same layout: the same bytes elsewhere
+            else:
+                if number := re.search(r" parameter\((\d+)\)", text):
+                    # A parameter's layout is that of the program's arguments: always the plain one.
+                    parameters[int(number[1])] = _hash(text)
+                made[name] = _hash(_NAME.sub(lambda operand: made[operand[0]], text))
+                if (at := text.find(") tuple(")) >= 0:
+                    tuples[name] = [made[operand] for operand in _NAME.findall(text[at:])]
+            if line.lstrip().startswith("ROOT "):
+                self.result = made[name]
+                self.leaves = tuples.get(name) or [made[name]]
+        self.parameters = [parameters[number] for number in sorted(parameters)]
+        self.calls = list(calls.values())
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

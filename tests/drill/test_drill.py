@@ -101,6 +101,24 @@ def test_a_program_that_differs_by_itself_is_found_first(tmp_path: Path) -> None
     assert "the result depends on the clock" in (tmp_path / "page.html").read_text()
 
 
+def test_an_unseeded_source_is_told_from_the_clock(tmp_path: Path) -> None:
+    report = run_drill(command("wrong_seed"), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    assert not report.passed
+    assert report.rows == []
+    assert report.diagnosis is not None
+    assert report.diagnosis.cause == "unseeded"
+    assert "differ" in report.diagnosis.evidence[0], "the clock was excluded before"
+
+
+def test_a_program_that_fails_behind_a_resume(tmp_path: Path) -> None:
+    report = run_drill(command("wrong_resume"), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    (row,) = report.document()["runs"]
+    assert row["verdict"] in ("failed", "differs")
+    assert row["diagnosis"]["cause"] == "fails after a resume"
+    assert "no fault had hit it" in row["problem"]
+    assert "KeyError" in row["log"]
+
+
 def test_as_a_test_of_a_team() -> None:
     faults = ("sigkill-at-step", "torn-write")
     assert drill(command("right"), faults=faults, runs=2, seed=4)["pass"]

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from perdure import heartbeats
-from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
@@ -33,6 +33,7 @@ PLAN, EVENTS, COPIES, RUNS = "plan.json", "events.jsonl", "manifests", "runs"
 Listener = Callable[[str, "int | None"], None]
 
 _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
+_LONGEST_NAME = 200  # of 255 bytes that a file system takes
 _FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
 
 
@@ -74,6 +75,7 @@ class Drilled:
         self._seen: Counter[str] = Counter()
         self._step: int | None = None
         self._linked: dict[str, str] = {}
+        self._time = time.time
         self._offset = 0.0
         self.listeners: list[Listener] = []
 
@@ -94,11 +96,15 @@ class Drilled:
         if path in self._leave:
             return LocalStorage(where)
         self.at("open", name=path)
-        return LocalStorage(self.where / RUNS / quote(path, safe=""), self.before)
+        name = quote(path, safe="")
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
+        return LocalStorage(self.where / RUNS / name, self.before)
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """`clock`, which jumps where the plan says so."""
-        return lambda: clock() + self._offset
+        """`clock`, which jumps where the plan says so. One that is not Python's own asks `time.time`
+        itself, if it is a clock of that kind, and finds the jump there."""
+        return (lambda: clock() + self._offset) if clock is self._time else clock
 
     def before(self, operation: str, path: str) -> None:
         """Called ahead of every operation that changes a run directory."""
@@ -180,7 +186,7 @@ class Drilled:
 
     def _jump(self, seconds: float) -> None:
         """The clock of the store jumps, and the one that the program itself reads."""
-        self._offset = seconds
+        self._offset += seconds
         real, real_ns = time.time, time.time_ns
         time.time = lambda: real() + seconds
         time.time_ns = lambda: real_ns() + int(seconds * 1e9)

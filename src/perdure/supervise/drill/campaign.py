@@ -298,8 +298,7 @@ def _require_restores(rows: Sequence[Row]) -> None:
     if resumed and all(step is None for step in resumed):
         raise LaunchError(
             f"the program saves checkpoints and never restores one: started again {len(resumed)} "
-            f"times, it began from the beginning. Expected manager.restore_or_initialize(state) "
-            f"before its loop."
+            f"times, it began anew. Expected manager.restore_or_initialize(state) before its loop."
         )
 
 

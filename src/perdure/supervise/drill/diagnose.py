@@ -165,7 +165,7 @@ def diagnose_run(
     lab: Laboratory, scenario: Scenario, found: Outcome, seen: Difference | None
 ) -> Diagnosis:
     """Why a faulted run differs from the undisturbed one, or does not come to its end."""
-    if seen is None:
+    if seen is None or (found.problem and not seen.leaves):
         return diagnosis("fails after a resume", found.problem)
     if (moved := _topology(lab, scenario)) is not None:
         return moved

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perdure.data import ArrayDataset
-from perdure.distribute.jax import spmd
+from perdure.distribute.jax import hlo, spmd
 from perdure.distribute.jax.threads import pin
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
@@ -157,7 +157,7 @@ def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
 
 
 def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypatch: Any) -> None:
-    compare, told = spmd.is_grad_then_update, list[bool]()
+    compare, told = hlo.is_grad_then_update, list[bool]()
 
     def noted(*programs: Any, **between: Any) -> bool:
         told.append(compare(*programs, **between))
@@ -177,12 +177,12 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
             state, _ = step(state, strategy.batch(dataset(), number))
         return np.asarray(state["w"]).tobytes()
 
-    monkeypatch.setattr(spmd, "is_grad_then_update", noted)
+    monkeypatch.setattr(hlo, "is_grad_then_update", noted)
     as_one = train()
     monkeypatch.setattr(spmd, "_kept", lambda fn, *args: fn(*args))
     apart = train()
     assert told == [True, False]
     assert as_one == apart
     # What would have run without the comparison.
-    monkeypatch.setattr(spmd, "is_grad_then_update", lambda *_, **__: True)
+    monkeypatch.setattr(hlo, "is_grad_then_update", lambda *_, **__: True)
     assert train() != apart

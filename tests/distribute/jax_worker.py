@@ -22,7 +22,7 @@ import optax
 
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
-from perdure.distribute.jax import spmd as jax_spmd
+from perdure.distribute.jax import hlo as jax_hlo
 from perdure.distribute.jax.engine import JaxEngine
 from perdure.distribute.reduction import Reduction
 from perdure.errors import WorkerLostError
@@ -221,7 +221,7 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
 
 def by_comparison() -> dict[str, Any]:
     """Which models run on all devices together, what they give, and what without the comparison."""
-    compare, told = jax_spmd.same_program, []
+    compare, told = jax_hlo.same_program, []
 
     def noted(one: Any, other: Any) -> bool:
         told.append(compare(one, other))
@@ -231,11 +231,11 @@ def by_comparison() -> dict[str, Any]:
     for model in ("tiny", "attention"):
         out[model] = {}
         for name, way in (("compared", noted), ("not compared", lambda *_: True)):
-            jax_spmd.same_program = way
+            jax_hlo.same_program = way
             told.clear()
             digests = [train(MirroredStrategy(d, REPLICAS), model) for d in (1, 2, 8)]
             out[model][name] = (len(set(digests)), list(told))
-    jax_spmd.same_program = compare
+    jax_hlo.same_program = compare
     return out
 
 

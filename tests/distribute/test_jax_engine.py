@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perdure.data import ArrayDataset
-from perdure.distribute.jax import spmd
+from perdure.distribute.jax import hlo, spmd
 from perdure.distribute.jax.threads import pin
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
@@ -154,3 +154,35 @@ def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
     assert weak.aval.weak_type
     for leaf in (0.1, 1, True, weak):
         assert not spmd._is_strong(leaf)
+
+
+def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypatch: Any) -> None:
+    compare, told = hlo.is_grad_then_update, list[bool]()
+
+    def noted(*programs: Any, **between: Any) -> bool:
+        told.append(compare(*programs, **between))
+        return told[-1]
+
+    def one_grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"s": state["w"] * batch[0].sum(), "n": jnp.float32(3)}
+
+    def one_update(state: Any, total: Any) -> Any:
+        # In one program the product above and this sum are a fused multiply-add.
+        return {"w": state["w"] - total["s"]}, {"n": total["n"]}
+
+    def train() -> bytes:
+        strategy = OneDeviceStrategy(replicas=1)
+        step, state = strategy.step(one_grad, one_update), {"w": jnp.linspace(0.0, 1.0, 64)}
+        for number in range(3):
+            state, _ = step(state, strategy.batch(dataset(), number))
+        return np.asarray(state["w"]).tobytes()
+
+    monkeypatch.setattr(hlo, "is_grad_then_update", noted)
+    as_one = train()
+    monkeypatch.setattr(spmd, "_kept", lambda fn, *args: fn(*args))
+    apart = train()
+    assert told == [True, False]
+    assert as_one == apart
+    # What would have run without the comparison.
+    monkeypatch.setattr(hlo, "is_grad_then_update", lambda *_, **__: True)
+    assert train() != apart

@@ -13,6 +13,7 @@ from torch import nn
 
 from perdure.data import ArrayDataset
 from perdure.distribute.torch import buffers as torch_buffers
+from perdure.distribute.torch.engine import keep_memory
 from perdure.errors import StateError, TopologyError
 from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
 
@@ -220,3 +221,11 @@ def test_recipe_records_what_decides_bits() -> None:
     assert recipe["threads"] == 2
     assert recipe["deterministic"] is True
     assert MirroredStrategy(replicas=V).recipe()["threads"] == 1
+
+
+def test_malloc_is_left_alone_where_the_environment_says_something_of_it() -> None:
+    for name, value in [
+        ("MALLOC_TRIM_THRESHOLD_", "1"),
+        ("GLIBC_TUNABLES", "glibc.malloc.perturb=1"),
+    ]:
+        assert not keep_memory({name: value})

@@ -23,8 +23,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from perdure.distribute.jax import hlo
 from perdure.distribute.jax.group import bits, from_bits
-from perdure.distribute.jax.hlo import is_grad_then_update, same_program
 from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
 from perdure.distribute.tree import Node, ShiftReduce, merge
 
@@ -150,7 +150,7 @@ class Together:
         ]
         if self._each == 1:
             whole = self._together(self._one_program, state, *turn)
-            if is_grad_then_update(whole, *singles, between=len(self._devices) > 1):
+            if hlo.is_grad_then_update(whole, *singles, between=len(self._devices) > 1):
                 return lambda state, turns: whole(state, *turns[0])
         if len(self._devices) == 1:
             return None
@@ -177,10 +177,10 @@ class Together:
         single_grad, single_update = singles
         grad_fn, add_fn, update_fn = self._singles
         grad = self._together(grad_fn, state, *turn)
-        if not same_program(single_grad, grad):
+        if not hlo.same_program(single_grad, grad):
             return None
         update = self._together(update_fn, state, contributions)
-        if not same_program(single_update, update):
+        if not hlo.same_program(single_update, update):
             return None
         add = self._together(add_fn, contributions, contributions)
         total = self._together(self._total, contributions)

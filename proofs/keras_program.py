@@ -18,6 +18,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf  # here, because Keras would import it in every process that is forked
+import torch
 
 import perdure.keras
 from perdure.store import LocalStorage
@@ -101,13 +103,11 @@ def source(kind: str, model: str) -> dict[str, Any]:
     if kind == "PyDataset":
         return {"x": Indexed(model), "shuffle": True}
     if kind == "tf.data":
-        import tensorflow as tf
-
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3).batch(BATCH)
         return {"x": data, "shuffle": False}
-    import torch.utils.data as data
-
-    both = data.TensorDataset(*(__import__("torch").from_numpy(each) for each in (x, y)))
+    torch.manual_seed(11)  # Keras seeds it on its own backend only
+    data = torch.utils.data
+    both = data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     return {"x": data.DataLoader(both, batch_size=BATCH, shuffle=True), "shuffle": False}
 
 

@@ -123,8 +123,8 @@ class Batches:
         """In place of the epoch iterator's own: what the next batches come from."""
         first, self._first = self._first, None
         if first is None:
-            if not self._carries:  # Keras makes one at the end of an epoch that it does not use
-                return () if self._tensorflow else self._class._get_iterator(self._iterator)
+            if not self._carries:
+                return self._unused()
             first = self.random(), self._steering.start(0)
         self._begin, drop = first
         self._taken, self._drop = self._drop, 0
@@ -144,6 +144,16 @@ class Batches:
                     f"{number} batches."
                 ) from None
         return source
+
+    def _unused(self) -> Any:
+        """Keras makes a pass at the end of an epoch, and does not use it."""
+        if not self._tensorflow:
+            return self._class._get_iterator(self._iterator)
+        if self._reshuffled is None:
+            return ()
+        self._made += 1  # which another order follows from
+        _iterators_of[self._reshuffled] = self._made
+        return self._iterator._distributed_dataset
 
     def _count_up(self) -> None:
         """Bring the iterators that a shuffled dataset counts to their number of then."""

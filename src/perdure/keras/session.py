@@ -35,6 +35,8 @@ class Session(Callback):
         self, fit: RunningFit, manager: CheckpointManager, save_freq: str | int | bool, **options: Any
     ) -> None:
         super().__init__()
+        if doubt := sources.doubts(fit.iterator.data_adapter):
+            warnings.warn(f"BackupAndRestore: {doubt}", stacklevel=4)
         self._fit = fit
         self._manager = manager
         self._every = save_freq if type(save_freq) is int else None
@@ -50,8 +52,6 @@ class Session(Callback):
         self._logs: dict[str, float] = {}
         self._others: Others
         self._recipe: dict[str, Any]
-        if doubt := sources.doubts(fit.iterator.data_adapter):
-            warnings.warn(f"BackupAndRestore: {doubt}", stacklevel=4)
         if self._preemptible:
             iterator = ref(fit.iterator)
             manager.preemption.in_scope = lambda frame: is_running(frame, iterator())

@@ -113,7 +113,7 @@ class Batches:
         if back is not None and self._carries and back["inside"]:
             iterator._current_iterator = iter(self._pass())
             iterator._steps_seen = back["taken"] - back["batch"]
-        if back is not None:
+        if back is not None and back["inside"]:
             for _ in range(back["executions"]):
                 next(steps, None)
             randomness.restore(back["random"], self._generators)

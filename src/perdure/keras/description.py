@@ -18,6 +18,7 @@ from perdure.data.sources import Arrays
 from perdure.errors import PerdureError
 from perdure.keras import sources
 from perdure.keras.running import RunningFit
+from perdure.state.keras_state import named
 
 Description = dict[str, bool | int | float | str]
 
@@ -53,11 +54,10 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
         "validation_data": _content(arguments.get("validation_data")),
         "model": _config(model),
     }
-    found["variables"] = {
-        f"{number}.{_plain_name(each.path)}": f"{each.dtype} {tuple(each.shape)}"
-        for number, each in enumerate(model.variables)
+    variables = {
+        f"variables.{path}": f"{each.dtype} {tuple(each.shape)}" for path, each in named(model).items()
     }
-    return _flat(_renumbered(found))
+    return _flat(_renumbered(found)) | variables
 
 
 def _metrics(model: Any) -> list[Any]:
@@ -101,10 +101,6 @@ def _without(made: Any) -> Any:
     return made
 
 
-def _plain_name(path: str) -> str:
-    return path.replace(".", "_")
-
-
 def _renumbered(found: dict[str, Any]) -> dict[str, Any]:
     """With names numbered by their first use here: Keras numbers those of a whole process."""
     given: dict[str, str] = {}
@@ -122,7 +118,7 @@ def _renumbered(found: dict[str, Any]) -> dict[str, Any]:
     if not stems:
         return found
     pattern = rf"\b({'|'.join(sorted(map(re.escape, stems), key=len, reverse=True))})(?:_\d+)?\b"
-    text = json.dumps({key: found[key] for key in ("compile", "model", "variables")}, default=str)
+    text = json.dumps({key: found[key] for key in ("compile", "model")}, default=str)
     return {**found, **json.loads(re.sub(pattern, fresh, text))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,8 @@ class Probe(keras.callbacks.Callback):
     def __init__(self, at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
         super().__init__()
         self.at, self.fault = at, fault
-        self.steps: list[tuple[int, int]] = []
+        # Of this process: a list would be a part of the backup, as every plain attribute is.
+        self.steps: deque[tuple[int, int]] = deque()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.now = epoch
@@ -101,7 +103,7 @@ def train(
         f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
         for number, each in enumerate(variables)
     }
-    return End(values, json.dumps(history.history), history.epoch, probe.steps)
+    return End(values, json.dumps(history.history), history.epoch, [*probe.steps])
 
 
 def same(one: End, other: End) -> bool:

@@ -97,7 +97,9 @@ def train(
         fit = {"x": x, "y": y, "batch_size": BATCH, **fit}
     if callable(fit["x"]):
         fit["x"] = fit["x"]()
-    history = model.fit(**{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit})
+    history = model.fit(
+        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit}
+    )
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     values = {
         f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()

@@ -67,7 +67,10 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "batches": ({"batch_size": 8}, ["fit.batch_size", "6", "8"]),
     "epochs": ({"epochs": 5}, ["fit.epochs"]),
     "order": ({"shuffle": False}, ["fit.shuffle"]),
-    "shrunk": (dict(zip("xy", arrays(15), strict=True)) | {"batch_size": 6}, ["data.batches", "22", "15"]),
+    "shrunk": (
+        dict(zip("xy", arrays(15), strict=True)) | {"batch_size": 6},
+        ["data.batches", "22", "15"],
+    ),
     "content": ({"x": arrays()[0] + 1, "y": arrays()[1], "batch_size": 6}, ["data.content"]),
     "validated": ({"validation_data": arrays(6)}, ["validation_data"]),
 }
@@ -128,8 +131,6 @@ def test_a_fit_that_was_left_does_not_lock_the_next(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     begun(tmp_path / "run")
     assert train(tmp_path / "run").epochs == [0, 1, 2]
-    with pytest.raises(StepNotFoundError):
-        load_weights(network(), tmp_path / "empty")
 
 
 def weights(model: Any) -> list[bytes]:

@@ -89,7 +89,10 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         x, y = arrays()
         for first in range(0, ROWS, BATCH):
-            yield torch.from_numpy(x[first : first + BATCH]), torch.from_numpy(y[first : first + BATCH])
+            yield (
+                torch.from_numpy(x[first : first + BATCH]),
+                torch.from_numpy(y[first : first + BATCH]),
+            )
 
 
 SOURCES: dict[str, dict[str, Any]] = {
@@ -114,7 +117,9 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_data(kind: str, tmp_path: Path) -> None:
     fit = SOURCES[kind]
-    whole = train(None, **fit)
+    # With workers Keras begins an epoch with batches that it read ahead in the one before.
+    ours = "workers" in kind
+    whole = train(tmp_path / "whole" if ours else None, **fit)
     for at in [(1, 1), (1, -1)]:
         end, _ = interrupted(tmp_path / str(at), at, **fit)
         assert same(end, whole)

@@ -58,9 +58,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 f"{save_freq!r}."
             )
         if save_freq is False and not save_before_preemption:
-            raise TrainError(
-                "save_freq=False saves nothing unless save_before_preemption=True."
-            )
+            raise TrainError("save_freq=False saves nothing unless save_before_preemption=True.")
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint

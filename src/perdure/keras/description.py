@@ -55,7 +55,8 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
         "model": _config(model),
     }
     variables = {
-        f"variables.{path}": f"{each.dtype} {tuple(each.shape)}" for path, each in named(model).items()
+        f"variables.{path}": f"{each.dtype} {tuple(each.shape)}"
+        for path, each in named(model).items()
     }
     return _flat(_renumbered(found)) | variables
 

@@ -94,6 +94,4 @@ def _packed(callback: Callback) -> dict[str, Any]:
 
 
 def _has_operator(callback: Any) -> bool:
-    return (
-        isinstance(callback, MonitorCallback) and callback.monitor_op is not None
-    )
+    return isinstance(callback, MonitorCallback) and callback.monitor_op is not None

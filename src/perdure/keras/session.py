@@ -32,7 +32,11 @@ class Session(Callback):
     """Follows one call of `fit`; made by `BackupAndRestore` and gone with the call."""
 
     def __init__(
-        self, fit: RunningFit, manager: CheckpointManager, save_freq: str | int | bool, **options: Any
+        self,
+        fit: RunningFit,
+        manager: CheckpointManager,
+        save_freq: str | int | bool,
+        **options: Any,
     ) -> None:
         super().__init__()
         if doubt := sources.doubts(fit.iterator.data_adapter):

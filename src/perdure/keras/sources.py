@@ -33,6 +33,7 @@ class ByIndex(Steering):
     def __init__(self, adapter: PyDatasetAdapter) -> None:
         self._dataset = adapter.py_dataset
         self._shuffle = adapter.shuffle
+        self._enqueuer = adapter.enqueuer
         self._order: list[int] | None = None
         self._drop = 0
         adapter.py_dataset, adapter.shuffle = self, False
@@ -41,6 +42,9 @@ class ByIndex(Steering):
 
     def start(self, drop: int) -> int:
         self._drop, self._order = drop, None
+        if self._enqueuer is not None:
+            # Keras hands out first what its workers read ahead in the pass before.
+            self._enqueuer.ready_queue.queue.clear()
         if self._shuffle and (count := self._dataset.num_batches) is not None:
             self._order = list(range(count))
             random.shuffle(self._order)
@@ -87,7 +91,9 @@ class TensorFlowOrder(Steering):
     def _shuffled(self, indices: Any, *given: Any, **named: Any) -> Any:
         import tensorflow as tf
 
-        drawn = tf.numpy_function(lambda rows: self._generator.permutation(rows), [indices], "int64")
+        drawn = tf.numpy_function(
+            lambda rows: self._generator.permutation(rows), [indices], "int64"
+        )
         return tf.ensure_shape(drawn, indices.shape)
 
 
@@ -115,7 +121,12 @@ def loader_generators(adapter: Any) -> list[Any]:
     if not isinstance(adapter, TorchDataLoaderAdapter):
         return []
     loader = adapter.get_torch_dataloader()
-    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0)]
+    holders = [
+        loader,
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", 0),
+    ]
     found = {id(each): each for holder in holders if (each := getattr(holder, "generator", None))}
     return list(found.values())
 

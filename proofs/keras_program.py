@@ -18,10 +18,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf  # here, because Keras would import it in every process that is forked
 import torch
 
 import perdure.keras
+
+try:  # here, because Keras would import it in every process that is forked
+    import tensorflow as tf
+except ImportError:
+    tf = None
 from perdure.store import LocalStorage
 
 EPOCHS, BATCHES, BATCH = 3, 6, 8
@@ -73,11 +77,11 @@ def _die_in_the_next_save() -> None:
     keras.Model.save_weights = save_and_die
 
 
-def arrays(model: str) -> tuple[Any, Any]:
+def arrays(model: str, rows: int = ROWS) -> tuple[Any, Any]:
     chance = np.random.default_rng(7)
-    shape = (ROWS, 8, 8, 1) if model == "cnn" else (ROWS, 6)
+    shape = (rows, 8, 8, 1) if model == "cnn" else (rows, 6)
     x = chance.normal(size=shape).astype("float32")
-    return x, (np.arange(ROWS) % 3).astype("int32")
+    return x, (np.arange(rows) % 3).astype("int32")
 
 
 class Indexed(keras.utils.PyDataset):
@@ -95,9 +99,9 @@ class Indexed(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
-def source(kind: str, model: str) -> dict[str, Any]:
+def source(kind: str, model: str, rows: int) -> dict[str, Any]:
     """The arguments of `fit` that say what to train on."""
-    x, y = arrays(model)
+    x, y = arrays(model, rows)
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": BATCH, "shuffle": True}
     if kind == "PyDataset":
@@ -146,7 +150,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     validation = arrays(case["model"])
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
     history = model.fit(
-        **source(case["data"], case["model"]),
+        **source(case["data"], case["model"], case.get("rows", ROWS)),
         epochs=case.get("epochs", EPOCHS),
         validation_data=validation,
         validation_batch_size=16,

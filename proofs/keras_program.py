@@ -176,7 +176,7 @@ def child(case: dict[str, Any]) -> int:
         return 3
     except SystemExit as end:
         return int(end.code or 0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (the process ends here; whoever waits reads what it was)
         Path(case["result"]).write_text(traceback.format_exc())
         return 1
     return 0

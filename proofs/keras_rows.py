@@ -66,7 +66,8 @@ class Backend:
         where = self._work / name
         where.mkdir(exist_ok=True)
         paths = {part: str(where / part) for part in ("backup", "log", "result")}
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({**paths, **case}) + "\n")
         self._process.stdin.flush()
         status = int(self._process.stdout.readline())

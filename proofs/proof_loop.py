@@ -1,7 +1,7 @@
 """The ready-made loop, proved by signals at random times. About twenty minutes on two cores.
 
-Run by `make proof-loop`; ARGS='keras preemption tensorboard group' picks parts, ARGS='--signals 20' makes it
-shorter. The part `tensorboard` needs TensorBoard, and says so where it is left out.
+Run by `make proof-loop`; ARGS='keras preemption tensorboard group' picks parts, ARGS='--signals 20'
+makes it shorter. The part `tensorboard` needs TensorBoard, and says so where it is left out.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def train(
     `callbacks` and `model` may be functions, called behind the seeding.
     """
     keras.utils.set_random_seed(11)
-    model = (model or network)()
+    made: Any = (model or network)()
     probe = Probe(at, fault)
     own = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
     others = callbacks() if callable(callbacks) else callbacks
@@ -97,10 +97,10 @@ def train(
         fit = {"x": x, "y": y, "batch_size": BATCH, **fit}
     if callable(fit["x"]):
         fit["x"] = fit["x"]()
-    history = model.fit(
+    history: Any = made.fit(
         **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit}
     )
-    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    variables = [*made.variables, *made.optimizer.variables, *made.metrics_variables]
     values = {
         f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
         for number, each in enumerate(variables)

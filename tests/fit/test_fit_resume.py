@@ -144,7 +144,7 @@ def test_batches_that_are_done_are_not_read_again(tmp_path: Path) -> None:
     again = Indexed()
     train(tmp_path / "run", x=again, shuffle=False)
     assert again.asked.pop(0) == 0  # Keras looks at a batch to build the metrics
-    assert again.asked == [*range(BATCHES)][went_on % BATCHES :] + [*range(BATCHES)]
+    assert again.asked == [*range(went_on % BATCHES, BATCHES), *range(BATCHES)]
 
 
 class Counting(keras.callbacks.Callback):
@@ -158,8 +158,9 @@ class Counting(keras.callbacks.Callback):
         self.batches += 1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        rate = self._model.optimizer.learning_rate
-        rate.assign(keras.ops.convert_to_numpy(rate.value) * np.float32(0.9))
+        model: Any = self._model
+        rate = model.optimizer.learning_rate
+        rate.assign(np.asarray(keras.ops.convert_to_numpy(rate.value)) * np.float32(0.9))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.losses.append(logs["loss"])
@@ -184,12 +185,12 @@ class Stated(keras.callbacks.Callback):
 
 
 def others() -> list[Any]:
-    callbacks = keras.callbacks
+    callbacks: Any = keras.callbacks
     return [
         Counting(),
         Stated(),
         callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.4, mode="min"),
-        callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.95),
+        callbacks.LearningRateScheduler(lambda _, rate: rate * 0.95),
         callbacks.EarlyStopping(
             "accuracy", patience=2, min_delta=0.2, mode="max", restore_best_weights=True
         ),
@@ -232,7 +233,7 @@ def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
 
 def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:
     got: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     try:
         with pytest.raises(Fault):
             train(tmp_path / "run", (1, 2), options={"save_before_preemption": True})
@@ -259,7 +260,8 @@ def test_a_damaged_backup_is_passed_over(whole: End, tmp_path: Path) -> None:
 
 def test_control_keras_own_callback_differs(whole: End, tmp_path: Path) -> None:
     def own() -> list[Any]:
-        return [keras.callbacks.BackupAndRestore(tmp_path / "run", save_freq=1)]
+        theirs: Any = keras.callbacks.BackupAndRestore
+        return [theirs(tmp_path / "run", save_freq=1)]
 
     with pytest.raises(Fault):
         train(None, (1, 2), callbacks=own)
@@ -276,9 +278,9 @@ def test_control_without_one_part_the_end_differs(
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 1))
     if part == "randomness":
-        monkeypatch.setattr(randomness, "restore", lambda *given: None)
+        monkeypatch.setattr(randomness, "restore", lambda *_: None)
     elif part == "others":
-        monkeypatch.setattr(module.Others, "restore", lambda *given: None)
+        monkeypatch.setattr(module.Others, "restore", lambda *_: None)
     else:
         restored = session.restore
 

@@ -71,8 +71,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         model = self._model
         if model is None or not model.built:
             raise TrainError(
-                "BackupAndRestore: expected a model that is built, found one without variables. Give it "
-                "a `keras.Input`, or call it on a batch before `fit`."
+                "BackupAndRestore: expected a model that is built, found one without variables. Give "
+                "it a `keras.Input`, or call it on a batch before `fit`."
             )
         fit = running_fit(model)
         manager = self._manager = open_manager(self.backup_dir, max_to_keep=_KEPT)

@@ -92,11 +92,11 @@ class ModelCheckpoint(MonitorCallback):
             if not math.isfinite(value) or not self._is_improvement(value, self.best):
                 return
             self.best = float(value)
-        model = self.model  # which fetches the state, on JAX
+        model: Any = self.model  # which fetches the state, on JAX
         members = {"model": model}
         if not self.save_weights_only:
             members["optimizer"] = model.optimizer
-        step = int(ops.convert_to_numpy(model.optimizer.iterations.value))
+        step = int(np.asarray(ops.convert_to_numpy(model.optimizer.iterations.value)))
         numbers = {name: each for name, each in logs.items() if np.ndim(each) == 0}
         manager.save(step, members, numbers, force=True)
 

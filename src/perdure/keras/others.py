@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.callbacks import (
     Callback,
     EarlyStopping,
@@ -19,6 +18,7 @@ from keras.callbacks import (
     ReduceLROnPlateau,
     SwapEMAWeights,
 )
+from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from perdure.keras import plain
 from perdure.keras.sources import is_stateful

@@ -35,8 +35,8 @@ class RunningFit:
         missing = [name for name in _NEEDED if not hasattr(self.iterator, name)]
         if version < _OLDEST or missing or not hasattr(model, "_initial_epoch"):
             raise TrainError(
-                f"expected Keras {_OLDEST[0]}.{_OLDEST[1]} or newer, whose `fit` can be brought back to "
-                f"a batch, found {keras.__version__}{f' without {missing[0]}' if missing else ''}."
+                f"expected Keras {_OLDEST[0]}.{_OLDEST[1]} or newer, whose `fit` can be brought back "
+                f"to a batch, found {keras.__version__}{f' without {missing[0]}' if missing else ''}."
             )
 
     def build(self) -> None:
@@ -64,7 +64,7 @@ class RunningFit:
             model.train_function = trained
             return (logs, given[0]) if keras.backend.backend() == "jax" else logs
 
-        def end(*given: Any, **named: Any) -> None:
+        def end(*_: Any, **named: Any) -> None:  # noqa: ARG001 (as Keras calls it)
             del callbacks.on_train_batch_begin, callbacks.on_train_batch_end
 
         model.train_function = step
@@ -92,12 +92,13 @@ def is_running(frame: FrameType | None, iterator: Any) -> bool:
 
 def _search(frame: FrameType | None, wanted: Any) -> FrameType | None:
     while frame is not None:
-        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_code.co_varnames:
-            if wanted(frame.f_locals):
-                return frame
+        code = frame.f_code
+        is_fit = code.co_name == "fit" and "epoch_iterator" in code.co_varnames
+        if is_fit and wanted(frame.f_locals):
+            return frame
         frame = frame.f_back
     return None
 
 
-def _nothing(*given: Any, **named: Any) -> None:
+def _nothing(*_: Any, **named: Any) -> None:
     pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -179,8 +180,8 @@ def doubts(adapter: Any) -> str | None:
         known += (data.WeightedRandomSampler,)
         if not isinstance(loader.dataset, data.IterableDataset) and type(sampler) not in known:
             return (
-                f"the data are a DataLoader with a {type(sampler).__name__}: its order is put back only "
-                f"if it draws from torch's, NumPy's or Python's own generator."
+                f"the data are a DataLoader with a {type(sampler).__name__}: its order is put back "
+                f"only if it draws from torch's, NumPy's or Python's own generator."
             )
     return None
 
@@ -199,10 +200,8 @@ def describe(adapter: Any) -> dict[str, Any]:
         found["batch_size"] = adapter._batch_size
         for number, each in enumerate(arrays):
             found[f"{number}.shape"] = str(tuple(each.shape[1:]))
-        try:
+        with suppress(PerdureError, TypeError, ValueError):  # sparse: told apart by shape only
             found["content"] = Arrays(tuple(np.asarray(each) for each in arrays)).fingerprint()
-        except (PerdureError, TypeError, ValueError):
-            pass  # sparse or ragged: told apart by shape only
     return found
 
 

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX, TensorFlow or PyTorch: layers, models, optimizers, metrics, seed generators, variables.
+"""Keras 3 on JAX, TensorFlow or PyTorch: layers, models, optimizers, metrics, seeds, variables.
 
 All are restored in place. Owns their leaf paths: those of Keras, without the name of the object itself
 and without the numbers by which Keras tells apart all that a process has made (`dense_7`); siblings of

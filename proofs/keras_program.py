@@ -61,7 +61,7 @@ class Program(keras.callbacks.Callback):
 
 
 def _die_in_the_next_save() -> None:
-    """Ours dies between the data and the manifest, that of Keras between its two files."""
+    """Ours dies as it begins to write a file, that of Keras between its two files."""
 
     def die(*given: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

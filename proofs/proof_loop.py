@@ -1,7 +1,7 @@
-"""The ready-made loop, proved by signals at random times. About ten minutes on two cores.
+"""The ready-made loop, proved by signals at random times. About twenty minutes on two cores.
 
-Run by `make proof-loop`; ARGS='preemption tensorboard group' picks parts, ARGS='--signals 20' makes it
-shorter. The part `tensorboard` needs TensorBoard, and says so where it is left out.
+Run by `make proof-loop`; ARGS='keras preemption tensorboard group' picks parts, ARGS='--signals 20'
+makes it shorter. The part `tensorboard` needs TensorBoard, and says so where it is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from keras_rows import keras_fit
 from loop_program import EVERY, STEPS, SUMMARY
 from report import Row, finish, row
 
@@ -146,6 +147,7 @@ def tensorboard(work: Path, signals: int) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
+    "keras": keras_fit,
     "preemption": preemption,
     "group": group,
     "tensorboard": tensorboard,

@@ -74,6 +74,8 @@ class PreemptionFlag:
         self.raised = False
         self.interruptible = False  # plain, because it is set twice in every step
         self.save_seconds: float | None = None
+        # For a loop that may end without a word to us: whether this frame is below it.
+        self.in_scope: Callable[[FrameType | None], bool] | None = None
         self._describe = describe
         self._clock = clock
         self._since = 0.0
@@ -172,6 +174,10 @@ class PreemptionFlag:
         if os.getpid() != self._pid:
             # A forked worker: its parent ends it with SIGTERM, and it has nothing to save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if self.in_scope is not None and not self.in_scope(frame):
+            self.remove()
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._note()

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX or PyTorch: layers, models, optimizers, metrics, seed generators, variables.
+"""Keras 3 on JAX, TensorFlow or PyTorch: layers, models, optimizers, metrics, seeds, variables.
 
 All are restored in place. Owns their leaf paths: those of Keras, without the name of the object itself
 and without the numbers by which Keras tells apart all that a process has made (`dense_7`); siblings of
@@ -19,7 +19,8 @@ import numpy as np
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import ContainersOnly, Node, Spec
 
-# uint32 on JAX, and the same bits as int32 on PyTorch. A checkpoint has one form.
+# uint32 on JAX, the same bits as int32 on PyTorch, and the same numbers as int64 on TensorFlow. A
+# checkpoint has one form.
 SEED = "seed_generator_state"
 
 
@@ -69,11 +70,22 @@ def named(owner: Any) -> dict[str, Any]:
 
 
 def read(variable: Any) -> Any:
-    """The value of a variable, as an array of the backend; a seed as two words of uint32."""
+    """The value of a variable, as an array of the backend (of NumPy on TensorFlow); a seed as two
+    words of uint32."""
     value = variable.value
+    if keras.backend.backend() == "tensorflow":
+        value = value.numpy()
     if variable.name != SEED:
         return value
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).view(np.uint32)
+    words = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    if words.dtype == np.int64:
+        if (words >> 32).any():
+            raise UnsupportedLeafError(
+                f"the seed {words.tolist()} has more than 32 bits, which only TensorFlow takes: choose "
+                f"one below 2**32."
+            )
+        return words.astype(np.uint32)
+    return words.view(np.uint32)
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +115,9 @@ def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, variable in variables.items():
         value = values[path]
         if variable.name == SEED:
-            value = np.asarray(value).view(keras.backend.standardize_dtype(variable.dtype))
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            words = np.asarray(value)
+            value = words.astype(dtype) if dtype == "int64" else words.view(dtype)
         variable.assign(value)
 
 

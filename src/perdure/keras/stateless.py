@@ -1,4 +1,4 @@
-"""What a user of Keras 3 needs inside a strategy, on the JAX and the PyTorch backend.
+"""A Keras model and its optimizer as functions of a state, on the JAX and the PyTorch backend.
 
 Owns the way from a Keras model, whose variables change in place, to pure functions of a state. The
 strategies are those of `perdure.jax` or `perdure.torch`, as the backend is.

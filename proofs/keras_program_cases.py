@@ -1,0 +1,17 @@
+"""What the proof of the Keras callbacks goes through. Imports nothing."""
+
+MODELS = ("mlp", "cnn")
+SOURCES = {
+    "jax": ("arrays", "PyDataset", "tf.data"),
+    "tensorflow": ("arrays", "PyDataset", "tf.data"),
+    "torch": ("arrays", "PyDataset", "DataLoader"),
+}
+# The fault, epoch and batch, and the status that it ends the process with.
+FAULTS = {
+    "exception": (["exception", 1, -1], 3),
+    "SIGKILL": (["SIGKILL", 1, 3], -9),
+    "SIGTERM": (["SIGTERM", 1, 2], 75),
+    "SIGKILL in a save": (["save", 1, 2], -9),
+}
+LONG = {"rows": 80}  # ten batches in an epoch
+BATCHES_OF_KILLS = [(epoch, batch) for epoch in range(3) for batch in range(10)]

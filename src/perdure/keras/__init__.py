@@ -1,0 +1,11 @@
+"""What a user of Keras 3 needs: exact resume in `fit`, and Keras models inside a strategy.
+
+`BackupAndRestore` and `ModelCheckpoint` are callbacks for `fit`, on the JAX, the TensorFlow and the
+PyTorch backend; `Stateless` brings a model into a strategy of `perdure.jax` or `perdure.torch`.
+"""
+
+from perdure.keras.backup import BackupAndRestore
+from perdure.keras.model_checkpoint import ModelCheckpoint, load_weights
+from perdure.keras.stateless import Stateless
+
+__all__ = ["BackupAndRestore", "ModelCheckpoint", "Stateless", "load_weights"]

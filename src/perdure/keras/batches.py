@@ -1,0 +1,170 @@
+"""How `fit` comes to its batches: where it is in the data, and how it gets back there.
+
+The position is the state of the random generators at the begin of a pass over the data, and the
+number of batches taken since. Going back makes the pass again and drops what was trained on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from perdure.errors import DataError
+from perdure.keras import randomness, sources
+from perdure.keras.running import RunningFit
+
+# A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
+_iterators_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class Batches:
+    """Follows the epoch iterator of one call of `fit`, or brings it back to a position."""
+
+    def __init__(self, fit: RunningFit) -> None:
+        self._iterator = fit.iterator
+        self._class = type(fit.iterator)
+        self._tensorflow = keras.backend.backend() == "tensorflow"
+        self._generators = sources.loader_generators(fit.iterator.data_adapter)
+        self._reshuffled = sources.reshuffled(fit.iterator.data_adapter)
+        self._steering = sources.steer(fit.iterator)
+        self._back: dict[str, Any] | None = None
+        self._ready: Callable[[], Iterator[Any]] = lambda: iter(())
+        self._first: tuple[dict[str, Any], int] | None = None  # the pass that the epoch begins with
+        self._begin: dict[str, Any] = {}
+        self._made = self._taken = self._drop = 0
+        self.executions = self.batch = 0  # of this epoch
+        fit.iterator._enumerate_iterator = self._enumerate
+        fit.iterator._get_iterator = self._pass
+
+    def position(self) -> dict[str, Any]:
+        """Where the data are, as plain values."""
+        random = self.random()
+        # With `steps_per_epoch` an epoch goes on in the pass of the one before it.
+        carried = self._carries and self._iterator._current_iterator is not None
+        inside = carried or self.executions > 0
+        return {
+            "executions": self.executions,
+            "batch": self.batch,
+            "inside": inside,
+            "made": self._made,
+            "taken": self._taken if inside else 0,
+            "begin": self._begin if inside else random,
+            "random": random,
+            "batches": self._iterator._num_batches,
+        }
+
+    def random(self) -> dict[str, Any]:
+        """The state of the random generators now."""
+        return randomness.state(self._generators)
+
+    def go_back(self, position: dict[str, Any], ready: Callable[[], Iterator[Any]]) -> None:
+        """The next epoch begins at `position`; `ready` is called before its first batch, and yields
+        what the loop is to see before it."""
+        self._back, self._ready = position, ready
+        self.executions, self.batch = position["executions"], position["batch"]
+        self._made, self._taken = position["made"], position["taken"]
+        self._begin = position["begin"]
+        randomness.restore(position["random"], self._generators)
+        if self._iterator._num_batches is None:
+            self._iterator._num_batches = position["batches"]
+
+    def next_epoch(self) -> None:
+        """An epoch has ended."""
+        self.executions = self.batch = 0
+
+    def executed(self, end_step: int) -> int:
+        """One execution has ended with step `end_step` of its epoch; gives how many steps it had."""
+        known = self._iterator.num_batches
+        batch = end_step + 1 if known is None else min(end_step + 1, known)
+        steps = batch - self.batch
+        self.batch, self.executions = batch, self.executions + 1
+        self._taken += steps
+        return steps
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch is known to have no batch left."""
+        known = self._iterator.num_batches
+        return known is not None and self.batch >= known
+
+    @property
+    def _carries(self) -> bool:
+        return self._iterator.steps_per_epoch is not None
+
+    def _enumerate(self) -> Iterator[Any]:
+        """In place of the epoch iterator's own."""
+        iterator = self._iterator
+        steps = self._class._enumerate_iterator(iterator)
+        back, self._back = self._back, None
+        if back is not None:
+            yield from self._ready()
+            randomness.restore(back["begin"], self._generators)
+            self._made = back["made"] - back["inside"]  # the pass that it is in is made again
+            self._drop = back["taken"]
+            self._count_up()
+        if back is not None or not (self._carries and iterator._current_iterator is not None):
+            # Before Keras makes the pass: a PyDataset with workers begins to read earlier.
+            begin = self.random()
+            self._first = (begin, self._steering.start(self._drop))
+        if back is not None and self._carries and back["inside"]:
+            iterator._current_iterator = iter(self._pass())
+            iterator._steps_seen = back["taken"] - back["batch"]
+        if back is not None and back["inside"]:
+            for _ in range(back["executions"]):
+                next(steps, None)
+            randomness.restore(back["random"], self._generators)
+        yield from steps
+
+    def _pass(self) -> Any:
+        """In place of the epoch iterator's own: what the next batches come from."""
+        first, self._first = self._first, None
+        if first is None:
+            if not self._carries:
+                return self._unused()
+            first = self.random(), self._steering.start(0)
+        self._begin, drop = first
+        self._taken, self._drop = self._drop, 0
+        self._made += 1
+        if self._reshuffled is not None:
+            _iterators_of[self._reshuffled] = self._made
+        source = self._class._get_iterator(self._iterator)
+        if self._tensorflow:
+            return source.skip(drop) if drop else source
+        source = iter(source)
+        for number in range(drop):
+            try:
+                next(source)
+            except StopIteration:
+                raise DataError(
+                    f"the data have shrunk: expected to go on behind batch {drop} of the pass, found "
+                    f"{number} batches."
+                ) from None
+        return source
+
+    def _unused(self) -> Any:
+        """Keras makes a pass at the end of an epoch, and does not use it."""
+        if not self._tensorflow:
+            return self._class._get_iterator(self._iterator)
+        if self._reshuffled is None:
+            return ()
+        self._made += 1  # which another order follows from
+        _iterators_of[self._reshuffled] = self._made
+        return self._iterator._distributed_dataset
+
+    def _count_up(self) -> None:
+        """Bring the iterators that a shuffled dataset counts to their number of then."""
+        if self._reshuffled is None:
+            return
+        made = _iterators_of.get(self._reshuffled, 0)
+        if made > self._made:
+            warnings.warn(
+                "the data are a tf.data.Dataset with another order for each epoch, and this process "
+                "has iterated it before, so its order cannot be put back. Resume in a new process.",
+                stacklevel=2,
+            )
+        for _ in range(made, self._made):
+            iter(self._reshuffled)

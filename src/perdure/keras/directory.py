@@ -1,0 +1,26 @@
+"""The managers that callbacks of this process have open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perdure.checkpoint import CheckpointManager
+
+# By directory. An exception ends a `fit` without a word to its callbacks, and the next one must not
+# find the directory locked by what is left of it.
+_open: dict[str, CheckpointManager] = {}
+
+
+def open_manager(directory: Any, **options: Any) -> CheckpointManager:
+    """A manager for `directory`; one that is left over in this process is closed before."""
+    manager = CheckpointManager(directory, **options)
+    if (left := _open.pop(manager.directory, None)) is not None:
+        left.close()
+    _open[manager.directory] = manager
+    return manager
+
+
+def close_manager(manager: CheckpointManager) -> None:
+    """Wait for the save under way and let others write; raises what the save raised."""
+    _open.pop(manager.directory, None)
+    manager.close()

@@ -1,0 +1,178 @@
+"""One call of `fit` under a backup: saves it, and brings it back.
+
+Stands behind every other callback, so that a save holds what all of them know of the same step, and a
+restore is the last word before the loop goes on. Invariant: `step` is the number of batches that are
+in the model, and what the checkpoint of a step holds is a function of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from keras.callbacks import Callback
+
+from perdure.checkpoint import Checkpoint, CheckpointManager
+from perdure.checkpoint.recipe import allowed, check_resume
+from perdure.errors import TrainError
+from perdure.keras import description, plain, sources
+from perdure.keras.batches import Batches
+from perdure.keras.others import Others
+from perdure.keras.running import RunningFit, is_running
+from perdure.state import flatten, restore
+
+_HERE = frozenset({"model", "optimizer", "metrics"})  # members that are restored in place
+
+
+class Session(Callback):
+    """Follows one call of `fit`; made by `BackupAndRestore` and gone with the call."""
+
+    def __init__(
+        self,
+        fit: RunningFit,
+        manager: CheckpointManager,
+        save_freq: str | int | bool,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if doubt := sources.doubts(fit.iterator.data_adapter):
+            warnings.warn(f"BackupAndRestore: {doubt}", stacklevel=4)
+        self._fit = fit
+        self._manager = manager
+        self._every = save_freq if type(save_freq) is int else None
+        self._each_epoch = save_freq == "epoch"
+        self._preemptible: bool = options["save_before_preemption"]
+        self._allow: tuple[str, ...] = options["allow"]
+        self._owner: Callback = options["owner"]
+        self._batches = Batches(fit)
+        self._epoch = 0
+        self._step = 0
+        self._saved = -1
+        self._due = False
+        self._logs: dict[str, float] = {}
+        self._others: Others
+        self._recipe: dict[str, Any]
+        if self._preemptible:
+            iterator = ref(fit.iterator)
+            manager.preemption.in_scope = lambda frame: is_running(frame, iterator())
+            manager.preemption.install()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """All other callbacks have begun: bring back what was saved."""
+        fit, manager = self._fit, self._manager
+        self._others = Others(fit.callbacks.callbacks, (self, self._owner))
+        self._recipe = description.describe(fit, self._others.describe())
+        fit.model._initial_epoch = None
+        self._epoch = fit.arguments["initial_epoch"]
+        if manager.latest_step() is None:
+            manager.claim()
+            return
+        tree, self._step = manager.restore()
+        self._saved = self._step
+        if not isinstance(tree, dict) or not {"fit", "recipe", "model"} <= tree.keys():
+            raise TrainError(
+                f"{manager.directory}: expected a backup of `fit`, found checkpoints of something "
+                f"else. Give BackupAndRestore a directory of its own."
+            )
+        self._check(json.loads(bytes(tree["recipe"])))
+        fit.build()
+        self._bring_back(tree)
+        found = plain.unpack(tree["fit"])
+        self._epoch, self._logs = found["epoch"], found["logs"]
+        if found["batches"]["executions"]:
+            fit.model._initial_epoch = self._epoch
+            self._batches.go_back(found["batches"], lambda: self._again(tree, found))
+        else:
+            ended = found["stop_training"]
+            fit.model._initial_epoch = fit.arguments["epochs"] if ended else self._epoch
+            self._batches.go_back(found["batches"], lambda: iter(()))
+            self._others.restore(found["others"])
+            fit.model.stop_training = ended
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._fit.model._initial_epoch = None  # it was read; the next `fit` begins at its own
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Not self.model: on JAX it fetches the whole state, in every step.
+        before, batches = self._step, self._batches
+        self._step += batches.executed(batch)
+        self._logs = dict(logs or {})
+        if self._every is not None and self._step // self._every > before // self._every:
+            self._due = True
+        if self._preemptible and self._manager.reached_preemption(self._step):
+            self._leave()
+        if self._due and not batches.at_end:  # where it is, the end of the epoch is worth more
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch + 1
+        self._logs = dict(logs or {})
+        self._batches.next_epoch()
+        if self._preemptible and self._manager.reached_preemption(self._step):
+            self._leave()
+        if self._each_epoch or self._due:
+            self._save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._fit.model._initial_epoch = None
+        self._fit.callbacks.callbacks.remove(self)
+
+    def _check(self, there: dict[str, Any]) -> None:
+        where = f"{self._manager.directory}: the backup of step {self._step}"
+        if note := check_resume(where, there, self._recipe, allowed(self._allow)):
+            warnings.warn(note, stacklevel=5)
+
+    def _bring_back(self, tree: dict[str, Any]) -> None:
+        here = {name: each for name, each in self._members().items() if name in _HERE}
+        stored = {name: each for name, each in tree.items() if name in _HERE}
+        restore(here, flatten(stored))
+
+    def _again(self, tree: dict[str, Any], found: dict[str, Any]) -> Iterator[Any]:
+        """Before the first batch, in the middle of an epoch: callbacks have begun the epoch anew, and
+        Keras has emptied its metrics."""
+        self._bring_back(tree)
+        self._others.restore(found["others"])
+        self._fit.model.stop_training = found["stop_training"]
+        yield self._fit.stand_in(self._logs)
+
+    def _members(self) -> dict[str, Any]:
+        model = self._fit.model
+        named: dict[str, Any] = {}
+        for each in model.metrics:
+            number, name = 1, each.name
+            while name in named:
+                number, name = number + 1, f"{each.name}_{number + 1}"
+            named[name] = each
+        members = {"model": model, "metrics": named}
+        return members | ({} if model.optimizer is None else {"optimizer": model.optimizer})
+
+    def _state(self) -> Checkpoint:
+        model = self._fit.model
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()
+        found = {
+            "epoch": self._epoch,
+            "logs": self._logs,
+            "stop_training": bool(model.stop_training),
+            "batches": self._batches.position(),
+            "others": self._others.state(),
+        }
+        recipe = np.frombuffer(json.dumps(self._recipe, sort_keys=True).encode(), np.uint8)
+        return Checkpoint(**self._members(), fit=plain.pack(found), recipe=recipe)
+
+    def _save(self) -> None:
+        self._due = False
+        # The last batch of an epoch was saved before its end was known: a resume repeats the rest.
+        if self._step != self._saved:
+            numbers = {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
+            self._manager.save(self._step, self._state(), numbers, force=True)
+            self._saved = self._step
+
+    def _leave(self) -> None:
+        if self._step == self._saved:
+            self._manager.exit_preempted()
+        self._manager.save_and_exit(self._step, self._state())

@@ -1,0 +1,113 @@
+"""Small calls of `fit` that can be interrupted, and what came out of them as bits."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from perdure.keras import BackupAndRestore
+
+EPOCHS, BATCHES, BATCH = 3, 4, 6
+ROWS = BATCHES * BATCH - 2  # the last batch is a partial one
+
+
+class Fault(Exception):
+    """What interrupts a run."""
+
+
+class End(NamedTuple):
+    """Everything that two runs must have in common; `steps` are those that this process ran."""
+
+    values: dict[str, bytes]
+    history: str
+    epochs: list[int]
+    steps: list[tuple[int, int]]
+
+
+class Probe(keras.callbacks.Callback):
+    """Notes the steps that run, and calls `fault` behind one of them."""
+
+    def __init__(self, at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.at, self.fault = at, fault
+        # Of this process: a list would be a part of the backup, as every plain attribute is.
+        self.steps: deque[tuple[int, int]] = deque()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.now = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append((self.now, batch))
+        if (self.now, batch) == self.at:
+            _call(self.fault)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if (epoch, -1) == self.at:
+            _call(self.fault)
+
+
+def _call(fault: Callable[[], Any] | None) -> None:
+    if fault is None:
+        raise Fault
+    fault()
+
+
+def arrays(rows: int = ROWS) -> tuple[Any, Any]:
+    x = np.random.default_rng(7).normal(size=(rows, 5)).astype("float32")
+    return x, (np.arange(rows) % 3).astype("int32")
+
+
+def network(units: int = 6, rate: float = 1e-2, **compiled: Any) -> Any:
+    layers = keras.layers
+    body = [keras.Input((5,)), layers.Dense(units, activation="relu"), layers.Dropout(0.3)]
+    model = keras.Sequential([*body, layers.BatchNormalization(), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+def train(
+    backup: Path | None,
+    at: tuple[int, int] | None = None,
+    *,
+    fault: Callable[[], Any] | None = None,
+    save_freq: Any = 1,
+    model: Any = None,
+    callbacks: Any = (),
+    options: dict[str, Any] | None = None,
+    **fit: Any,
+) -> End:
+    """One start of a program; without `backup` it has no callback of ours.
+
+    `callbacks` and `model` may be functions, called behind the seeding.
+    """
+    keras.utils.set_random_seed(11)
+    made: Any = (model or network)()
+    probe = Probe(at, fault)
+    own = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
+    others = callbacks() if callable(callbacks) else callbacks
+    if "x" not in fit:
+        x, y = arrays()
+        fit = {"x": x, "y": y, "batch_size": BATCH, **fit}
+    if callable(fit["x"]):
+        fit["x"] = fit["x"]()
+    history: Any = made.fit(
+        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit}
+    )
+    variables = [*made.variables, *made.optimizer.variables, *made.metrics_variables]
+    values = {
+        f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
+        for number, each in enumerate(variables)
+    }
+    return End(values, json.dumps(history.history), history.epoch, [*probe.steps])
+
+
+def same(one: End, other: End) -> bool:
+    """Whether two runs ended alike; the steps that a process ran are not compared."""
+    return one[:3] == other[:3]

@@ -1,0 +1,204 @@
+"""The Keras callbacks: what they refuse, what they say, and checkpoints of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from cases import Fault, arrays, network, train
+
+import perdure
+from perdure.errors import (
+    MismatchError,
+    RecipeMismatchError,
+    StepNotFoundError,
+    TrainError,
+)
+from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights
+from perdure.store import Run
+
+
+@pytest.mark.parametrize("save_freq", [0, -1, 1.5, True, None, "batch", False])
+def test_save_freq_is_checked(save_freq: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainError) as error:
+        BackupAndRestore(tmp_path, save_freq)
+    assert "save_freq" in str(error.value)
+
+
+def test_a_directory_has_a_name() -> None:
+    with pytest.raises(TrainError):
+        BackupAndRestore("")
+
+
+def test_the_signature_is_that_of_keras(tmp_path: Path) -> None:
+    own = BackupAndRestore(tmp_path, "epoch", False, True)
+    theirs = keras.callbacks.BackupAndRestore(str(tmp_path), "epoch", False, True)
+    for name in ("backup_dir", "save_freq", "double_checkpoint", "delete_checkpoint"):
+        assert getattr(own, name) == getattr(theirs, name)
+
+
+class Unbuilt(keras.Model):
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def test_an_unbuilt_model_and_a_loop_of_ones_own(tmp_path: Path) -> None:
+    callback = BackupAndRestore(tmp_path)
+    with pytest.raises(TrainError) as error:
+        callback.on_train_begin()
+    assert "built" in str(error.value)
+    callback.set_model(network())
+    with pytest.raises(TrainError) as error:
+        callback.on_train_begin()
+    assert "CheckpointManager" in str(error.value)
+
+
+def begun(where: Path, **fit: Any) -> None:
+    with pytest.raises(Fault):
+        train(where, (1, 1), **fit)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "units": ({"model": lambda: network(8)}, ["model.config.layers.1.config.units", "6", "8"]),
+    "rate": ({"model": lambda: network(rate=0.1)}, ["compile.optimizer.config.learning_rate"]),
+    "batches": ({"batch_size": 8}, ["fit.batch_size", "6", "8"]),
+    "epochs": ({"epochs": 5}, ["fit.epochs"]),
+    "order": ({"shuffle": False}, ["fit.shuffle"]),
+    "shrunk": (
+        dict(zip("xy", arrays(15), strict=True)) | {"batch_size": 6},
+        ["data.batches", "22", "15"],
+    ),
+    "content": ({"x": arrays()[0] + 1, "y": arrays()[1], "batch_size": 6}, ["data.content"]),
+    "validated": ({"validation_data": arrays(6)}, ["validation_data"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_is_listed(change: str, tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    fit, words = CHANGES[change]
+    with pytest.raises(RecipeMismatchError) as error:
+        train(tmp_path / "run", **fit)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_changed_may_be_allowed(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    with pytest.warns(UserWarning, match=r"fit\.epochs"):
+        end = train(tmp_path / "run", epochs=4, options={"allow": ("fit.epochs",)})
+    assert end.epochs == [0, 1, 2, 3]
+
+
+def test_a_directory_of_something_else(tmp_path: Path) -> None:
+    perdure.Checkpoint(w=np.zeros(3)).save(tmp_path / "run", 3)
+    with pytest.raises(TrainError) as error:
+        train(tmp_path / "run")
+    assert "something else" in str(error.value)
+
+
+def generated() -> Any:
+    x, y = arrays()
+    while True:
+        yield x[:6], y[:6]
+
+
+def test_a_generator_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="generator"):
+        train(tmp_path / "run", x=generated, steps_per_epoch=2, shuffle=False)
+
+
+def test_a_dataset_that_changes_is_said_at_the_start(tmp_path: Path) -> None:
+    class Changing(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = arrays()
+            return x[:6], y[:6]
+
+        def on_epoch_end(self) -> None:
+            pass
+
+    with pytest.warns(UserWarning, match="on_epoch_end"):
+        train(tmp_path / "run", x=Changing, shuffle=False)
+
+
+def test_a_fit_that_was_left_does_not_lock_the_next(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    begun(tmp_path / "run")
+    assert train(tmp_path / "run").epochs == [0, 1, 2]
+
+
+def weights(model: Any) -> list[bytes]:
+    return [np.asarray(each).tobytes() for each in model.get_weights()]
+
+
+def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
+    class Bad(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["score"] = [0.5, 0.9, float("nan"), 0.7, 0.6][epoch]
+
+    seen: list[list[bytes]] = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(weights(self.model))
+
+    def others() -> list[Any]:
+        directory = tmp_path / "best"
+        kept = ModelCheckpoint(directory, "score", mode="max", max_to_keep=1)
+        only = ModelCheckpoint(tmp_path / "only", "score", mode="max", save_best_only=True)
+        light = ModelCheckpoint(tmp_path / "light", "loss", save_weights_only=True, save_freq=3)
+        return [Bad(), kept, only, light, Seen()]
+
+    train(None, callbacks=others, epochs=5)
+    assert Run(tmp_path / "best").steps() == [8, 20]
+    assert Run(tmp_path / "only").steps() == [4, 8]
+    assert Run(tmp_path / "light").steps()[-1] == 18
+    assert not [p for p in perdure.load(tmp_path / "light") if p == "optimizer"]
+    model = network()
+    assert load_weights(model, tmp_path / "best", "best") == 8
+    assert weights(model) == seen[1]
+    assert load_weights(model, tmp_path / "best") == 20
+    assert weights(model) == seen[4]
+    assert load_weights(model, tmp_path / "only", 4) == 4
+    assert weights(model) == seen[0]
+    before = weights(other := network(8))
+    with pytest.raises(MismatchError):
+        load_weights(other, tmp_path / "best")
+    assert weights(other) == before
+    with pytest.raises(StepNotFoundError):
+        load_weights(model, tmp_path / "best", 5)
+    with pytest.raises(TrainError):
+        load_weights(model, tmp_path / "best", "newest")  # type: ignore[arg-type]
+
+
+def test_the_best_value_is_part_of_a_backup(tmp_path: Path) -> None:
+    def others(where: str) -> Any:
+        return lambda: [ModelCheckpoint(tmp_path / where, "loss", save_best_only=True)]
+
+    train(None, callbacks=others("whole"), epochs=4)
+    begun(tmp_path / "run", callbacks=others("parts"), epochs=4)
+    train(tmp_path / "run", callbacks=others("parts"), epochs=4)
+    one, other = Run(tmp_path / "whole"), Run(tmp_path / "parts")
+    assert one.steps() == other.steps()
+    for step in one.steps():
+        assert one.manifest(step).fingerprint == other.manifest(step).fingerprint
+
+
+@pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": 2.0}])
+def test_model_checkpoint_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TrainError):
+        ModelCheckpoint(tmp_path, **options)
+
+
+def test_a_best_without_a_direction_or_a_metric(tmp_path: Path) -> None:
+    for monitor in ("unheard_of", "val_loss"):
+        own = ModelCheckpoint(tmp_path / monitor, monitor, save_best_only=True)
+        with pytest.raises(TrainError) as error:
+            train(None, callbacks=[own])
+        assert monitor in str(error.value)

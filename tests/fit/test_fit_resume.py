@@ -1,0 +1,313 @@
+"""`BackupAndRestore`: an interrupted `fit` ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, same, train
+
+from perdure.keras import BackupAndRestore, directory
+from perdure.store import Run
+
+ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
+
+
+def newest(backup: Path) -> int:
+    """The newest step, once the save in the background is done."""
+    directory._open[str(backup)].wait_until_finished()
+    return (Run(backup).steps() or [0])[-1]
+
+
+def interrupted(
+    backup: Path, at: tuple[int, int], again: Any = None, **options: Any
+) -> tuple[End, int]:
+    """The end of a run that was interrupted at `at`, and the step that it went on from."""
+    with pytest.raises(Fault):
+        train(backup, at, **options)
+    went_on = newest(backup)
+    return train(backup, **{**options, **(again or {})}), went_on
+
+
+@pytest.fixture(scope="module")
+def whole() -> End:
+    """A run without any callback of ours: those with one must not differ from it either."""
+    return train(None)
+
+
+def test_the_callback_changes_nothing(whole: End, tmp_path: Path) -> None:
+    assert same(train(tmp_path / "run"), whole)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at", ALL[::2])
+def test_interrupted_at_every_batch(at: tuple[int, int], whole: End, tmp_path: Path) -> None:
+    end, went_on = interrupted(tmp_path / "run", at)
+    assert same(end, whole)
+    assert went_on == ALL.index(at)
+    assert end.steps == ALL[went_on:]
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 3, 100])
+def test_save_freq(save_freq: Any, whole: End, tmp_path: Path) -> None:
+    end, went_on = interrupted(tmp_path / "run", (2, 2), save_freq=save_freq)
+    assert same(end, whole)
+    assert went_on == {"epoch": 8, 3: 9, 100: 0}[save_freq]
+
+
+class Indexed(keras.utils.PyDataset):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._x, self._y = arrays()
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        self.asked.append(index)
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        noise = np.random.random() if self.workers == 1 else 0.0  # noqa: NPY002 (as users do)
+        return self._x[rows] + np.float32(noise), self._y[rows]
+
+
+def loader(**options: Any) -> Any:
+    x, y = arrays()
+    data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return torch.utils.data.DataLoader(data, batch_size=BATCH, **options)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches whose number nobody knows."""
+
+    def __iter__(self) -> Any:
+        x, y = arrays()
+        for first in range(0, ROWS, BATCH):
+            yield (
+                torch.from_numpy(x[first : first + BATCH]),
+                torch.from_numpy(y[first : first + BATCH]),
+            )
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "batches shuffled": {"shuffle": "batch"},
+    "in order": {"shuffle": False},
+    "PyDataset": {"x": Indexed},
+    "PyDataset with workers": {"x": lambda: Indexed(workers=2), "shuffle": True},
+    "DataLoader": {"x": lambda: loader(shuffle=True), "shuffle": False},
+    "DataLoader with a generator": {
+        "x": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
+        "shuffle": False,
+    },
+    "passes that are no epochs": {"steps_per_epoch": 2},
+    "validation": {"validation_data": arrays(), "validation_batch_size": 5, "validation_freq": 2},
+    "validation split": {"validation_split": 0.3},
+    "a later epoch": {"initial_epoch": 1},
+    "weights": {"sample_weight": np.linspace(0, 1, ROWS)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", SOURCES)
+def test_data(kind: str, tmp_path: Path) -> None:
+    fit = SOURCES[kind]
+    # With workers Keras begins an epoch with batches that it read ahead in the one before.
+    ours = "workers" in kind
+    whole = train(tmp_path / "whole" if ours else None, **fit)
+    for at in [(1, 1), (1, -1)]:
+        end, _ = interrupted(tmp_path / str(at), at, **fit)
+        assert same(end, whole)
+        assert len(end.steps) < len(whole.steps)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("at", [(0, 1), (0, 3), (1, 3)])
+def test_data_of_unknown_length(at: tuple[int, int], tmp_path: Path) -> None:
+    fit = {"x": lambda: torch.utils.data.DataLoader(Stream(), batch_size=None), "shuffle": False}
+    whole = train(None, **fit)
+    end, went_on = interrupted(tmp_path / "run", at, **fit)
+    assert same(end, whole)
+    assert end.steps == ALL[went_on:]
+
+
+def test_batches_that_are_done_are_not_read_again(tmp_path: Path) -> None:
+    data = Indexed()
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), x=data, shuffle=False)
+    went_on = newest(tmp_path / "run")
+    again = Indexed()
+    train(tmp_path / "run", x=again, shuffle=False)
+    assert again.asked.pop(0) == 0  # Keras looks at a batch to build the metrics
+    assert again.asked == [*range(went_on % BATCHES, BATCHES), *range(BATCHES)]
+
+
+class Counting(keras.callbacks.Callback):
+    """What users write: a state in attributes, and one that begins an epoch twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.losses, self.best = 0, [], None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        model: Any = self._model
+        rate = model.optimizer.learning_rate
+        rate.assign(np.asarray(keras.ops.convert_to_numpy(rate.value)) * np.float32(0.9))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        self.best = min(self.losses) + self.batches
+        logs["seen"] = self.best
+
+
+class Stated(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.secret = {("a", 1): 0}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.secret[("a", 1)] += 1
+        logs["secret"] = self.secret[("a", 1)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.secret[("a", 1)]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.secret[("a", 1)] = state["count"]
+
+
+def others() -> list[Any]:
+    callbacks: Any = keras.callbacks
+    return [
+        Counting(),
+        Stated(),
+        callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.4, mode="min"),
+        callbacks.LearningRateScheduler(lambda _, rate: rate * 0.95),
+        callbacks.EarlyStopping(
+            "accuracy", patience=2, min_delta=0.2, mode="max", restore_best_weights=True
+        ),
+    ]
+
+
+@pytest.mark.parametrize("at", [(2, 1), (3, -1)])
+def test_other_callbacks(at: tuple[int, int], tmp_path: Path) -> None:
+    whole = train(None, callbacks=others, epochs=9)
+    assert len(whole.epochs) < 9, "early stopping must have stopped"
+    at = (min(at[0], whole.epochs[-1]), at[1])
+    end, _ = interrupted(tmp_path / "run", at, callbacks=others, epochs=9)
+    assert same(end, whole)
+
+
+def test_stopped_and_finished_runs_stay_so(tmp_path: Path) -> None:
+    options = {"callbacks": others, "epochs": 9, "options": {"delete_checkpoint": False}}
+    first = train(tmp_path / "run", **options)
+    again = train(tmp_path / "run", **options)
+    assert same(first, again)
+    assert again.steps == []
+
+
+def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
+    def signalled() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"save_freq": False, "options": {"save_before_preemption": True}}
+    try:
+        with pytest.raises(SystemExit) as left:
+            train(tmp_path / "run", (1, 2), fault=signalled, **options)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # leaving ignores it until the process is gone
+    assert left.value.code == 75
+    end = train(tmp_path / "run", **options)
+    assert same(end, whole)
+    assert end.steps == ALL[7:]
+
+
+def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        with pytest.raises(Fault):
+            train(tmp_path / "run", (1, 2), options={"save_before_preemption": True})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_damaged_backup_is_passed_over(whole: End, tmp_path: Path) -> None:
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (2, 1), save_freq=3)
+    last = newest(tmp_path / "run")
+    older = Run(tmp_path / "run").steps()[-2]
+    pack = max((tmp_path / "run").rglob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
+    damaged = bytearray(pack.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    pack.write_bytes(damaged)
+    with pytest.warns(UserWarning, match=f"step {last} is damaged"):
+        end = train(tmp_path / "run", save_freq=3)
+    assert same(end, whole)
+    assert end.steps == ALL[older:]
+
+
+def test_control_keras_own_callback_differs(whole: End, tmp_path: Path) -> None:
+    def own() -> list[Any]:
+        theirs: Any = keras.callbacks.BackupAndRestore
+        return [theirs(tmp_path / "run", save_freq=1)]
+
+    with pytest.raises(Fault):
+        train(None, (1, 2), callbacks=own)
+    assert not same(train(None, callbacks=own), whole)
+
+
+@pytest.mark.parametrize("part", ["randomness", "others", "seeds"])
+def test_control_without_one_part_the_end_differs(
+    part: str, whole: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perdure.keras import others as module
+    from perdure.keras import randomness, session
+
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 1))
+    if part == "randomness":
+        monkeypatch.setattr(randomness, "restore", lambda *_: None)
+    elif part == "others":
+        monkeypatch.setattr(module.Others, "restore", lambda *_: None)
+    else:
+        restored = session.restore
+
+        def forgetful(like: Any, leaves: Any) -> Any:
+            made = restored(like, leaves)
+            for each in like["model"].variables:
+                if each.name == "seed_generator_state":
+                    each.assign([1, 1])
+            return made
+
+        monkeypatch.setattr(session, "restore", forgetful)
+    assert not same(train(tmp_path / "run"), whole)
+
+
+def test_a_backup_stands_in_a_callback_list_of_the_user(whole: End, tmp_path: Path) -> None:
+    keras.utils.set_random_seed(11)
+    model = network()
+    x, y = arrays()
+    listed = keras.callbacks.CallbackList(
+        [BackupAndRestore(tmp_path / "run", 1)],
+        add_history=True,
+        model=model,
+        verbose=0,
+        epochs=EPOCHS,
+        steps=BATCHES,
+    )
+    count = len(listed.callbacks)
+    model.fit(x, y, BATCH, EPOCHS, 0, listed)
+    assert len(listed.callbacks) == count
+    assert model.history.epoch == whole.epochs

@@ -28,7 +28,7 @@ PROGRAMS = HERE / "drill_programs"
 WRONG = HERE.parent / "tests" / "drill" / "programs"
 BUILD = Path("build")
 
-DEMO = ["-m", "perdure.demo.train_jax", "--run", "runs/demo", "--steps", "15", "--seed", "3"]
+DEMO = ["-m", "perdure.demo.train_jax", "--run", "runs/demo", "--steps", "21", "--seed", "3"]
 RIGHT: dict[str, tuple[list[str], int]] = {
     "demo": (DEMO, 1),
     "plain": ([str(PROGRAMS / "plain_jax.py")], 1),

@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ENGINE ?= jax
 ARGS   ?=
+JOBS   ?= 2
 
 CONSTRAINTS := requirements/constraints.txt
 BIN         := $(VENV)/bin
@@ -42,7 +43,7 @@ demo: $(DEMO)  ## train, kill, resume elsewhere, compare the bits (ENGINE=jax or
 	$(BIN)/perdure demo --engine $(ENGINE) $(ARGS)
 
 test: $(TEST)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: format-check lint types contracts test  ## format, lint, types, import contracts, tests
 

@@ -359,3 +359,30 @@ def test_an_interrupted_wait_does_not_forget_the_save(monkeypatch: pytest.Monkey
     go.set()
     background.wait()
     assert not background.busy
+
+
+LEAVES = """
+import sys
+import numpy as np
+import perdure
+from perdure.store import LocalStorage
+
+class Full(LocalStorage):
+    def create(self, name, size):
+        raise OSError(28, "no room here")
+
+where = LocalStorage(sys.argv[1]) if sys.argv[2] == "good" else Full(sys.argv[1])
+manager = perdure.CheckpointManager(where)
+manager.save(1, {"a": np.arange(3_000_000.0)}, force=True)
+"""
+
+
+def test_a_program_that_ends_without_close_waits_for_its_save(tmp_path: Path) -> None:
+    # Large enough for the pools of threads, which take no more work by then.
+    command = [sys.executable, "-c", LEAVES]
+    subprocess.run([*command, str(tmp_path / "good"), "good"], check=True)
+    assert load(tmp_path / "good", 1)["a"].tobytes() == np.arange(3_000_000.0).tobytes()
+    full = [*command, str(tmp_path / "full"), "full"]
+    told = subprocess.run(full, check=True, capture_output=True, text=True).stderr
+    assert "The last save before the end failed" in told
+    assert "no room here" in told

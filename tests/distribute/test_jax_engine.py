@@ -12,6 +12,7 @@ import pytest
 from perdure.data import ArrayDataset
 from perdure.distribute.jax import hlo, spmd
 from perdure.distribute.jax.threads import pin
+from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 
@@ -186,3 +187,33 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
     # What would have run without the comparison.
     monkeypatch.setattr(hlo, "is_grad_then_update", lambda *_, **__: True)
     assert train() != apart
+
+
+def test_a_smaller_last_batch_is_proven_once(monkeypatch: Any) -> None:
+    compare, told = hlo.is_grad_then_update, list[bool]()
+
+    def noted(*programs: Any, **between: Any) -> bool:
+        told.append(compare(*programs, **between))
+        return told[-1]
+
+    monkeypatch.setattr(hlo, "is_grad_then_update", noted)
+    strategy = OneDeviceStrategy(replicas=1)
+    step = strategy.step(
+        lambda state, batch, _: {"s": (state["w"] * batch["x"]).sum()},
+        lambda state, total: ({"w": state["w"] - total["s"]}, {}),
+    )
+    state: Any = {"w": jnp.float32(1)}
+    for number, rows in enumerate((4, 4, 3, 4, 4, 3)):
+        share = {"x": np.ones(rows, np.float32)}
+        state, _ = step(state, PerReplica((share,), strategy.local_replicas, number))
+    assert told == [True, True]
+
+
+@pytest.mark.parametrize("text", ["", "ENTRY %e (p: f32[]) -> f32[] {\n  a = b(%z)\n}"])
+def test_a_program_that_is_printed_otherwise_is_like_no_other(text: str) -> None:
+    class Program:
+        def as_text(self) -> str:
+            return text
+
+    assert not hlo.same_program(Program(), Program())
+    assert not hlo.is_grad_then_update(Program(), Program(), Program(), between=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,6 +17,7 @@ class Background:
         # no daemon, so that leaving Python normally waits for the save that is under way.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="perdure-save")
         self._job: Future[None] | None = None
+        atexit.register(_tell_what_nobody_asked, weakref.ref(self))  # behind the wait for threads
 
     @property
     def busy(self) -> bool:
@@ -39,3 +43,13 @@ class Background:
         """Raise what a finished job raised, once; never waits."""
         if not self.busy:
             self.wait()
+
+    def tell(self) -> None:
+        """Log what a finished job raised, where nobody asked for it any more."""
+        if self._job is not None and self._job.done() and (error := self._job.exception()):
+            logging.getLogger(__name__).error("The last save before the end failed: %s", error)
+
+
+def _tell_what_nobody_asked(background: weakref.ref[Background]) -> None:
+    if (alive := background()) is not None:
+        alive.tell()

@@ -104,9 +104,9 @@ class PreemptionFlag:
         self._stop.set()
         self._watch = None
         if self._installed and threading.current_thread() is threading.main_thread():
-            # getsignal gives None for a handler that was not set from Python; that one is kept.
-            if self._previous is not None:
-                signal.signal(signal.SIGTERM, self._previous)
+            # getsignal gives None for a handler that was not set from Python, and nothing can set that
+            # one again; ours must not stay: what it passes on would come back to it for ever.
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
             self._installed = False
 
     def poll(self) -> None:

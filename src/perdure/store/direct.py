@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from perdure.store.pools import finish, pool
+from perdure.store.pools import finish, pool, submit
 from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 
 BLOCK = 4096
@@ -106,7 +106,7 @@ class StagedWriter:
         assert buffer is not None
         self._announce(self._piece)
         self._current = None
-        future = self._pool.submit(self._write_at, buffer, self._piece, self._offset)
+        future = submit(self._pool, self._write_at, buffer, self._piece, self._offset)
         self._busy.append((future, buffer))
         self._offset += self._piece
         self._filled = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,6 +28,22 @@ def pool(name: str, threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=pool.cache_clear)
 
 
+def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *given: Any) -> Future[R]:
+    """Hand `work` to a pool; while Python ends no pool takes any more, and it is done here and now.
+
+    A save that is under way when the program leaves its last line goes on to its end that way.
+    """
+    try:
+        return executor.submit(work, *given)
+    except RuntimeError:
+        done: Future[R] = Future()
+        try:
+            done.set_result(work(*given))
+        except BaseException as error:  # noqa: BLE001 - it surfaces where the result is asked for
+            done.set_exception(error)
+        return done
+
+
 def finish(jobs: Iterable[Future[R]]) -> None:
     """Wait until none of `jobs` runs any more; those that had not begun never will."""
     wait([job for job in jobs if not job.cancel()])
@@ -38,11 +54,11 @@ def map_ahead(
 ) -> Iterator[R]:
     """`work` of each item, in order; at most `ahead` of them are begun before they are asked for."""
     rest = iter(items)
-    begun = deque(executor.submit(work, item) for item in islice(rest, ahead))
+    begun = deque(submit(executor, work, item) for item in islice(rest, ahead))
     try:
         while begun:
             yield begun[0].result()
             begun.popleft()
-            begun.extend(executor.submit(work, item) for item in islice(rest, 1))
+            begun.extend(submit(executor, work, item) for item in islice(rest, 1))
     finally:
         finish(begun)

@@ -28,6 +28,9 @@ from perdure.distribute.jax.group import bits, from_bits
 from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
 from perdure.distribute.tree import Node, ShiftReduce, merge
 
+FORMS_KEPT = 8
+"""Shapes of shares and state whose programs are kept: the last batch of an epoch may be smaller."""
+
 # (state, shares of all replicas, step) -> (state, logs); None where this path does not apply.
 Step = Callable[[Any, Sequence[Any], int], tuple[Any, Any] | None]
 
@@ -52,8 +55,7 @@ class Together:
         self._sharding: Any = everywhere if len(self._devices) > 1 else self._alone
         self._replicas = replicas
         self._each = replicas // len(self._devices)
-        self._step: Callable[[Any, list[Any]], Any] | None = None
-        self._form: Any = None
+        self._steps: dict[Any, Callable[[Any, list[Any]], Any] | None] = {}
         # What the last step gave, by identity: looking at each array costs more than all else here.
         self._known: list[Any] = []
         # Only whole powers of two, so that each device ends with one partial sum, on one level. Several
@@ -73,22 +75,25 @@ class Together:
             if not all(map(_is_strong, flat)):
                 return None
             columns.append(flat)
-            forms.append((treedef, [(np.shape(x), jnp.result_type(x)) for x in flat]))
+            forms.append((treedef, tuple((np.shape(x), jnp.result_type(x)) for x in flat)))
         if any(form != forms[0] for form in forms):
             return None
         leaves, treedef = jax.tree.flatten(state)
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
             state = self._whole(state)
             leaves = jax.tree.leaves(state)
-        settings = [getattr(jax.config, f"jax_{name}") for name in SETTINGS]
-        form = (forms[0], treedef, [(x.shape, x.dtype) for x in leaves], settings)
+        settings = tuple(getattr(jax.config, f"jax_{name}") for name in SETTINGS)
+        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), settings)
         turns = self._turns(columns, forms[0][0], step)
-        if form != self._form:
-            self._step, self._form = self._prove(state, turns[0]), form
-        if self._step is None:
-            self.possible = False
+        if form not in self._steps:
+            if len(self._steps) == FORMS_KEPT:
+                del self._steps[next(iter(self._steps))]
+            self._steps[form] = self._prove(state, turns[0])
+        if (run := self._steps[form]) is None:
+            # Asking costs something in every step; a smaller last batch of an epoch may yet differ.
+            self.possible = any(self._steps.values())
             return None
-        result = self._step(state, turns)
+        result = run(state, turns)
         self._known = jax.tree.leaves(result[0])
         return result
 

@@ -40,6 +40,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 # glibc's malloc keeps up to this many bytes that are free, for the next step.
 KEPT = 1 << 30
+KEPT_BY_OLD = 32 << 20
 
 
 class TorchEngine:
@@ -287,7 +288,11 @@ def keep_memory(environ: Mapping[str, str]) -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     trim, mmap = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    return mallopt is not None and all(mallopt(which, KEPT) for which in (trim, mmap))
+    if mallopt is None:
+        return False
+    # glibc before 2.35 takes no more than 32 MiB. Either setting ends its own adaptation, so that
+    # the one must not be made where the other was refused.
+    return bool(mallopt(mmap, KEPT) or mallopt(mmap, KEPT_BY_OLD)) and bool(mallopt(trim, KEPT))
 
 
 def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:

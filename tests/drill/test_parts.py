@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager
+from perdure.store import Run
 from perdure.store.drill import DRILL
 from perdure.store.drilled import PLAN
 from perdure.supervise.drill import diagnose
 from perdure.supervise.drill.campaign import DrillOptions, Report, Row
-from perdure.supervise.drill.compare import Difference, LeafDifference, compare
+from perdure.supervise.drill.compare import Difference, LeafDifference, compare, held, read_back
 from perdure.supervise.drill.damage import damage
 from perdure.supervise.drill.plan import KINDS, plan, possible, scenario
 from perdure.supervise.drill.probes import shim
@@ -102,6 +103,34 @@ def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
 def test_an_end_that_is_missing_is_a_difference() -> None:
     _, difference = compare(Outcome(), Outcome())
     assert difference is None
+
+
+def test_the_end_is_read_back_where_an_undisturbed_run_leaves_one(tmp_path: Path) -> None:
+    assert read_back(tmp_path, held(tmp_path), Outcome()) is None, "one that was removed"
+    with CheckpointManager(tmp_path / "runs" / "a") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.arange(2000.0) + step})
+    ends = [Run(tmp_path / "runs" / "a").manifest(step).fingerprint for step in (1, 2)]
+    right, wrong = (Outcome(commits=[Commit("a", 2, 1, "", end)]) for end in reversed(ends))
+    assert held(tmp_path) == {"a": 2}
+    assert read_back(tmp_path, {"a": 2}, right) is None
+    # What was set aside, and what lies below the newest, may be damaged.
+    for pack in (tmp_path / "runs" / "a" / "packs").glob("000000000001*"):
+        os.truncate(pack, 10)
+    assert read_back(tmp_path, {"a": 2}, right) is None
+    for wanted, outcome, why in (
+        ({"a": 2}, wrong, f"expected {ends[0]}, found {ends[1]}"),
+        ({"a": 3}, right, "the newest that is left is step 2"),
+        ({"a": 2, "b": 1}, right, "no checkpoint is left"),
+    ):
+        found = read_back(tmp_path, wanted, outcome)
+        assert found is not None
+        assert why in found.what
+    for pack in (tmp_path / "runs" / "a" / "packs").iterdir():
+        os.truncate(pack, 10)
+    found = read_back(tmp_path, {"a": 2}, right)
+    assert found is not None
+    assert "step 2 was committed and cannot be read back" in found.what
 
 
 PROBE = """

@@ -467,33 +467,28 @@ def test_a_worker_that_does_not_come_back_is_left_out_until_it_does(
     assert "the worker in place 1 does not come back; going on with 1 of 2" in run.err.getvalue()
 
 
-ENDS = """
-broken = Path("broken")
-if RANK == "1" and broken.exists():
-    sys.exit(1)
-if os.environ["WORLD_SIZE"] == "1":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+LEAVES = """
+signal.signal(signal.SIGTERM, HOW)
 def fault(step):
-    if os.environ["WORLD_SIZE"] == "1" and step == 8:
-        broken.unlink()
+    if ATTEMPT == 1 and step == 8:
         hold()  # until it is asked to leave, for the larger group
-    if os.environ["WORLD_SIZE"] == "2" and broken.exists():
-        hold()
 """
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
-    [(ENDS, "done"), (ENDS.replace("lambda *_: sys.exit(0)", "signal.SIG_DFL"), "killed")],
+    ("how", "kinds"),
+    [
+        ("lambda *_: sys.exit(75)", ["resized", "done"]),
+        ("lambda *_: sys.exit(0)", ["done"]),
+        ("signal.SIG_DFL", ["killed", "done"]),
+    ],
 )
 def test_only_75_makes_room_for_a_larger_group(
-    code: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    how: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "TOGETHER_S", 0.2)
-    Path("broken").touch()
-    run = Run(loop(code), workers=2, elastic=(1, 2), return_s=0.2, max_restarts=3)
-    ends = ["failed", "failed", kind]
-    assert run.kinds == (ends if kind == "done" else [*ends, "done"])
+    monkeypatch.setattr(Supervisor, "_should_grow", lambda self: not self._history)
+    run = Run(loop(LEAVES.replace("HOW", how)), elastic=(1, 2))
+    assert run.kinds == kinds
     assert run.summary.status == 0
 
 

@@ -3,6 +3,8 @@
 Owns the file named by PERDURE_HEARTBEAT_FILE: one line of JSON of a fixed length, written over in
 place by one system call (about 2 µs). Without the variable a beat costs one comparison. Times are of
 the machine's monotonic clock, which all its processes share and which no change of the date moves.
+Invariant: one process writes. The first that imports this takes the variable out of its environment,
+so that no data worker that it starts writes over what the loop has said.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,8 +68,13 @@ def saving(step: int | None) -> None:
 def open_file() -> None:
     """Begin, or begin anew, with the file that the environment names now."""
     global _writer
-    path = os.environ.get(VARIABLE)
-    _writer = _Writer(path) if path else None
+    path = os.environ.pop(VARIABLE, None)
+    _writer = None
+    if path:
+        try:
+            _writer = _Writer(path)
+        except OSError as error:
+            _unwritten(path, error)
 
 
 def read(path: str) -> Beat | None:
@@ -93,6 +101,7 @@ class _Writer:
         self._start: int | None = None
         self._first: float | None = None
         self.saving: int | None = None
+        self._path: str | None = path
         self.write()
 
     def beat(self, phase: str, step: int | None) -> None:
@@ -115,7 +124,20 @@ class _Writer:
             f'"time": {time.monotonic():.6f}, "pid": {self._pid}, "start": {_text(self._start)}, '
             f'"first": {first}, "saving": {_text(self.saving)}}}'
         )
-        os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
+        try:
+            os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
+        except OSError as error:  # memory is full, for instance; no reason to end a training
+            if self._path is not None:
+                path, self._path = self._path, None
+                _unwritten(path, error)
+
+
+def _unwritten(path: str, error: OSError) -> None:
+    warnings.warn(
+        f"{path}: the heartbeat cannot be written: {error}. Training goes on, and `perdure run` may "
+        f"take it for hung; free some space there.",
+        stacklevel=3,
+    )
 
 
 def _text(number: int | None) -> str:

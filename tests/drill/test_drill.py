@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_a_program_that_fails_behind_a_resume(tmp_path: Path) -> None:
     assert row["diagnosis"]["cause"] == "fails after a resume"
     assert "no fault had hit it" in row["problem"]
     assert "KeyError" in row["log"]
+
+
+@pytest.mark.parametrize(("spoils", "runs"), [("2", 1), ("1", 0)])
+def test_an_end_that_cannot_be_read_back_is_no_pass(spoils: str, runs: int, tmp_path: Path) -> None:
+    """Every manifest was committed with the right bits, and what they name is gone."""
+    options = DrillOptions(("sigkill-at-step",), runs=1, environment={"SPOILS": spoils})
+    report = run_drill(command("wrong_end"), options, tmp_path / "drill")
+    found = report.document()
+    assert not report.passed
+    assert len(found["runs"]) == runs
+    (at,) = found["runs"] or [found["undisturbed"]]
+    assert "step 6 was committed and cannot be read back" in at["difference"]["what"]
+    assert at["diagnosis"]["cause"] == "unreadable"
+
+
+def test_a_signal_to_the_drill_is_no_failure_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: Any) -> None:  # the attempt has failed by then, for whatever reason
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("perdure.supervise.drill.attempt._Faults.ended", ended)
+    with pytest.raises(KeyboardInterrupt):
+        run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
 
 
 def test_as_a_test_of_a_team() -> None:

@@ -9,20 +9,23 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from perdure import CheckpointManager
+from perdure.store import Run
 from perdure.store.drill import DRILL
 from perdure.store.drilled import PLAN
+from perdure.supervise.drill import diagnose
 from perdure.supervise.drill.campaign import DrillOptions, Report, Row
-from perdure.supervise.drill.compare import compare
+from perdure.supervise.drill.compare import Difference, LeafDifference, compare, held, read_back
 from perdure.supervise.drill.damage import damage
 from perdure.supervise.drill.plan import KINDS, plan, possible, scenario
 from perdure.supervise.drill.probes import shim
 from perdure.supervise.drill.report import verdict
-from perdure.supervise.drill.scenario import Attempt, Observed, Outcome, Scenario, Started
+from perdure.supervise.drill.scenario import Attempt, Commit, Observed, Outcome, Scenario, Started
 
 POINTS = ("pack", "manifest")
 VERBS = ("open", "write", "fsync", "link", "sync", "delete")
@@ -100,6 +103,34 @@ def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
 def test_an_end_that_is_missing_is_a_difference() -> None:
     _, difference = compare(Outcome(), Outcome())
     assert difference is None
+
+
+def test_the_end_is_read_back_where_an_undisturbed_run_leaves_one(tmp_path: Path) -> None:
+    assert read_back(tmp_path, held(tmp_path), Outcome()) is None, "one that was removed"
+    with CheckpointManager(tmp_path / "runs" / "a") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.arange(2000.0) + step})
+    ends = [Run(tmp_path / "runs" / "a").manifest(step).fingerprint for step in (1, 2)]
+    right, wrong = (Outcome(commits=[Commit("a", 2, 1, "", end)]) for end in reversed(ends))
+    assert held(tmp_path) == {"a": 2}
+    assert read_back(tmp_path, {"a": 2}, right) is None
+    # What was set aside, and what lies below the newest, may be damaged.
+    for pack in (tmp_path / "runs" / "a" / "packs").glob("000000000001*"):
+        os.truncate(pack, 10)
+    assert read_back(tmp_path, {"a": 2}, right) is None
+    for wanted, outcome, why in (
+        ({"a": 2}, wrong, f"expected {ends[0]}, found {ends[1]}"),
+        ({"a": 3}, right, "the newest that is left is step 2"),
+        ({"a": 2, "b": 1}, right, "no checkpoint is left"),
+    ):
+        found = read_back(tmp_path, wanted, outcome)
+        assert found is not None
+        assert why in found.what
+    for pack in (tmp_path / "runs" / "a" / "packs").iterdir():
+        os.truncate(pack, 10)
+    found = read_back(tmp_path, {"a": 2}, right)
+    assert found is not None
+    assert "step 2 was committed and cannot be read back" in found.what
 
 
 PROBE = """
@@ -190,6 +221,50 @@ def _drawn(where: Path, environment: dict[str, str], program: str) -> list[objec
     )
     assert done.returncode == 0, done.stderr
     return ast.literal_eval(done.stdout)
+
+
+def test_probes_keep_the_path_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("")
+    path = filter(None, [str(tmp_path / "own"), os.environ.get("PYTHONPATH")])
+    own = {"PYTHONPATH": os.pathsep.join(path)}
+    environment = {**own, **shim(tmp_path, ("clock",), own)}
+    assert _drawn(tmp_path, environment, "import mine, time; print([int(time.time())])") == [
+        1_700_000_000
+    ]
+
+
+def test_a_probe_that_does_not_come_to_its_end_excludes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    leaves = (LeafDifference("w", "", "float64[1]"),)
+    differs = Difference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaves)
+    monkeypatch.setattr(diagnose, "_largest_moving", lambda *_: "w")
+    monkeypatch.setattr(diagnose, "leaves_of", lambda *_: {})
+    ended = Difference("the end: expected step 4, found no checkpoint", "run")
+
+    def found(fails: str) -> diagnose.Diagnosis:
+        class Laboratory:
+            plain = Outcome()
+            observed = SEEN
+
+            def faulted(self, attempts: object, *probes: str) -> tuple[Outcome, Path]:
+                problem = "exit 1" if fails in probes else ""
+                return Outcome(problem=problem, commits=[Commit("run", 2, 1, "", "")]), tmp_path
+
+        def compared(_: Outcome, outcome: Outcome) -> tuple[int, Difference]:
+            return 1, ended if outcome.problem else differs
+
+        monkeypatch.setattr(diagnose, "compare", compared)
+        drawn = Scenario(1, "x", (Attempt(signal="SIGKILL"),))
+        lab: Any = Laboratory()
+        return diagnose.diagnose_run(lab, drawn, Outcome(), differs)
+
+    assert found("nothing").cause == "data position"
+    said = found("rng")
+    assert said.cause == "unknown"
+    assert any("it could not be tried: exit 1" in each for each in said.evidence)
+    assert said.evidence[-1] == "so a random generator is not excluded"
 
 
 def test_a_scenario_counts_its_faults() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(heartbeats.VARIABLE, path)
     heartbeats.open_file()
     yield path
-    monkeypatch.delenv(heartbeats.VARIABLE)
+    monkeypatch.delenv(heartbeats.VARIABLE, raising=False)
     heartbeats.open_file()
 
 
@@ -88,3 +91,37 @@ def test_a_manager_tells_without_a_change_to_the_loop(path: str, tmp_path: Path)
         assert last(path).saving is None
     assert phases == ["compile", "step", "step", "step", "step"]
     assert (last(path).phase, last(path).start) == ("end", 0)
+
+
+def test_a_child_that_imports_perdure_does_not_write_over_the_loop(path: str) -> None:
+    heartbeat(0)
+    heartbeat(1)
+    before = last(path)
+    subprocess.run([sys.executable, "-c", "import perdure.heartbeats"], check=True)
+    assert last(path) == before
+    # The control: with the variable, that import is a heartbeat.
+    environment = {**os.environ, heartbeats.VARIABLE: path}
+    line = [sys.executable, "-c", "import perdure.heartbeats"]
+    subprocess.run(line, check=True, env=environment)
+    assert (last(path).phase, last(path).step) == ("start", None)
+
+
+def test_a_heartbeat_that_cannot_be_written_is_told_once_and_ends_nothing(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.warns(UserWarning, match="heartbeat cannot be written: .*No space left"):
+        heartbeat(1)
+    heartbeat(2)  # a second warning would be an error here
+
+
+def test_a_heartbeat_that_cannot_be_opened_ends_nothing(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(heartbeats.VARIABLE, f"{path}/nowhere")
+    with pytest.warns(UserWarning, match="heartbeat cannot be written"):
+        heartbeats.open_file()
+    heartbeat(1)

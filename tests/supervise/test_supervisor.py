@@ -5,6 +5,7 @@ The workers are small programs without a framework; test_real.py has one with.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -21,9 +22,9 @@ import pytest
 
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
+from perdure.ports import free_ports
 from perdure.supervise import Limits, Observer, RunOptions, Summary, Supervisor, life, supervisor
 from perdure.supervise.console import Console
-from perdure.supervise.environment import free_ports
 from perdure.supervise.guardian import MARK, marked
 from perdure.supervise.worker import Worker
 
@@ -466,6 +467,31 @@ def test_a_worker_that_does_not_come_back_is_left_out_until_it_does(
     assert "the worker in place 1 does not come back; going on with 1 of 2" in run.err.getvalue()
 
 
+LEAVES = """
+signal.signal(signal.SIGTERM, HOW)
+def fault(step):
+    if ATTEMPT == 1 and step == 8:
+        hold()  # until it is asked to leave, for the larger group
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    [
+        ("lambda *_: sys.exit(75)", ["resized", "done"]),
+        ("lambda *_: sys.exit(0)", ["done"]),
+        ("signal.SIG_DFL", ["killed", "done"]),
+    ],
+)
+def test_only_75_makes_room_for_a_larger_group(
+    how: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "_should_grow", lambda self: not self._history)
+    run = Run(loop(LEAVES.replace("HOW", how)), elastic=(1, 2))
+    assert run.kinds == kinds
+    assert run.summary.status == 0
+
+
 def test_a_program_that_fails_in_all_places_is_not_tried_with_fewer() -> None:
     run = Run("raise SystemExit(1)", workers=3, elastic=(1, 3))
     assert run.kinds == ["failed"]
@@ -524,6 +550,115 @@ def test_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])", workers=2, devices_per_worker=1
     )
     assert sorted(run.out.getvalue().splitlines()) == ["[0] 4", "[1] 5"]
+
+
+def test_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    lent = ["nvidia6", "nvidia-uvm", "nvidiactl", "nvidia4", "null"]
+    monkeypatch.setattr(os, "listdir", lambda _: lent)
+    assert supervisor._accelerators() == ("0", "1")
+
+
+# ---------------------------------------------------------------- what is printed, and kept
+
+
+class Full(io.StringIO):
+    """A disk without room."""
+
+    tries = 0
+
+    def write(self, _: str) -> int:
+        self.tries += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_output_that_cannot_be_written_to_ends_no_training() -> None:
+    full, err = Full(), io.StringIO()
+    code = "print('one'); print('two')"
+    options = RunOptions(workers=2, log_directory=Path("logs"), poll=0.01)
+    made = Supervisor([sys.executable, "-c", code], options, console=Console(full, err))
+    assert made.run().status == 0
+    assert full.tries == 1
+    assert err.getvalue().count("cannot be written any more") == 1
+    assert Path("logs/attempt-1-worker-1.log").read_text() == "one\ntwo\n"
+    out, full = io.StringIO(), Full()
+    Supervisor([sys.executable, "-c", code], options, console=Console(out, full)).run()
+    assert out.getvalue().count("what is said here cannot be written any more") == 1
+
+
+def test_a_reader_that_has_gone_ends_no_training() -> None:
+    run = cli(code="print('one'); print('two' * 1000)")
+    assert run.stdout is not None
+    run.stdout.close()
+    assert run.stderr is not None
+    said = run.stderr.read()
+    run.stderr.close()
+    assert run.wait() == 0
+    assert "perdure: finished" in said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+
+
+def test_every_worker_is_closed_also_where_one_cannot_be() -> None:
+    made: list[Worker] = []
+
+    class Breaks(Console):
+        def line(self, worker: int, text: bytes) -> None:
+            raise RuntimeError("no line")
+
+    class Kept(Observer):
+        def started(self, worker: Worker) -> None:
+            made.append(worker)
+
+    # The second line has no end: it is printed when the worker is closed.
+    code = "import os, signal; os.write(1, b'one\\ntwo'); signal.pause()"
+    command = [sys.executable, "-c", code]
+    options = RunOptions(workers=2, log_directory=Path("logs"), poll=0.01)
+    with pytest.raises(RuntimeError, match="no line"):
+        Supervisor(command, options, console=Breaks(), observer=Kept()).run()
+    assert len(made) == 2
+    assert all(worker._file.closed and worker.status == -signal.SIGKILL for worker in made)
+
+
+def test_a_second_run_keeps_the_logs_of_the_first() -> None:
+    for said in ("first", "second", "third"):
+        run = Run(f"print('{said}')")
+        assert said in Path(run.summary.log_directory, "attempt-1-worker-0.log").read_text()
+    assert Path("logs/attempt-1-worker-0.log").read_text() == "first\n"
+    assert Path("logs/run-2/attempt-1-worker-0.log").read_text() == "second\n"
+
+
+def test_a_child_that_imports_perdure_does_not_make_a_crash_one_of_the_start() -> None:
+    fault = """
+def fault(step):
+    if ATTEMPT == 1 and step == 8:
+        subprocess.run([sys.executable, "-c", "import perdure.heartbeats"])
+        sys.exit(3)
+"""
+    run = Run(loop(fault))
+    assert run.kinds == ["failed", "done"]
+
+
+def test_a_second_loop_in_one_process_does_not_make_a_crash_one_of_the_start() -> None:
+    fault = """
+import time
+def fault(step):
+    if ATTEMPT == 1 and step == 8:
+        time.sleep(0.2)  # until it was seen
+        heartbeat(0, "compile")
+        sys.exit(3)
+"""
+    run = Run(loop(fault))
+    assert run.kinds == ["failed", "done"]
+
+
+def test_a_failure_without_any_heartbeat_says_so() -> None:
+    run = Run("raise SystemExit(3)")
+    assert "it gave no heartbeat of a step" in run.summary.reason
+    told = Run("import perdure; perdure.heartbeat(0, 'compile'); raise SystemExit(3)")
+    assert "failed before its first step" in told.summary.reason
+    assert "no heartbeat" not in told.summary.reason
 
 
 # ---------------------------------------------------------------- the command

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import TextIO
 
@@ -9,27 +11,54 @@ from perdure.supervise.record import Summary
 
 
 class Console:
-    """Lines of workers go to `out`, by default standard output; statements to `err`, standard error."""
+    """Lines of workers go to `out`, by default standard output; statements to `err`, standard error.
+
+    One that cannot be written to (a full disk, a reader that has gone) gets nothing more, and the other
+    one says so: training does not end because nobody listens, and the logs have every line.
+    """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
+        self._lost: list[TextIO] = []
 
     def line(self, worker: int, text: bytes) -> None:
         """One line of a worker."""
-        self._out.write(f"[{worker}] {text.decode(errors='replace')}\n")
-        self._out.flush()
+        self._write(self._out, f"[{worker}] {text.decode(errors='replace')}\n")
 
     def say(self, text: str) -> None:
         """A statement of the supervisor."""
-        self._err.write(f"perdure: {text}\n")
-        self._err.flush()
+        self._write(self._err, f"perdure: {text}\n")
 
     def summary(self, summary: Summary) -> None:
         """Everything that happened, once it is over."""
-        for line in describe(summary):
-            self._err.write(line + "\n")
-        self._err.flush()
+        self._write(self._err, "".join(line + "\n" for line in describe(summary)))
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        if stream in self._lost:
+            return
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError as error:
+            self._lost.append(stream)
+            _let_go(stream)
+            what = "the lines of the workers" if stream is self._out else "what is said here"
+            other = self._err if stream is self._out else self._out
+            self._write(
+                other,
+                f"perdure: {what} cannot be written any more ({error}); the run goes on, and its "
+                "logs have the lines\n",
+            )
+
+
+def _let_go(stream: TextIO) -> None:
+    """What is still in the buffer would be tried again at the exit, and fail it."""
+    with contextlib.suppress(OSError):  # one that has no file has no such exit
+        file = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, file)
+        os.close(null)
 
 
 def describe(summary: Summary) -> list[str]:

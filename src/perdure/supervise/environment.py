@@ -7,14 +7,10 @@ differ in the port, because the services behind it are not the same one.
 from __future__ import annotations
 
 import json
-import random
-import socket
-from contextlib import ExitStack
-from pathlib import Path
 
 from perdure.errors import LaunchError
+from perdure.ports import HOST
 
-HOST = "127.0.0.1"
 ATTEMPT = "PERDURE_ATTEMPT"
 # Whatever else describes a group would contradict what is said here.
 DESCRIPTIONS = (
@@ -83,44 +79,3 @@ def device_variables(
             )
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return variables
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different.
-
-    Not from the range that the kernel hands out by itself: one of those may be gone to an outgoing
-    connection before the worker listens.
-    """
-    low, high = 20000, _first_ephemeral()
-    with ExitStack() as held:
-        found: list[int] = []
-        for port in random.SystemRandom().sample(range(low, high), high - low):
-            each = held.enter_context(socket.socket())
-            try:
-                each.bind((HOST, port))
-            except OSError:
-                continue
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise LaunchError(f"expected {count} free ports from {low} to {high}, found {len(found)}")
-
-
-def taken(port: int) -> bool:
-    """Whether somebody listens on `port`."""
-    with socket.socket() as each:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is only closing is free
-        try:
-            each.bind((HOST, port))
-        except OSError:
-            return True
-    return False
-
-
-def _first_ephemeral() -> int:
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    try:
-        first = int(path.read_text().split()[0])
-    except (OSError, ValueError):
-        first = 32768
-    return first if first > 21000 else 65536

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.errors import ClusterError
-from perdure.supervise.environment import free_ports, tf_config
+from perdure.ports import free_ports
+from perdure.supervise.environment import tf_config
 
 TAIL_BYTES = 4000
 

@@ -10,11 +10,12 @@ import math
 import selectors
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from perdure.heartbeats import Beat
-from perdure.supervise.environment import taken
+from perdure.ports import taken
 from perdure.supervise.options import RunOptions
 from perdure.supervise.record import Attempt, Kind
 from perdure.supervise.worker import Worker
@@ -50,6 +51,8 @@ class Life:
         self._selector = selectors.DefaultSelector()
         self._stopped: dict[Worker, float] = {}
         self._steps: dict[Worker, tuple[int, float]] = {}
+        self._starts: dict[Worker, int] = {}
+        self._firsts: dict[Worker, float] = {}
         self._looked = -math.inf
         self._noticed = 0.0
         self._deadline: float | None = None
@@ -59,12 +62,13 @@ class Life:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for worker in self.workers:
-            worker.kill()
-        for worker in self.workers:
-            worker.close()
-            self._step(worker)
-        self._selector.close()
+        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+            stack.callback(self._selector.close)
+            for worker in reversed(self.workers):
+                stack.callback(self._step, worker)
+                stack.callback(worker.close)
+            for worker in self.workers:
+                worker.kill()
 
     def add(self, worker: Worker) -> None:
         """Watch `worker` too."""
@@ -106,10 +110,8 @@ class Life:
     def record(self, found: Found, number: int, began: float) -> Attempt:
         """What is remembered of the attempt, once it is closed."""
         now = self._clock()
-        beats = [worker.beat for worker in self.workers if worker.beat is not None]
-        starts = [each.start for each in beats if each.start is not None]
+        starts = list(self._starts.values())
         ends = [step for step, _ in self._steps.values()]
-        firsts = [each.first for each in beats if each.first is not None]
         return Attempt(
             number=number,
             workers=len(self.workers),
@@ -120,7 +122,7 @@ class Life:
             start=starts[0] if starts else None,
             end=max(ends, default=None),
             began=began,
-            first=min(firsts, default=None),
+            first=min(self._firsts.values(), default=None),
             last=max((when for _, when in self._steps.values()), default=None),
             noticed=self._noticed,
             seconds=now - began,
@@ -141,13 +143,20 @@ class Life:
 
     def _step(self, worker: Worker) -> None:
         beat = worker.beat
-        if beat is None or beat.step is None or beat.phase == "restore":
+        if beat is None:
+            return
+        # What was seen stays: a later beat may be that of another loop, which begins anew.
+        if beat.start is not None:
+            self._starts.setdefault(worker, beat.start)
+        if beat.first is not None:
+            self._firsts.setdefault(worker, beat.first)
+        if beat.step is None or beat.phase == "restore":
             return
         if worker not in self._steps or beat.step != self._steps[worker][0]:
             self._steps[worker] = (beat.step, beat.time)
 
     def _stepping(self) -> bool:
-        return all(w.beat is not None and w.beat.first is not None for w in self.workers)
+        return all(worker in self._firsts for worker in self.workers)
 
     def _ask(self, number: int) -> None:
         for worker in self.workers:
@@ -183,11 +192,17 @@ class Life:
     def _all_left(self, statuses: list[int | None], passed: int | None) -> Found:
         if passed is not None:
             return Found("ended", f"{signal.Signals(passed).name} was passed on")
+        if not any(statuses):
+            return Found("done", "exit 0")
         if self._growing:
-            return Found("resized", "saved and left, to go on with more workers")
+            if PREEMPTED in statuses:
+                return Found("resized", "saved and left, to go on with more workers")
+            # Asked to leave, it ended without a word that it has saved.
+            ends = zip(self.workers, statuses, strict=True)
+            return self._failed(*next(each for each in ends if each[1]))
         if PREEMPTED in statuses:
             return Found("preempted", f"exit {PREEMPTED}: saved, and wants to be started again")
-        return Found("done", "exit 0")
+        raise AssertionError(statuses)  # any other status was judged before
 
     def _failed(self, worker: Worker, status: int | None) -> Found:
         assert status is not None
@@ -249,7 +264,7 @@ class Life:
         return found
 
     def _any_stepped(self) -> bool:
-        return any(w.beat is not None and w.beat.first is not None for w in self.workers)
+        return bool(self._firsts)
 
 
 def _how(status: int) -> str:

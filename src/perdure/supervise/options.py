@@ -14,7 +14,9 @@ from perdure.errors import LaunchError
 class Limits:
     """Seconds that a worker may be silent in each phase before it counts as hung; math.inf for none.
 
-    They begin with the first heartbeat, so a program that gives none is never taken for hung.
+    They begin with the first heartbeat, which the import of perdure gives in the phase start: a
+    program that does not import it is never taken for hung, and one that does and gives no heartbeat
+    behind that is, at the limit of start.
     `stopped` is for a process that SIGSTOP holds, in whatever phase it is.
     """
 

@@ -30,11 +30,15 @@ def decide(history: Sequence[Attempt], max_restarts: int, may_shrink: bool = Fal
         return Decision(True, _wait(history))
     failures = sum(each.failure for each in history)
     if last.kind == "failed" and not may_shrink and not any(each.stepped for each in history):
+        silent = (
+            f"; in {last.seconds:.1f} s it gave no heartbeat of a step, so a failure later on cannot "
+            "be told from this: a loop of its own calls perdure.heartbeat(step)"
+        )
         return Decision(
             False,
             status=1,
             reason=f"the program failed before its first step ({last.cause}), so it was not "
-            "restarted",
+            f"restarted{silent if all(each.start is None for each in history) else ''}",
         )
     if _same_step(history) and not (may_shrink and not last.stepped):
         where = "before a step was done" if last.end is None else f"at step {last.end}"

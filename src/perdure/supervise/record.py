@@ -53,7 +53,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run. `status` is what `perdure run` exits with; `reason` says why it ended."""
+    """A whole run. `status` is what `perdure run` exits with; `reason` says why it ended, and `asked`
+    is the signal that was sent to it for that."""
 
     command: tuple[str, ...]
     attempts: tuple[Attempt, ...]
@@ -62,6 +63,7 @@ class Summary:
     seconds: float
     log_directory: str
     left_behind: int = 0
+    asked: int | None = None
 
     @property
     def restarts(self) -> int:

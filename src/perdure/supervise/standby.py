@@ -21,14 +21,14 @@ def _main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the supervisor has no use for it any more
+    from perdure import heartbeats  # ahead of the variable: its import would take it
+
     part = json.loads(line)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     os.environ.clear()
     os.environ.update(part["environment"])
-
-    from perdure import heartbeats
 
     heartbeats.open_file()
     first, *rest = part["arguments"]

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,13 +24,13 @@ from typing import Any
 from perdure import heartbeats
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
+from perdure.ports import free_ports
 from perdure.supervise.cache import cache_variables, drop_recent
 from perdure.supervise.console import Console
 from perdure.supervise.environment import (
     ATTEMPT,
     DESCRIPTIONS,
     device_variables,
-    free_ports,
     worker_variables,
 )
 from perdure.supervise.guardian import MARK, Guardian, end_marked, marked
@@ -126,6 +126,7 @@ class Supervisor:
             self._clock() - began,
             str(logs),
             len(marked(self._mark)),
+            self._asked,
         )
         self._console.summary(summary)
         return summary
@@ -248,15 +249,12 @@ class Supervisor:
             name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
             directory = Path("perdure-logs") / name
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            probe = directory / "attempt-1-worker-0.log"
-            probe.write_bytes(b"")
+            return _claimed(directory)
         except OSError as error:
             raise LaunchError(
                 f"{directory}: the logs of the workers cannot be written there: {error}; name another "
                 "place: --log-dir"
             ) from error
-        return directory
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -296,6 +294,21 @@ def _found(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
+def _claimed(directory: Path) -> Path:
+    """`directory`, or the first of run-2, run-3, ... in it that holds no logs: what an earlier run, or
+    one beside this one, has said is not written over."""
+    directory.mkdir(parents=True, exist_ok=True)
+    place, number = directory, 1
+    while True:
+        with suppress(FileExistsError):
+            if not any(place.glob("attempt-*.log")):
+                (place / "attempt-1-worker-0.log").open("xb").close()
+                return place
+        number += 1
+        place = directory / f"run-{number}"
+        place.mkdir(exist_ok=True)
+
+
 @contextmanager
 def _scratch() -> Iterator[str]:
     """A place for heartbeats, in memory where the system has one."""
@@ -312,8 +325,10 @@ def _accelerators() -> tuple[str, ...]:
         return tuple(part for part in visible.split(",") if part.strip() not in ("", "-1"))
     if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
         return ()
-    return tuple(
-        name.removeprefix("nvidia")
-        for name in sorted(os.listdir("/dev"))
-        if name.removeprefix("nvidia").isdigit() and name.startswith("nvidia")
-    )
+    # CUDA counts those that are there from 0; the names of the files have numbers of their own.
+    found = [
+        name
+        for name in os.listdir("/dev")
+        if name.startswith("nvidia") and name.removeprefix("nvidia").isdigit()
+    ]
+    return tuple(map(str, range(len(found))))

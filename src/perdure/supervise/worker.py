@@ -116,16 +116,16 @@ class Worker:
 
     def close(self) -> None:
         """Kill what is left, take the last of its output, and free the files."""
-        self.kill()
-        self.process.wait()
-        if self.look():
-            pass  # the last one is what the summary is made from
-        self.listen()
-        self._flush()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        os.close(self.exit)
-        self._file.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._file.close)
+            stack.callback(os.close, self.exit)
+            assert self.process.stdout is not None
+            stack.callback(self.process.stdout.close)
+            self.kill()
+            self.process.wait()
+            self.look()  # the last one is what the summary is made from
+            self.listen()
+            self._flush()
 
     def tail(self) -> str:
         """The end of its log."""

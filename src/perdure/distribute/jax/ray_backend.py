@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from ray.train.backend import Backend, BackendConfig
 from perdure.distribute.cluster import Cluster, ClusterOptions
 from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
 from perdure.errors import ClusterError
+from perdure.ports import free_ports
 
 # Where Ray is not installed, type checkers take perdure.ray for it.
 ray: Any = importlib.import_module("ray")
@@ -103,9 +103,8 @@ def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plug
 def _free_address() -> str:
     """Where this worker can listen: its node's address, and a port that was free a moment ago."""
     host = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.bind(("", 0))
-        return join_address(host, str(free.getsockname()[1]))
+    (port,) = free_ports(1, "::" if ":" in host else "")
+    return join_address(host, str(port))
 
 
 def _join(cluster: Cluster, config: JaxConfig) -> None:

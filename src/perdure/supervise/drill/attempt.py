@@ -78,7 +78,7 @@ def execute(
             summary = Supervisor(program.command, options, console=quiet, observer=faults).run()
         finally:
             faults.close()
-    if summary.attempts and summary.attempts[-1].kind == "ended":  # asked for by a signal to us
+    if summary.asked is not None:  # a signal to us; whatever else happened, no fault did it
         raise KeyboardInterrupt
     outcome = faults.outcome
     outcome.began, outcome.seconds = began, summary.seconds

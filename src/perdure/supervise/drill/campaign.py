@@ -11,7 +11,7 @@ from typing import Any
 from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
 from perdure.supervise.drill.attempt import LOGS, Program, execute, observe
-from perdure.supervise.drill.compare import Difference, compare
+from perdure.supervise.drill.compare import Difference, compare, held, read_back
 from perdure.supervise.drill.diagnose import (
     Diagnosis,
     Laboratory,
@@ -172,6 +172,7 @@ class _Drill:
         self._options = options
         self._directory = directory
         self._tell = tell
+        self._held: dict[str, int] = {}  # what an undisturbed run leaves
 
     def run(self) -> Report:
         plain = self._undisturbed("undisturbed-1", "undisturbed")
@@ -181,10 +182,14 @@ class _Drill:
         observed = observe(self._program, other)
         report = Report(self._program.command, self._options, observed, plain)
         _, report.undisturbed = compare(plain, other)
+        again = self._directory / "undisturbed-2"
+        self._held = held(again)
+        if report.undisturbed is None:
+            report.undisturbed = read_back(again, self._held, plain)
         lab = Laboratory(self._program, self._directory / "probes", plain, observed)
         if report.undisturbed is not None:
             self._tell("looking for the cause", None)
-            report.diagnosis = diagnose_undisturbed(lab)
+            report.diagnosis = diagnose_undisturbed(lab, report.undisturbed)
             return report
         report.observed = observed = self._try_topologies(lab, observed, report)
         lab.observed = observed
@@ -248,6 +253,8 @@ class _Drill:
             where = self._directory / f"run-{drawn.number:03d}{f'-{again}' if again else ''}"
             outcome = execute(self._program, where, drawn.attempts, observed)
             compared, difference = compare(plain, outcome)
+            if difference is None and not outcome.problem:
+                difference = read_back(where, self._held, plain)
             row = Row(drawn, outcome, compared, difference)
             if row.verdict == "pass":
                 _remove(where)
@@ -264,7 +271,13 @@ class _Drill:
                 continue
             special = row.scenario.kind in ("other-devices", "other-workers", "clock-jump")
             leaves = row.difference.leaves if row.difference is not None else ()
-            sort = (row.verdict, row.scenario.kind if special else "", *(p.path for p in leaves))
+            unreadable = row.difference is not None and bool(row.difference.unreadable)
+            sort = (
+                row.verdict,
+                "unreadable" * unreadable,
+                row.scenario.kind if special else "",
+                *(p.path for p in leaves),
+            )
             if sort not in known:
                 self._tell("looking for the cause", None)
                 known[sort] = diagnose_run(lab, row.scenario, row.outcome, row.difference)

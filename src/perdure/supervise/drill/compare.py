@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from perdure.store.format import LeafRecord
+from perdure.errors import PerdureError
+from perdure.store import LocalStorage, Run
+from perdure.store.contents import committed_steps
+from perdure.store.drilled import RUNS
+from perdure.store.format import MANIFESTS, LeafRecord
 from perdure.store.leaf import Leaf
 from perdure.supervise.drill.attempt import read_manifest
 from perdure.supervise.drill.scenario import Commit, Outcome
@@ -26,7 +31,8 @@ class LeafDifference:
 class Difference:
     """The first checkpoint that differs from the undisturbed run; `step` None: the end is missing.
 
-    `leaves` differ, `equal` do not.
+    `leaves` differ, `equal` do not. `unreadable` says why the end, which was committed with the right
+    bits, cannot be read from the disk any more.
     """
 
     what: str
@@ -35,6 +41,7 @@ class Difference:
     attempt: int = 0
     leaves: tuple[LeafDifference, ...] = ()
     equal: tuple[str, ...] = ()
+    unreadable: str = ""
 
 
 def reference(outcome: Outcome) -> dict[Key, Commit]:
@@ -60,6 +67,44 @@ def compare(expected: Outcome, found: Outcome) -> tuple[int, Difference | None]:
             what = f"the end: expected step {last.step}, found {at}"
             return len(common), Difference(what, run)
     return len(common), None
+
+
+def held(where: Path) -> dict[str, int]:
+    """The newest step that each run directory of the drilled run in `where` says that it holds; one
+    that the program has removed holds none."""
+    found = {}
+    for path in sorted((where / RUNS).glob(f"*/{MANIFESTS}")):
+        if steps := committed_steps(LocalStorage(path.parent)):
+            found[path.parent.name] = steps[-1]
+    return found
+
+
+def read_back(where: Path, wanted: Mapping[str, int], expected: Outcome) -> Difference | None:
+    """Read what the drilled run in `where` has left, every byte of the newest checkpoints: those of
+    `wanted`, with the bits that `expected` has recorded.
+
+    A copy of a manifest shows what was committed, and only this shows that it can be restored. Older
+    checkpoints and what was set aside may be damaged: the faults did that.
+    """
+    known, found = reference(expected), held(where)
+    for run, step in wanted.items():
+        if run not in found:
+            why = "no checkpoint is left"
+        elif found[run] != step:
+            why = f"the newest that is left is step {found[run]}"
+        else:
+            try:
+                manifest = Run(where / RUNS / run).load(step).manifest
+            except PerdureError as error:
+                why = str(error)
+            else:
+                commit = known.get((run, step))
+                if commit is None or manifest.fingerprint == commit.fingerprint:
+                    continue
+                why = f"expected {commit.fingerprint}, found {manifest.fingerprint}"
+        what = f"the end: step {step} was committed and cannot be read back: {why}"
+        return Difference(what, run, unreadable=why)
+    return None
 
 
 def leaves_of(commit: Commit) -> dict[str, LeafRecord]:

@@ -23,6 +23,9 @@ from perdure.supervise.drill.compare import (
 from perdure.supervise.drill.probes import ITERATORS, shim
 from perdure.supervise.drill.scenario import Attempt, Inside, Observed, Outcome, Scenario
 
+_UNTRIED = "could not be tried"
+_BELOW = ": threads, or an operation that is not deterministic"
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -88,6 +91,14 @@ CAUSES = {
             "does not fit what is there."
         ),
     ),
+    "unreadable": (
+        "what was committed cannot be read from the run directory any more",
+        (
+            "Look for what removes or rewrites files in the run directory: the end of the program, a "
+            "clean-up of its own, another program. Deletion belongs to the manager: max_to_keep, or "
+            "`perdure prune`."
+        ),
+    ),
     "unknown": (
         "none of the usual causes",
         (
@@ -135,12 +146,14 @@ class Laboratory:
     ) -> tuple[Outcome, Path]:
         self._count += 1
         where = self._where / f"probe-{self._count}"
-        environment = shim(self._where, probes) if probes else {}
+        environment = shim(self._where, probes, program.environment) if probes else {}
         return execute(program, where, attempts, self.observed, environment), where
 
 
-def diagnose_undisturbed(lab: Laboratory) -> Diagnosis:
+def diagnose_undisturbed(lab: Laboratory, seen: Difference) -> Diagnosis:
     """Why two undisturbed runs differ."""
+    if seen.unreadable:
+        return diagnosis("unreadable", seen.unreadable)
     tried: list[str] = []
     for probe, cause, meaning in (
         ("clock", "time", "with a clock that only counts how often it is read"),
@@ -157,7 +170,7 @@ def diagnose_undisturbed(lab: Laboratory) -> Diagnosis:
     return diagnosis(
         "unknown",
         *tried,
-        f"two runs under all three {said}: threads, or an operation that is not deterministic",
+        f"two runs under all three {said}{'' if said.startswith(_UNTRIED) else _BELOW}",
     )
 
 
@@ -165,6 +178,8 @@ def diagnose_run(
     lab: Laboratory, scenario: Scenario, found: Outcome, seen: Difference | None
 ) -> Diagnosis:
     """Why a faulted run differs from the undisturbed one, or does not come to its end."""
+    if seen is not None and seen.unreadable:
+        return diagnosis("unreadable", seen.unreadable)
     if seen is None or (found.problem and not seen.leaves):
         return diagnosis("fails after a resume", found.problem)
     if (moved := _topology(lab, scenario)) is not None:
@@ -198,13 +213,19 @@ def _resumed(
     where: Path,
     evidence: list[str],
 ) -> Diagnosis:
+    untried: list[str] = []
     for probe, cause, meaning in (
         ("rng", "random generator", "with every random generator put back to where it stood"),
         ("iterators", "data position", "with every iterator moved on by the steps that were done"),
     ):
         probed, where = lab.faulted(attempts, probe)
         _, still = compare(lab.plain, probed)
-        if still is None and not probed.problem:
+        if probed.problem and not (still is not None and still.leaves):
+            # One that fails shows nothing, and excludes nothing.
+            evidence.append(f"{meaning}, it {_UNTRIED}: {probed.problem}")
+            untried.append(cause)
+            continue
+        if still is None:
             return diagnosis(cause, *evidence, f"{meaning}, the difference is gone")
         evidence.append(f"{meaning}, it is still there")
     largest = _largest_moving(lab, difference)
@@ -226,6 +247,8 @@ def _resumed(
     )
     if iterators := _told_iterators(where):
         evidence.append(f"the loop reads from {', '.join(iterators)}, new in every process")
+    if "random generator" in untried:
+        return diagnosis("unknown", *evidence, "so a random generator is not excluded")
     return diagnosis(
         "data position",
         *evidence,
@@ -241,7 +264,7 @@ def _topology(lab: Laboratory, scenario: Scenario) -> Diagnosis | None:
         alone = lab.undisturbed(devices=attempt.devices, workers=attempt.workers)
         _, difference = compare(lab.plain, alone)
         on = f"{attempt.devices} devices" if attempt.devices else f"{attempt.workers} workers"
-        if difference is not None:
+        if difference is not None and not alone.problem:
             return diagnosis(
                 "topology", f"an undisturbed run on {on} differs as well: {difference.what}"
             )
@@ -254,7 +277,7 @@ def _clock(lab: Laboratory, scenario: Scenario) -> Diagnosis | None:
         return None
     alone, _ = lab.faulted((Attempt((jumps[0],)),))
     _, difference = compare(lab.plain, alone)
-    if difference is None:
+    if difference is None or (alone.problem and not difference.leaves):
         return None
     return diagnosis(
         "time", f"a run whose clock jumps, without any other fault, differs: {difference.what}"
@@ -265,7 +288,7 @@ def _twice(lab: Laboratory, *probes: str) -> str:
     """What two runs under `probes` do: nothing where they are equal."""
     one, other = lab.undisturbed(*probes), lab.undisturbed(*probes)
     if problem := one.problem or other.problem:
-        return f"do not come to their end ({problem})"
+        return f"{_UNTRIED}: {problem}"
     _, difference = compare(one, other)
     return "" if difference is None else f"differ ({difference.what})"
 

@@ -45,12 +45,18 @@ begin()
 """
 
 
-def shim(where: Path, probes: tuple[str, ...]) -> Mapping[str, str]:
-    """The environment in which a Python program begins with `probes`; `where` takes a small file."""
+def shim(
+    where: Path, probes: tuple[str, ...], environment: Mapping[str, str] | None = None
+) -> Mapping[str, str]:
+    """The environment in which a Python program begins with `probes`; `where` takes a small file.
+
+    What the program's own `environment` adds to PYTHONPATH stays, behind the place of the probes.
+    """
     site = where / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    own = {**os.environ, **(environment or {})}
+    path = os.pathsep.join(filter(None, [str(site), own.get("PYTHONPATH", "")]))
     hashed = {"PYTHONHASHSEED": "0"} if "hash" in probes else {}
     return {PROBE: ",".join(probes), "PYTHONPATH": path, **hashed}
 

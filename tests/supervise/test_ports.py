@@ -1,0 +1,21 @@
+"""Free ports, for every launcher by one mechanism."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from perdure import ports
+
+
+@pytest.mark.parametrize("host", [ports.HOST, ""])
+def test_ports_are_free_different_and_not_the_kernels(host: str) -> None:
+    found = ports.free_ports(5, host)
+    assert len(set(found)) == 5
+    assert all(20000 <= port < ports._first_ephemeral() for port in found)
+    assert not any(ports.taken(port, host) for port in found)
+    with socket.socket() as stranger:
+        stranger.bind((host, found[0]))
+        stranger.listen()
+        assert ports.taken(found[0], host)

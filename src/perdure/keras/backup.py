@@ -33,7 +33,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     then SIGTERM ends the step, saves, and leaves with status 75. A save is durable a moment after it
     returns, and the newest is used that is whole. `double_checkpoint` is accepted and changes
     nothing: two backups are kept in any case. `delete_checkpoint` deletes `backup_dir` once training
-    is finished, but for what others have put there. Fields named in `allow` may differ between backup and run (`docs/RECIPE.md`).
+    is finished, but for what others have put there. Fields named in `allow` may differ between backup
+    and run (`docs/RECIPE.md`).
 
     `fit` raises `TrainError` for an unbuilt model, `RecipeMismatchError` with a list of what changed
     where the arguments of `compile` or `fit`, the model or the data are others than those of the
@@ -116,7 +117,8 @@ def _delete(storage: LocalStorage) -> None:
     """
     try:
         for part in (MANIFESTS, PACKS, PINS, QUARANTINE):
-            shutil.rmtree(storage.path(part), ignore_errors=not os.path.isdir(storage.path(part)))
+            if os.path.isdir(path := os.path.normpath(storage.path(part))):
+                shutil.rmtree(path)
         for name in (MARKER, LOCK):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(storage.path(name))

@@ -34,7 +34,7 @@ class Drawing(keras.callbacks.Callback):
     [
         ((1, 1), "epoch", {}),
         ((1, 1), 1, {}),
-        ((1, 1), "epoch", {"steps_per_epoch": 3}),
+        ((1, 0), "epoch", {"steps_per_epoch": 3}),
         ((2, 0), "epoch", {"steps_per_epoch": 2}),
     ],
 )
@@ -105,8 +105,8 @@ def test_checkpoints_of_a_model_without_an_optimizer_of_its_own(
     kept = ModelCheckpoint(tmp_path / "kept", "loss")
     model.fit(x, y, 6, 2, verbose=0, callbacks=[kept])
     assert Run(tmp_path / "kept").steps() == [BATCHES, 2 * BATCHES]
-    slots = [path for path in Run(tmp_path / "kept").manifest(BATCHES).leaves if "second" in path]
-    assert slots
+    leaves = Run(tmp_path / "kept").manifest(BATCHES).leaves
+    assert [leaf for leaf in leaves if "second" in leaf.path]
 
 
 class Passing(keras.callbacks.Callback):
@@ -146,8 +146,8 @@ class Collecting(keras.callbacks.Callback):
 def test_what_is_lost_of_a_callback_is_said_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as told:
         train(tmp_path / "run", callbacks=[Collecting()])
-    assert len(told) == 1
-    assert "unchanged" not in str(told[0].message)
+    (only,) = [str(each.message) for each in told if "Collecting" in str(each.message)]
+    assert "unchanged" not in only
 
 
 def test_a_checkpoint_is_durable_before_the_backup_behind_it(

@@ -70,9 +70,9 @@ class Session(Callback):
         self._recipe = description.describe(fit, self._others.describe())
         fit.model._initial_epoch = None
         self._epoch = fit.arguments["initial_epoch"]
-        members.attributes(fit.model)  # which refuses what could not be brought back
-        manager.claim()  # before the newest is read: another process must not go on from it too
         try:
+            members.attributes(fit.model)  # which refuses what could not be brought back
+            manager.claim()  # before the newest is read: another process must not go on from it too
             if manager.latest_step() is not None:
                 self._resume()
         except BaseException:

@@ -60,8 +60,8 @@ class Second(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         x, y = data
         self.zero_grad()
-        target = keras.ops.cast(y, "float32")[:, None]
-        loss = keras.ops.mean((self(x, training=True) - target) ** 2)
+        ops: Any = keras.ops
+        loss = ops.mean((self(x, training=True) - ops.cast(y, "float32")[:, None]) ** 2)
         loss.backward()
         variables = self.trainable_variables
         grads = [each.value.grad for each in variables]

@@ -27,6 +27,7 @@ try:  # here, because Keras would import it in every process that is forked
 except ImportError:
     tf = None
 from perdure.store import LocalStorage
+from perdure.store.format import MANIFESTS
 
 EPOCHS, BATCHES, BATCH = 3, 6, 8
 ROWS = BATCHES * BATCH - 3  # the last batch is a partial one
@@ -56,18 +57,30 @@ class Program(keras.callbacks.Callback):
         if (self._at, batch) == (self._epoch, self._batch):
             if self._kind in ("SIGKILL", "SIGTERM"):
                 os.kill(os.getpid(), getattr(signal, self._kind))
-            if self._kind == "save":
-                _die_in_the_next_save()
+            if self._kind in ("save", "commit"):
+                _die_in_the_next_save(self._kind == "commit")
 
 
-def _die_in_the_next_save() -> None:
-    """Ours dies as it begins to write a file, that of Keras between its two files."""
+def _die_in_the_next_save(in_commit: bool) -> None:
+    """Ours dies as it begins to write a file, or with the data written and the manifest not yet;
+    that of Keras between its two files."""
 
     def die(*given: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    LocalStorage.create = die  # type: ignore[method-assign]
-    LocalStorage.replace = die  # type: ignore[method-assign]
+    if in_commit:
+        create = LocalStorage.create
+
+        def create_or_die(storage: LocalStorage, name: str, size: int) -> Any:
+            sink = create(storage, name, size)
+            if name.startswith(MANIFESTS):
+                sink.commit = die
+            return sink
+
+        LocalStorage.create = create_or_die  # type: ignore[method-assign]
+    else:
+        LocalStorage.create = die  # type: ignore[method-assign]
+        LocalStorage.replace = die  # type: ignore[method-assign]
     saves = keras.Model.save_weights
 
     def save_and_die(model: Any, *given: Any, **named: Any) -> None:

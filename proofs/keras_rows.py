@@ -21,6 +21,7 @@ from report import Row, row
 
 PROGRAM = Path(__file__).parent / "keras_program.py"
 OWNERS = ("perdure", "keras")
+EVERY = 2  # batches from one backup to the next
 
 
 class Backend:
@@ -80,11 +81,24 @@ class Backend:
         return status, end, len(log.read_text().splitlines()) if log.exists() else 0
 
 
+def resumed(whole: int, killed: int, all_steps: int, every: int) -> bool:
+    """Whether a second run went on behind a backup, as the steps say that were executed.
+
+    `killed` of the first run and `all_steps` of both, against `whole` of one without an interruption.
+    The save under way is lost with the process, so that at most two intervals are run again. A run that
+    begins anew ends with the same bits, and with more steps.
+    """
+    again = all_steps - whole  # the killed step less the step that was resumed from
+    return 0 <= again <= 2 * every and killed <= all_steps
+
+
 def matrix(work: Path) -> Iterator[Row]:
-    """Line 1. A cell is `=` where the end and the number of optimizer steps are equal."""
-    table = ["| backend | model | data | " + " | ".join(FAULTS) + " |", "|---" * 7 + "|"]
+    """Line 1. A cell is `=` where the end is equal, and a backup was gone on from."""
+    width = len(FAULTS) + 3
+    table = ["| backend | model | data | " + " | ".join(FAULTS) + " |", "|---" * width + "|"]
     held: dict[str, list[bool]] = {who: [] for who in OWNERS}
     fired: list[bool] = []
+    anew: list[bool] = []
     without = importlib.util.find_spec("tensorflow") is None
     if without:
         print("       left out: TensorFlow is not installed here (pip install tensorflow-cpu)")
@@ -97,27 +111,50 @@ def matrix(work: Path) -> Iterator[Row]:
                 for data in sources:
                     cells: dict[str, list[str]] = {}
                     for who in OWNERS:
-                        case = {"who": who, "model": model, "data": data}
+                        case = {"who": who, "model": model, "data": data, "every": EVERY}
                         name = f"{backend}-{model}-{data}-{who}"
-                        _, whole, _ = program.run(f"{name}-whole", **case)
-                        for kind, (fault, status) in FAULTS.items():
-                            at = f"{name}-{kind.replace(' ', '-')}"
-                            ended, _, _ = program.run(at, **case, fault=fault)
-                            _, end, _ = program.run(at, **case)
-                            # Keras's own does not listen to SIGTERM, which then ends the process.
-                            fired.append(ended in (status, -15 if status == 75 else status))
-                            equal = whole is not None and end == whole
-                            held[who].append(equal)
-                            cells.setdefault(kind, []).append("=" if equal else "differs")
+                        _, whole, steps = program.run(f"{name}-whole", **case)
+                        for kind, faults in FAULTS.items():
+                            outcomes = []
+                            for number, (fault, status) in enumerate(faults):
+                                at = f"{name}-{kind.replace(' ', '-')}-{number}"
+                                ended, _, killed = program.run(at, **case, fault=fault)
+                                _, end, both = program.run(at, **case)
+                                # Keras's own does not listen to SIGTERM, which ends the process.
+                                deaf = who == "keras" and status == 75
+                                fired.append(ended == (-15 if deaf else status))
+                                outcomes.append(
+                                    whole is not None
+                                    and end == whole
+                                    and resumed(steps, killed, both, EVERY)
+                                )
+                            held[who].append(all(outcomes))
+                            cells.setdefault(kind, []).append("=" if held[who][-1] else "differs")
                     row_of = " | ".join(" / ".join(cell) for cell in cells.values())
                     table.append(f"| {backend} | {model} | {data} | {row_of} |")
                     print(table[-1], flush=True)
+            anew.append(not _passes_without(program, backend))
     Path("build").mkdir(exist_ok=True)
     Path("build/keras-matrix.md").write_text("\n".join(table) + "\n")
     yield row("interruptions of the matrix that fired", fired)
-    yield row("fit with our callback: cells equal to the uninterrupted run", held["perdure"])
+    yield row(
+        "fit with our callback: equal to the uninterrupted run, behind a backup", held["perdure"]
+    )
+    yield row("control: a fit without a callback, which begins anew, fails", anew)
     differ = [not equal for equal in held["keras"]]
     print(f"       Keras's own callback differs in {sum(differ)} of {len(differ)} cells")
+
+
+def _passes_without(program: Backend, backend: str) -> bool:
+    """Whether a cell would pass for a program that saves nothing."""
+    case = {"who": "nobody", "model": "mlp", "data": "arrays"}
+    _, whole, steps = program.run(f"{backend}-nobody-whole", **case)
+    ended, _, killed = program.run(f"{backend}-nobody", **case, fault=FAULTS["SIGKILL"][0][0])
+    _, end, both = program.run(f"{backend}-nobody", **case)
+    assert ended == -9, ended
+    assert whole is not None, "the program failed"
+    assert end == whole, "a run that begins anew ends with the same bits"
+    return resumed(steps, killed, both, EVERY)
 
 
 def every_batch(work: Path) -> Iterator[Row]:
@@ -125,13 +162,16 @@ def every_batch(work: Path) -> Iterator[Row]:
     equal = []
     with Backend("jax", work) as program:
         case = {"who": "perdure", "model": "mlp", "data": "arrays", "every": 1, **LONG}
-        _, whole, _ = program.run("kills-whole", **case)
+        _, whole, steps = program.run("kills-whole", **case)
         for epoch, batch in BATCHES_OF_KILLS:
             name = f"kill-{epoch}-{batch}"
-            ended, _, _ = program.run(name, **case, fault=["SIGKILL", epoch, batch])
-            _, end, _ = program.run(name, **case)
-            equal.append(ended == -9 and end is not None and end == whole)
-    yield row("killed at each batch of a fit, and resumed: equal", equal)
+            ended, _, killed = program.run(name, **case, fault=["SIGKILL", epoch, batch])
+            _, end, both = program.run(name, **case)
+            went_on = resumed(steps, killed, both, 1)
+            equal.append(ended == -9 and end is not None and end == whole and went_on)
+        control = not _passes_without(program, "jax")
+    yield row("killed at each batch of a fit, and resumed behind a backup: equal", equal)
+    yield row("control: a fit without a callback, killed, begins anew and fails", [control])
 
 
 def keras_fit(work: Path, signals: int) -> Iterator[Row]:

@@ -86,10 +86,14 @@ def python_blocks(text: str) -> list[Block]:
     return [block for block in found if block.not_run is None]
 
 
+# As in pyproject.toml; Keras swallows it as an error, and leaves tensors among the logs of `fit`.
+NO_MATTER = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+
+
 def run_python(where: Path, path: Path, code: list[Block]) -> subprocess.CompletedProcess[str]:
     """Run the blocks of the document `path` one after another in `where`; a warning is an error."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUNNER],
+        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", RUNNER],
         input=json.dumps([str(path), [(block.line, block.code) for block in code]]),
         cwd=where,
         capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,20 +29,26 @@ class End(NamedTuple):
     steps: list[tuple[int, int]]
 
 
+class Steps:
+    """Of this process: a list would be a part of the backup, as every plain attribute is."""
+
+    def __init__(self) -> None:
+        self.of: list[tuple[int, int]] = []
+
+
 class Probe(keras.callbacks.Callback):
     """Notes the steps that run, and calls `fault` behind one of them."""
 
     def __init__(self, at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
         super().__init__()
         self.at, self.fault = at, fault
-        # Of this process: a list would be a part of the backup, as every plain attribute is.
-        self.steps: deque[tuple[int, int]] = deque()
+        self.steps = Steps()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.now = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.steps.append((self.now, batch))
+        self.steps.of.append((self.now, batch))
         if (self.now, batch) == self.at:
             _call(self.fault)
 
@@ -105,7 +110,7 @@ def train(
         f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
         for number, each in enumerate(variables)
     }
-    return End(values, json.dumps(history.history), history.epoch, [*probe.steps])
+    return End(values, json.dumps(history.history), history.epoch, probe.steps.of)
 
 
 def same(one: End, other: End) -> bool:

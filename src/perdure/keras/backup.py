@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import warnings
 from typing import Any
 
 import keras
@@ -14,6 +16,7 @@ from perdure.keras.directory import close_manager, open_manager
 from perdure.keras.running import running_fit
 from perdure.keras.session import Session
 from perdure.store import LocalStorage
+from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
 from perdure.store.urls import open_storage
 
 _KEPT = 2  # so that there is one to fall back to if the newest is damaged on disk
@@ -30,7 +33,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     then SIGTERM ends the step, saves, and leaves with status 75. A save is durable a moment after it
     returns, and the newest is used that is whole. `double_checkpoint` is accepted and changes
     nothing: two backups are kept in any case. `delete_checkpoint` deletes `backup_dir` once training
-    is finished. Fields named in `allow` may differ between backup and run (`docs/RECIPE.md`).
+    is finished, but for what others have put there. Fields named in `allow` may differ between backup
+    and run (`docs/RECIPE.md`).
 
     `fit` raises `TrainError` for an unbuilt model, `RecipeMismatchError` with a list of what changed
     where the arguments of `compile` or `fit`, the model or the data are others than those of the
@@ -103,4 +107,26 @@ class BackupAndRestore(keras.callbacks.Callback):
         close_manager(manager)
         storage = open_storage(self.backup_dir)
         if self.delete_checkpoint and isinstance(storage, LocalStorage):
-            shutil.rmtree(storage.where)
+            _delete(storage)
+
+
+def _delete(storage: LocalStorage) -> None:
+    """Delete a run directory, and nothing of it that is not the store's.
+
+    Where `backup_dir` is a link, the link stays, and what it leads to.
+    """
+    try:
+        for part in (MANIFESTS, PACKS, PINS, QUARANTINE):
+            if os.path.isdir(path := os.path.normpath(storage.path(part))):
+                shutil.rmtree(path)
+        for name in (MARKER, LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(storage.path(name))
+        if not os.path.islink(storage.where) and not os.listdir(storage.where):
+            os.rmdir(storage.where)
+    except OSError as error:
+        warnings.warn(
+            f"BackupAndRestore: {storage.where} could not be deleted: {error}. Training is finished, "
+            f"and the checkpoints there are gone; delete the rest yourself.",
+            stacklevel=3,
+        )

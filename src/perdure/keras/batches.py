@@ -100,9 +100,14 @@ class Batches:
         iterator = self._iterator
         steps = self._class._enumerate_iterator(iterator)
         back, self._back = self._back, None
+        drawn: dict[str, Any] = {}
         if back is not None:
+            # Between epochs, callbacks have begun this one as they would have without the interruption,
+            # and what they drew counts. Inside one they have begun it a second time.
+            drawn = back["random"] if back["executions"] else self.random()
             yield from self._ready()
-            randomness.restore(back["begin"], self._generators)
+            if back["inside"]:
+                randomness.restore(back["begin"], self._generators)
             self._made = back["made"] - back["inside"]  # the pass that it is in is made again
             self._drop = back["taken"]
             self._count_up()
@@ -116,7 +121,7 @@ class Batches:
         if back is not None and back["inside"]:
             for _ in range(back["executions"]):
                 next(steps, None)
-            randomness.restore(back["random"], self._generators)
+            randomness.restore(drawn, self._generators)
         yield from steps
 
     def _pass(self) -> Any:

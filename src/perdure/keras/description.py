@@ -17,6 +17,7 @@ from keras.src import tree
 from perdure.data.sources import Arrays
 from perdure.errors import PerdureError
 from perdure.keras import sources
+from perdure.keras.environment import environment
 from perdure.keras.running import RunningFit
 from perdure.state.keras_state import named
 
@@ -37,6 +38,7 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
     found: dict[str, Any] = {
         "keras.backend": keras.backend.backend(),
         "keras.dtype": keras.config.dtype_policy().name,
+        "environment": environment(),
         "compile": {
             "optimizer": _seen.get(optimizer),
             "loss": _config(getattr(model, "loss", None)),

@@ -24,3 +24,13 @@ def close_manager(manager: CheckpointManager) -> None:
     """Wait for the save under way and let others write; raises what the save raised."""
     _open.pop(manager.directory, None)
     manager.close()
+
+
+def finish_others(manager: CheckpointManager) -> None:
+    """Wait for the saves of all other managers; raises what they raised.
+
+    A backup says that what happened before it need not be done again. So a checkpoint of a model that
+    was saved before a backup is durable before it.
+    """
+    for other in [each for each in _open.values() if each is not manager]:
+        other.wait_until_finished()

@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any, Literal
 
+import keras
 import numpy as np
 from keras import ops
 from keras.src.callbacks.monitor_callback import MonitorCallback
@@ -14,6 +15,7 @@ from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention, loa
 from perdure.checkpoint.prune import candidates
 from perdure.checkpoint.retention import ranked
 from perdure.errors import StepNotFoundError, TrainError
+from perdure.keras import members
 from perdure.keras.directory import close_manager, open_manager
 from perdure.state import flatten, restore
 from perdure.store import Run, Storage
@@ -23,7 +25,8 @@ class ModelCheckpoint(MonitorCallback):
     """Saves the model, and its optimizer, into a run directory while `fit` trains.
 
     Arguments have the names and meanings that they have in Keras's own callback. `directory` takes the
-    place of its file name: checkpoints are named by the number of optimizer steps, and
+    place of its file name: checkpoints are named by the number of optimizer steps (by the number of
+    batches of this `fit` where the model has no optimizer, or others as attributes), and
     `max_to_keep` newest ones stay, as well as the one that is best by `monitor`. `save_freq` is "epoch"
     or a number of batches. With `save_best_only` a checkpoint is saved only where `monitor` is better
     than ever before; NaN and the infinities never are. Saves go on in the background, and what went
@@ -56,17 +59,19 @@ class ModelCheckpoint(MonitorCallback):
         self.max_to_keep = max_to_keep
         self._seen = 0  # batches
         self._of_epoch = -1
+        self._last = -1  # the step of the last save; at the start of training nobody knows
         self._manager: CheckpointManager | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._seen, self._of_epoch = 0, -1
+        self._seen, self._of_epoch, self._last = 0, -1, -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.save_freq == "epoch":
-            return
-        every, before = int(self.save_freq), self._seen
+        before = self._seen
         self._seen += batch - self._of_epoch
         self._of_epoch = batch
+        if self.save_freq == "epoch":
+            return
+        every = int(self.save_freq)
         if self._seen // every > before // every:
             self._save(logs or {})
 
@@ -91,14 +96,23 @@ class ModelCheckpoint(MonitorCallback):
                 )
             if not math.isfinite(value) or not self._is_improvement(value, self.best):
                 return
-            self.best = float(value)
         model: Any = self.model  # which fetches the state, on JAX
-        members = {"model": model}
-        if not self.save_weights_only:
-            members["optimizer"] = model.optimizer
-        step = int(np.asarray(ops.convert_to_numpy(model.optimizer.iterations.value)))
+        optimizer, more = model.optimizer, members.optimizers(model)
+        step = self._seen
+        if optimizer is not None and not more:
+            step = int(np.asarray(ops.convert_to_numpy(optimizer.iterations.value)))
+            if step == self._last and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                return  # the gradients were not finite: no step was made since
+        if self.save_best_only and value is not None:
+            self.best = float(value)
+        saved = members.members(model)
+        if self.save_weights_only:
+            saved = {"model": model}
+        elif more:
+            saved[members.ATTRIBUTES] = more
         numbers = {name: each for name, each in logs.items() if np.ndim(each) == 0}
-        manager.save(step, members, numbers, force=True)
+        manager.save(step, saved, numbers, force=True)
+        self._last = step
 
     def _open(self) -> CheckpointManager:
         if self.monitor_op is None:

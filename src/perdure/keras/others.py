@@ -2,12 +2,13 @@
 
 A callback with `state_dict` and `load_state_dict` says it itself. Of any other one, every attribute
 with a plain value counts that has become another one since the begin; so settings and paths, which do
-not change, stay those of the program.
+not change, stay those of the program. A warning names what has changed and is not plain.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import warnings
+from collections import Counter, deque
 from typing import Any
 
 from keras.callbacks import (
@@ -27,12 +28,15 @@ _NOT_STATE = frozenset({"_model", "params", "model"})
 # Of Keras's own, those that change what is trained: their settings belong to the recipe.
 _DECIDING = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau, SwapEMAWeights)
 
+_CONTAINERS = (bytearray, deque, dict, frozenset, list, set, tuple)
+
 
 class Others:
     """The other callbacks, by a name; made when all of them have begun."""
 
     def __init__(self, callbacks: list[Any], own: tuple[Any, ...]) -> None:
         self._named: dict[str, Any] = {}
+        self._told = False
         count: Counter[str] = Counter()
         for each in callbacks:
             if not isinstance(each, ProgbarLogger) and each not in own:
@@ -42,6 +46,7 @@ class Others:
         self._before = {
             name: {} if is_stateful(each) else _packed(each) for name, each in self._named.items()
         }
+        self._held = {name: _held(each) for name, each in self._named.items()}
 
     def state(self) -> dict[str, Any]:
         """Plain values by callback; those that have nothing to remember are left out."""
@@ -51,16 +56,24 @@ class Others:
                 found[name] = {"own": each.state_dict()}
             elif changed := self._changed(name, each):
                 found[name] = {"changed": changed, "operator": _has_operator(each)}
+        self._warn_of_lost()
         return found
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Give the callbacks back what they knew."""
-        for name, state in found.items():
-            if (each := self._named.get(name)) is None:
+        """Give the callbacks back what they knew, whatever they have done since they began."""
+        for name, each in self._named.items():
+            state = found.get(name, {"operator": False, "changed": {}})
+            if is_stateful(each):
+                if "own" in state:
+                    each.load_state_dict(state["own"])
                 continue
             if "own" in state:
-                each.load_state_dict(state["own"])
                 continue
+            # What was as at the begin is not stored, and may have changed as the epoch began again.
+            for attribute, packed in self._before[name].items():
+                now = vars(each).get(attribute)
+                if not plain.is_plain(now) or not plain.same(plain.pack(now), packed):
+                    setattr(each, attribute, plain.unpack(packed))
             if state["operator"] and not _has_operator(each):
                 each._set_monitor_op()  # which turns the sign of min_delta, once
             for attribute, value in state["changed"].items():
@@ -79,6 +92,23 @@ class Others:
                         found[f"{name}.{setting.lstrip('_')}"] = value
         return found
 
+    def _warn_of_lost(self) -> None:
+        """Say once what has changed and is not plain, so that no backup has it."""
+        lost = [
+            f"{name}.{attribute} ({type(getattr(each, attribute)).__name__})"
+            for name, each in self._named.items()
+            for attribute, parts in _held(each).items()
+            if not _same_parts(parts, self._held[name].get(attribute))
+        ]
+        if lost and not self._told:
+            self._told = True
+            warnings.warn(
+                f"BackupAndRestore: what callbacks know is not in the backup where it is no plain "
+                f"value: {', '.join(lost)}. Give the callback `state_dict` and `load_state_dict`, or "
+                f"use lists and dicts of numbers, strings and arrays.",
+                stacklevel=6,
+            )
+
     def _changed(self, name: str, each: Any) -> dict[str, Any]:
         before = self._before[name]
         return {
@@ -91,6 +121,26 @@ class Others:
 def _packed(callback: Callback) -> dict[str, Any]:
     values = {n: v for n, v in vars(callback).items() if n not in _NOT_STATE}
     return {name: plain.pack(value) for name, value in values.items() if plain.is_plain(value)}
+
+
+def _held(callback: Any) -> dict[str, list[Any]]:
+    """The elements of containers that are not plain. Keras's own hold caches there, and files."""
+    if is_stateful(callback) or type(callback).__module__.startswith("keras."):
+        return {}
+    return {
+        name: [*value.items()] if isinstance(value, dict) else [*value]
+        for name, value in vars(callback).items()
+        if name not in _NOT_STATE and isinstance(value, _CONTAINERS) and not plain.is_plain(value)
+    }
+
+
+def _same_parts(parts: list[Any], before: list[Any] | None) -> bool:
+    """Whether a container holds the very objects of before; they need not know how to compare."""
+    return before is not None and [*map(_identity, parts)] == [*map(_identity, before)]
+
+
+def _identity(part: Any) -> Any:
+    return (id(part[0]), id(part[1])) if type(part) is tuple and len(part) == 2 else id(part)
 
 
 def _has_operator(callback: Any) -> bool:

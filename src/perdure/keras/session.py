@@ -19,13 +19,15 @@ from keras.callbacks import Callback
 from perdure.checkpoint import Checkpoint, CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_resume
 from perdure.errors import TrainError
-from perdure.keras import description, plain, sources
+from perdure.keras import description, members, plain, sources
 from perdure.keras.batches import Batches
+from perdure.keras.directory import close_manager, finish_others
 from perdure.keras.others import Others
 from perdure.keras.running import RunningFit, is_running
 from perdure.state import flatten, restore
 
-_HERE = frozenset({"model", "optimizer", "metrics"})  # members that are restored in place
+# Members that are restored in place.
+_HERE = frozenset({"model", "optimizer", "metrics", members.ATTRIBUTES})
 
 
 class Session(Callback):
@@ -68,30 +70,14 @@ class Session(Callback):
         self._recipe = description.describe(fit, self._others.describe())
         fit.model._initial_epoch = None
         self._epoch = fit.arguments["initial_epoch"]
-        if manager.latest_step() is None:
-            manager.claim()
-            return
-        tree, self._step = manager.restore()
-        self._saved = self._step
-        if not isinstance(tree, dict) or not {"fit", "recipe", "model"} <= tree.keys():
-            raise TrainError(
-                f"{manager.directory}: expected a backup of `fit`, found checkpoints of something "
-                f"else. Give BackupAndRestore a directory of its own."
-            )
-        self._check(json.loads(bytes(tree["recipe"])))
-        fit.build()
-        self._bring_back(tree)
-        found = plain.unpack(tree["fit"])
-        self._epoch, self._logs = found["epoch"], found["logs"]
-        if found["batches"]["executions"]:
-            fit.model._initial_epoch = self._epoch
-            self._batches.go_back(found["batches"], lambda: self._again(tree, found))
-        else:
-            ended = found["stop_training"]
-            fit.model._initial_epoch = fit.arguments["epochs"] if ended else self._epoch
-            self._batches.go_back(found["batches"], lambda: iter(()))
-            self._others.restore(found["others"])
-            fit.model.stop_training = ended
+        try:
+            members.attributes(fit.model)  # which refuses what could not be brought back
+            manager.claim()  # before the newest is read: another process must not go on from it too
+            if manager.latest_step() is not None:
+                self._resume()
+        except BaseException:
+            close_manager(manager)
+            raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._fit.model._initial_epoch = None  # it was read; the next `fit` begins at its own
@@ -121,10 +107,34 @@ class Session(Callback):
         self._fit.model._initial_epoch = None
         self._fit.callbacks.callbacks.remove(self)
 
+    def _resume(self) -> None:
+        fit, manager = self._fit, self._manager
+        tree, self._step = manager.restore()
+        self._saved = self._step
+        if not isinstance(tree, dict) or not {"fit", "recipe", "model"} <= tree.keys():
+            raise TrainError(
+                f"{manager.directory}: expected a backup of `fit`, found checkpoints of something "
+                f"else. Give BackupAndRestore a directory of its own."
+            )
+        self._check(json.loads(bytes(tree["recipe"])))
+        fit.build()
+        self._bring_back(tree)
+        found = plain.unpack(tree["fit"])
+        self._epoch, self._logs = found["epoch"], found["logs"]
+        if found["batches"]["executions"]:
+            fit.model._initial_epoch = self._epoch
+            self._batches.go_back(found["batches"], lambda: self._again(tree, found))
+        else:
+            ended = found["stop_training"]
+            fit.model._initial_epoch = fit.arguments["epochs"] if ended else self._epoch
+            self._batches.go_back(found["batches"], lambda: iter(()))
+            self._others.restore(found["others"])
+            fit.model.stop_training = ended
+
     def _check(self, there: dict[str, Any]) -> None:
         where = f"{self._manager.directory}: the backup of step {self._step}"
         if note := check_resume(where, there, self._recipe, allowed(self._allow)):
-            warnings.warn(note, stacklevel=5)
+            warnings.warn(note, stacklevel=6)
 
     def _bring_back(self, tree: dict[str, Any]) -> None:
         here = {name: each for name, each in self._members().items() if name in _HERE}
@@ -141,14 +151,9 @@ class Session(Callback):
 
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
-        named: dict[str, Any] = {}
-        for each in model.metrics:
-            number, name = 1, each.name
-            while name in named:
-                number, name = number + 1, f"{each.name}_{number + 1}"
-            named[name] = each
-        members = {"model": model, "metrics": named}
-        return members | ({} if model.optimizer is None else {"optimizer": model.optimizer})
+        named = members.members(model) | {"metrics": members.metrics(model)}
+        more = members.attributes(model)
+        return named | ({members.ATTRIBUTES: more} if more else {})
 
     def _state(self) -> Checkpoint:
         model = self._fit.model
@@ -169,10 +174,13 @@ class Session(Callback):
         # The last batch of an epoch was saved before its end was known: a resume repeats the rest.
         if self._step != self._saved:
             numbers = {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
-            self._manager.save(self._step, self._state(), numbers, force=True)
+            state = self._state()
+            finish_others(self._manager)
+            self._manager.save(self._step, state, numbers, force=True)
             self._saved = self._step
 
     def _leave(self) -> None:
+        finish_others(self._manager)
         if self._step == self._saved:
             self._manager.exit_preempted()
         self._manager.save_and_exit(self._step, self._state())

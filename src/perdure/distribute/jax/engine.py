@@ -11,7 +11,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -23,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from perdure.checkpoint.processes import Processes
 from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Together, Update, Work, in_turns
-from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.jax import group as jax_group
 from perdure.distribute.jax import spmd as jax_spmd
+from perdure.distribute.jax.environment import environment
 from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
 from perdure.distribute.jax.programs import (
     SETTINGS,
@@ -61,22 +60,7 @@ class JaxEngine:
         self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def recipe(self) -> dict[str, Scalar]:
-        config: Any = jax.config
-        device = self.devices[0]
-        on_cpu = device.platform == "cpu"
-        return {
-            "engine": "jax",
-            "engine_version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}"
-            + ("" if on_cpu else f", {' '.join(device.client.platform_version.split())}"),
-            "platform": device.platform,
-            "instruction_set": instruction_set() if on_cpu else device.device_kind,
-            "settings": settings("cpu" if on_cpu else "gpu"),
-            "deterministic": self._deterministic,
-            "threads": self._threads,
-            "x64": bool(config.jax_enable_x64),
-            "matmul_precision": str(config.jax_default_matmul_precision),
-            "threefry_partitionable": bool(config.jax_threefry_partitionable),
-        }
+        return environment(self.devices[0], self._threads, self._deterministic)
 
     def place(self, state: Any) -> list[Any]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(state)

@@ -46,7 +46,7 @@ def pin(
     if not started:
         environ[VARIABLE] = str(threads or DEFAULT)
         return threads or DEFAULT
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = _cores()
     if threads is not None:
         raise TopologyError(
             f"threads={threads} comes too late: JAX has started its CPU backend with a pool that "
@@ -60,7 +60,12 @@ def pin(
         RuntimeWarning,
         stacklevel=2,
     )
-    return f"unpinned:{cores}"
+    return unpinned()
+
+
+def unpinned() -> str:
+    """What a recipe says of a pool that nobody fixed: "unpinned:<cores>"."""
+    return f"unpinned:{_cores()}"
 
 
 def backend_started() -> bool:
@@ -69,3 +74,7 @@ def backend_started() -> bool:
 
     told = getattr(xla_bridge, "backends_are_initialized", None)
     return True if told is None else bool(told())
+
+
+def _cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

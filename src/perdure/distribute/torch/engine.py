@@ -23,11 +23,10 @@ import torch
 from perdure.checkpoint.processes import Processes
 from perdure.distribute import nest
 from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Update, Work
-from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
-from perdure.distribute.torch import precision as torch_precision
 from perdure.distribute.torch import threads as torch_threads
+from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.errors import StateError, TopologyError
 
 # Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
@@ -66,23 +65,7 @@ class TorchEngine:
             keep_memory(os.environ)
 
     def recipe(self) -> dict[str, Scalar]:
-        device = self.devices[0]
-        on_gpu = device.type == "cuda"
-        gpu: dict[str, Scalar] = {"cudnn_tf32": torch_precision.cudnn_tf32()} if on_gpu else {}
-        told = [settings("gpu" if on_gpu else "cpu"), torch_precision.other_precisions(device.type)]
-        return {
-            **gpu,
-            "engine": "torch",
-            "engine_version": f"torch {torch.__version__}{_libraries() if on_gpu else ''}",
-            "platform": device.type,
-            "instruction_set": torch.cuda.get_device_name(device) if on_gpu else instruction_set(),
-            "settings": " ".join(filter(None, told)),
-            "threads": torch.get_num_threads(),
-            "deterministic": not _not_deterministic(device.type),
-            "mkldnn": bool(torch.backends.mkldnn.enabled),
-            "matmul_precision": torch_precision.matmul_precision(device.type),
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        }
+        return environment(self.devices[0])
 
     def place(self, state: Any) -> list[Any]:
         return [state]
@@ -209,7 +192,7 @@ class TorchEngine:
 
     def _check_determinism(self) -> None:
         """Say it once when the program has switched off what the constructor switched on."""
-        found = "" if self._told else _not_deterministic(self.devices[0].type)
+        found = "" if self._told else not_deterministic(self.devices[0].type)
         if found:
             self._told = True
             warnings.warn(
@@ -254,25 +237,6 @@ def _mixed(stream: Stream) -> int:
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
         value ^= value >> 31
     return value >> 1
-
-
-def _not_deterministic(kind: str) -> str:
-    """The setting that lets PyTorch take operations whose bits differ from run to run; "" if none."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms(False)"
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        return "torch.use_deterministic_algorithms(True, warn_only=True)"
-    # It takes the convolution that was fastest this time.
-    if kind == "cuda" and torch.backends.cudnn.benchmark:
-        return "torch.backends.cudnn.benchmark = True"
-    return ""
-
-
-def _libraries() -> str:
-    """What computes on a GPU, where one release of PyTorch is built for several."""
-    if torch.version.hip:
-        return f", ROCm {torch.version.hip}"
-    return f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def keep_memory(environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,259 @@
+"""What else a backup holds, and what it owes to what is beside it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from cases import BATCHES, EPOCHS, Fault, arrays, network, same, train
+
+from perdure import CheckpointManager
+from perdure.errors import RecipeMismatchError, TrainError
+from perdure.keras import ModelCheckpoint, directory
+from perdure.store import Run
+
+
+class Drawing(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        torch.rand(())
+        random.random()
+        np.random.random()  # noqa: NPY002 (as users do)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    ("at", "save_freq", "fit"),
+    [
+        ((1, 1), "epoch", {}),
+        ((1, 1), 1, {}),
+        ((1, 0), "epoch", {"steps_per_epoch": 3}),
+        ((2, 0), "epoch", {"steps_per_epoch": 2}),
+    ],
+)
+def test_draws_as_an_epoch_begins_count_once(
+    at: tuple[int, int], save_freq: Any, fit: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = train(None, callbacks=lambda: [Drawing()], **fit)
+    with pytest.raises(Fault):
+        train(tmp_path / "run", at, callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
+    end = train(tmp_path / "run", callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
+    assert same(end, whole)
+    assert len(end.steps) < len(whole.steps)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Second(keras.Sequential):
+    """Trains by an optimizer that Keras does not know of, and leaves a metric out."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        return []
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        ops: Any = keras.ops
+        loss = ops.mean((self(x, training=True) - ops.cast(y, "float32")[:, None]) ** 2)
+        loss.backward()
+        variables = self.trainable_variables
+        grads = [each.value.grad for each in variables]
+        with torch.no_grad():
+            self.parts["second"].apply(grads, variables)
+        self.seen.update_state(loss)
+        return {"loss": self.seen.result()}
+
+
+def second(*, build: bool = True, compiled: Any = "sgd") -> Any:
+    model: Any = Second([keras.Input((5,)), keras.layers.Dense(6, "relu"), keras.layers.Dense(3)])
+    model.parts = {"second": keras.optimizers.Adam(1e-2)}
+    model.seen = keras.metrics.Mean()
+    if build:
+        model.parts["second"].build(model.trainable_variables)
+    model.compile(compiled)
+    return model
+
+
+def test_optimizers_and_metrics_that_are_attributes(tmp_path: Path) -> None:
+    whole = train(None, model=second)
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), model=second)
+    end = train(tmp_path / "run", model=second)
+    assert same(end, whole)
+    assert len(end.steps) < len(whole.steps)
+
+
+def test_an_optimizer_that_is_not_built_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainError) as error:
+        train(tmp_path / "run", model=lambda: second(build=False))
+    assert "model.parts.second" in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", ["sgd", None])
+def test_checkpoints_of_a_model_without_an_optimizer_of_its_own(
+    compiled: Any, tmp_path: Path
+) -> None:
+    model = second(compiled=compiled)
+    x, y = arrays()
+    kept = ModelCheckpoint(tmp_path / "kept", "loss")
+    model.fit(x, y, 6, 2, verbose=0, callbacks=[kept])
+    assert Run(tmp_path / "kept").steps() == [BATCHES, 2 * BATCHES]
+    leaves = Run(tmp_path / "kept").manifest(BATCHES).leaves
+    assert [leaf for leaf in leaves if "second" in leaf.path]
+
+
+class Passing(keras.callbacks.Callback):
+    """`pending` is at the save what it is at the begin, and is not as an epoch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.pending += 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.pending -= 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["pending"] = self.pending
+
+
+def test_what_is_as_at_the_begin_is_put_back(tmp_path: Path) -> None:
+    whole = train(None, callbacks=lambda: [Passing()])
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), callbacks=lambda: [Passing()])
+    assert same(train(tmp_path / "run", callbacks=lambda: [Passing()]), whole)
+
+
+class Collecting(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unchanged, self.epochs = {1, 2}, set()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.add(epoch)
+
+
+def test_what_is_lost_of_a_callback_is_said_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as told:
+        train(tmp_path / "run", callbacks=[Collecting()])
+    (only,) = [str(each.message) for each in told if "Collecting" in str(each.message)]
+    assert "unchanged" not in only
+
+
+def test_a_checkpoint_is_durable_before_the_backup_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, order = str(tmp_path / "kept"), []
+    may_go = threading.Event()
+    commit, wait = CheckpointManager._commit, CheckpointManager.wait_until_finished
+
+    def committed(manager: CheckpointManager, step: int, *rest: Any) -> None:
+        if manager.directory == kept:
+            assert may_go.wait(60)
+            may_go.clear()
+        order.append((step, manager.directory == kept))
+        commit(manager, step, *rest)
+        if manager.directory != kept:
+            may_go.set()  # so that nothing hangs where nobody waited
+
+    def waited(manager: CheckpointManager) -> None:
+        if manager.directory == kept:
+            may_go.set()
+        wait(manager)
+
+    monkeypatch.setattr(CheckpointManager, "_commit", committed)
+    monkeypatch.setattr(CheckpointManager, "wait_until_finished", waited)
+    others = [ModelCheckpoint(kept, "loss")]
+    train(tmp_path / "run", callbacks=others, save_freq="epoch", epochs=2)
+    assert order == [(BATCHES, True), (BATCHES, False), (2 * BATCHES, True), (2 * BATCHES, False)]
+    assert kept not in directory._open
+
+
+def test_the_environment_is_in_the_recipe(tmp_path: Path) -> None:
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(RecipeMismatchError) as error:
+            train(tmp_path / "run")
+        assert "environment.threads" in str(error.value)
+        with pytest.warns(UserWarning, match=r"environment\.threads"):
+            train(tmp_path / "run", options={"allow": ("environment.threads",)})
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_linked_directory_loses_what_is_the_backups(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    train(link)
+    assert link.is_symlink()
+    assert os.listdir(real) == []
+
+    class Writing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            (tmp_path / "run" / "notes.txt").write_text("mine")
+
+    train(tmp_path / "run", callbacks=[Writing()])
+    assert os.listdir(tmp_path / "run") == ["notes.txt"]
+
+
+def test_what_cannot_be_deleted_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any, *_: Any, **named: Any) -> None:
+        raise PermissionError(13, "refused", path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="could not be deleted"):
+        end = train(tmp_path / "run")
+    assert end.epochs == [*range(EPOCHS)]
+
+
+def test_a_resume_reads_as_the_only_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 1))
+    restore, held = CheckpointManager.restore, []
+
+    def restored(manager: CheckpointManager) -> Any:
+        held.append(manager._run._writing)
+        return restore(manager)
+
+    monkeypatch.setattr(CheckpointManager, "restore", restored)
+    with pytest.raises(RecipeMismatchError):
+        train(tmp_path / "run", epochs=4)
+    assert held == [True]
+    with Run(tmp_path / "run") as run:  # and a refused one lets others in
+        run.begin_writing()
+
+
+def test_steps_that_were_skipped_are_no_checkpoints(tmp_path: Path) -> None:
+    def scaled() -> Any:
+        model = network()
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2))
+        model.compile(scaled, model.loss)
+        return model
+
+    x, y = arrays()
+    x[:] = np.float32(3e38)  # whose gradients are not finite
+    kept = ModelCheckpoint(tmp_path / "kept", "accuracy", mode="max")
+    train(None, model=scaled, x=x, y=y, batch_size=6, callbacks=[kept])
+    assert Run(tmp_path / "kept").steps() == [0]
+
+
+def test_the_backend_of_these_tests_stays_in_their_process(request: pytest.FixtureRequest) -> None:
+    own: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py"))
+    assert keras.backend.backend() == "torch"
+    assert os.environ.get("KERAS_BACKEND") == own._before

@@ -96,7 +96,7 @@ def train(
     made: Any = (model or network)()
     probe = Probe(at, fault)
     own = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
-    others = callbacks() if callable(callbacks) else callbacks
+    others: Any = callbacks() if callable(callbacks) else callbacks
     if "x" not in fit:
         x, y = arrays()
         fit = {"x": x, "y": y, "batch_size": BATCH, **fit}

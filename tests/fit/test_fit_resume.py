@@ -282,7 +282,7 @@ def test_control_without_one_part_the_end_differs(
     elif part == "others":
         monkeypatch.setattr(module.Others, "restore", lambda *_: None)
     else:
-        restored = session.restore
+        restored = vars(session)["restore"]
 
         def forgetful(like: Any, leaves: Any) -> Any:
             made = restored(like, leaves)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from fractions import Fraction
@@ -161,8 +160,8 @@ def test_auc_by_hand(array: Any) -> None:
     assert once(metrics.AUC(), array([1, 1]), array([0.2, 0.7])) == 0.0
 
 
-def test_auc_has_the_counts_of_keras() -> None:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
+def test_auc_has_the_counts_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 2, 500)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from perdure.store.format import SCALAR_PREFIX
+from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
 
 
 # `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.
@@ -36,6 +36,12 @@ class Leaf(Struct, frozen=True, gc=False):
         if self.is_scalar:
             return f"{self.dtype.removeprefix(SCALAR_PREFIX)} {self.text}"
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    def hashes(self) -> list[str]:
+        """The hash of each chunk; of a scalar that of its text."""
+        if self.is_scalar:
+            return [hash_bytes(self.data)]
+        return [hash_bytes(self.data[start:stop]) for start, stop in chunk_spans(len(self.data))]
 
     def copy(self) -> Leaf:
         """The same leaf over memory of its own."""

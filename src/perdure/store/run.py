@@ -56,14 +56,12 @@ from perdure.store.format import (
     Manifest,
     RecipeValue,
     check_encoded,
-    chunk_spans,
     decode_manifest,
     encode_manifest,
     encode_marker,
     fingerprint,
     fingerprint_of,
     format_of,
-    hash_bytes,
     manifest_name,
     pin_name,
     plain_metrics,
@@ -432,7 +430,7 @@ class Run:
         except CorruptionError as error:
             self.quarantine(step, str(error))
             return None
-        rows = [(path, leaf.dtype, leaf.shape, _leaf_hashes(leaf)) for path, leaf in leaves.items()]
+        rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found == present.fingerprint:
             from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
@@ -488,12 +486,6 @@ class Run:
             f"{self.where}: saving step {step} failed: {error}. State: {size} bytes{room}; {last}. "
             f"Free space or mend the permissions, then save again."
         )
-
-
-def _leaf_hashes(leaf: Leaf) -> list[str]:
-    if leaf.is_scalar:
-        return [hash_bytes(leaf.data)]
-    return [hash_bytes(leaf.data[start:stop]) for start, stop in chunk_spans(len(leaf.data))]
 
 
 def _shorten(steps: list[int]) -> str:

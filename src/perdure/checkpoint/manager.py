@@ -197,10 +197,7 @@ class CheckpointManager:
             except SaveError as error:
                 self._tolerate(error)
                 return False
-        self._check_group()
-        leaves = snapshot(state, self._arena)
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
+        self._submit(step, state, metrics)
         beat("step", step)
         return True
 
@@ -265,10 +262,7 @@ class CheckpointManager:
         beat("save", step)
         self._settle(wait=True)
         self.preemption.before_saving(step)
-        self._check_group()
-        leaves = snapshot(state, self._arena)
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._background.submit(lambda: self._commit(step, leaves, numbers))
+        self._submit(step, state, metrics)
         self._background.wait()
         self.exit_preempted()
 
@@ -314,6 +308,12 @@ class CheckpointManager:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _submit(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        self._check_group()
+        leaves = snapshot(state, self._arena)
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
 
     def _release(self) -> None:
         self._arena.release()

@@ -14,7 +14,8 @@ from typing import Any
 import keras
 
 from perdure.errors import StateError
-from perdure.state.keras_state import SEED, flat, named, nest, read, write
+from perdure.state.keras_state import SEED, named, read, write
+from perdure.state.nested import flat, nest
 
 __all__ = ["Stateless"]
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import ContainersOnly, Node, Spec
+from perdure.state.nested import flat, nest
 
 # uint32 on JAX, the same bits as int32 on PyTorch, and the same numbers as int64 on TensorFlow. A
 # checkpoint has one form.
@@ -86,28 +87,6 @@ def read(variable: Any) -> Any:
             )
         return words.astype(np.uint32)
     return words.view(np.uint32)
-
-
-def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"dense/kernel": v}` as `{"dense": {"kernel": v}}`."""
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, last = path.split("/")
-        at = root
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return root
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nest`."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        values |= (
-            flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return values
 
 
 def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec
+from perdure.state.nested import flat, nest
 from perdure.store.leaf import Leaf
 
 
@@ -33,8 +34,8 @@ class TorchState:
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = plain.reshape(-1).view(torch.uint8).numpy()
-        data = flat.data if flat.size else memoryview(b"")
+        octets = plain.reshape(-1).view(torch.uint8).numpy()
+        data = octets.data if octets.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, frozen=plain.data_ptr() != value.data_ptr())
 
     def load(self, like: Any, leaf: Leaf) -> Any:
@@ -46,7 +47,7 @@ class TorchState:
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
         if isinstance(value, torch.nn.Module):
-            state = _nested(value.state_dict())
+            state = nest(value.state_dict(), ".")
             return Node([("", state)], lambda new: _load_module(value, new[0]))
         if isinstance(value, torch.optim.Optimizer):
             state = value.state_dict()
@@ -58,30 +59,8 @@ class TorchState:
         return None
 
 
-def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"conv.weight": t}` as `{"conv": {"weight": t}}`, so that paths read as everywhere else."""
-    root: dict[str, Any] = {}
-    for key, value in state.items():
-        *parents, last = key.split(".")
-        at = root
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return root
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _load_module(module: torch.nn.Module, nested: Mapping[str, Any]) -> torch.nn.Module:
-    module.load_state_dict(_flat(nested))
+    module.load_state_dict(flat(nested, "."))
     return module
 
 

@@ -20,7 +20,7 @@ from perdure.supervise.options import RunOptions
 from perdure.supervise.record import Attempt, Kind
 from perdure.supervise.worker import Worker
 
-PREEMPTED = 75
+PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
 LOOK_S = 1.0  # between two looks whether a process is stopped
 # A program that cannot start fails in every worker within about this time.
 TOGETHER_S = 2.0

@@ -34,14 +34,12 @@ from perdure.supervise.environment import (
     worker_variables,
 )
 from perdure.supervise.guardian import MARK, Guardian, end_marked, marked
-from perdure.supervise.life import Life
+from perdure.supervise.life import PREEMPTED, Life
 from perdure.supervise.options import RunOptions
 from perdure.supervise.policy import Decision, cannot_come_back, decide
 from perdure.supervise.record import Attempt, Summary
 from perdure.supervise.spare import Spares
 from perdure.supervise.worker import Worker
-
-EXIT_PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
 
 
 class Observer:
@@ -214,11 +212,11 @@ class Supervisor:
     def _asked_to_end(self) -> Decision:
         statuses = self._history[-1].statuses
         name = signal.Signals(self._asked or 0).name
-        if all(status in (0, EXIT_PREEMPTED) for status in statuses):
-            saved = EXIT_PREEMPTED in statuses
+        if all(status in (0, PREEMPTED) for status in statuses):
+            saved = PREEMPTED in statuses
             return Decision(
                 False,
-                status=EXIT_PREEMPTED if saved else 0,
+                status=PREEMPTED if saved else 0,
                 reason=f"{name}: the workers have saved and left" if saved else "finished",
             )
         return Decision(False, status=128 + (self._asked or 0), reason=f"ended by {name}")

@@ -29,7 +29,7 @@ from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
 
 # Goes into the recipe. It changes whenever the order of additions or the derivation of keys does.
-TREE_VERSION = 1
+TREE_VERSION = 2
 
 
 class Strategy:

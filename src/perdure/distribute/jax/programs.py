@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perdure.distribute.engine import Grad, Update
+from perdure.distribute.jax.subexpressions import computed_once
 from perdure.errors import StateError
 
 # Settings that a thread may have for itself, with the context managers of these names.
@@ -32,6 +33,7 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
     """`fn` with its key. Kept, so that all strategies over one function share its executables."""
 
     @jax.jit
+    @computed_once
     def grad(state: Any, share: Any, seed: Any, step: Any, replica: Any) -> Any:
         try:
             contributions = fn(state, share, make_key(seed, step, replica))
@@ -54,6 +56,7 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=64)
 def update_program(fn: Update) -> Callable[..., Any]:
     @jax.jit
+    @computed_once
     def update(state: Any, total: Any) -> tuple[Any, Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -69,7 +72,18 @@ def update_program(fn: Update) -> Callable[..., Any]:
 
 @jax.jit
 def add_program(left: Any, right: Any) -> Any:
-    return jax.tree.map(jnp.add, left, right)
+    return jax.tree.map(plus, left, right)
+
+
+def plus(left: Any, right: Any) -> Any:
+    """left + right, as a reduction of XLA gives it, which begins with zero."""
+    return positive_zero(jnp.add(left, right))
+
+
+def positive_zero(leaf: Any) -> Any:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return jnp.where(leaf == 0, jnp.zeros_like(leaf), leaf)
 
 
 def make_key(seed: Any, step: Any, replica: Any) -> Any:

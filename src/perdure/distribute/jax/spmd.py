@@ -11,7 +11,6 @@ and are not, until the total is.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.jax import hlo
 from perdure.distribute.jax.group import bits, from_bits
-from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
+from perdure.distribute.jax.programs import (
+    SETTINGS,
+    plus,
+    positive_zero,
+    strong,
+    without_weak_type,
+)
 from perdure.distribute.tree import Node, ShiftReduce, merge
 
 FORMS_KEPT = 8
@@ -39,6 +44,11 @@ def _is_strong(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not leaf.aval.weak_type
     return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is NumPy's, of a dtype that JAX has."""
+    return not isinstance(leaf, jax.Array) and jnp.result_type(leaf) == leaf.dtype
 
 
 class Together:
@@ -130,7 +140,10 @@ class Together:
     def _placed(self, columns: list[list[Any]]) -> list[Any]:
         """One array of each column, which holds a value for every device."""
         if len(self._devices) == 1:
-            return jax.device_put([column[0] for column in columns], self._devices[0])
+            values = [column[0] for column in columns]
+            if all(map(_is_plain, values)):
+                return values  # the call of a compiled program places them at a lower cost
+            return jax.device_put(values, self._devices[0])
         placed = jax.device_put(columns, [list(self._devices)] * len(columns))
         return [
             jax.make_array_from_single_device_arrays(c[0].shape, self._sharding, c) for c in placed
@@ -200,19 +213,30 @@ class Together:
         return step
 
     def _total(self, root: Any) -> Any:
-        """Every device's root, by their bytes, added in the tree."""
+        """Every device's root, added in the tree."""
         leaves, treedef = jax.tree.flatten(root)
+        count = len(self._devices)
+        # In whole subtrees two at a time: level by level, each pair's sum to both of it.
+        pairs = count & (count - 1) == 0
+        paired = [leaf for leaf in leaves if pairs and leaf.dtype != jnp.bool_]
+        for distance in (1 << level for level in range((count - 1).bit_length())):
+            groups = [[d, d + distance] for d in range(count) if not d & distance]
+            paired = jax.lax.psum(paired, "device", axis_index_groups=groups) if paired else []
+        sums = map(positive_zero, paired)
+        return treedef.unflatten(
+            next(sums) if pairs and leaf.dtype != jnp.bool_ else self._gathered(leaf)
+            for leaf in leaves
+        )
+
+    def _gathered(self, leaf: Any) -> Any:
+        """The total of one array, of whose bytes every device gets those of all."""
         level = self._each.bit_length() - 1
-        every = [jax.lax.all_gather(bits(leaf), "device") for leaf in leaves]
-        parts = [
-            treedef.unflatten(
-                from_bits(found[d], leaf.shape, leaf.dtype)
-                for found, leaf in zip(every, leaves, strict=True)
-            )
+        every = jax.lax.all_gather(bits(leaf), "device")
+        nodes = [
+            (Node(level, d), from_bits(every[d], leaf.shape, leaf.dtype))
             for d in range(len(self._devices))
         ]
-        nodes = [(Node(level, d), part) for d, part in enumerate(parts)]
-        ((_, total),) = merge(nodes, self._replicas, functools.partial(jax.tree.map, jnp.add))
+        ((_, total),) = merge(nodes, self._replicas, plus)
         return total
 
     def _together(self, fn: Any, *values: Any) -> Any:

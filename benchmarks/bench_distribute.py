@@ -158,6 +158,8 @@ def same_topology(rounds: int) -> list[Row]:
                 "exact": (jax, f"exact {model} {batch} {devices} {devices}"),
                 "plain": (jax, f"plain {model} {batch} {devices}"),
             }
+            if devices > 1:
+                pair["plain: shard_map, psum"] = (jax, f"mapped {model} {batch} {devices}")
             text = f"exact, jax, V=D={devices}, {model} {batch}"
             rows += _pair(text, "plain: jit, sharded", pair, rounds, 1.05)
         pair = {
@@ -173,12 +175,14 @@ def same_topology(rounds: int) -> list[Row]:
 def _pair(
     text: str, name: str, pair: dict[str, tuple[Subject, str]], rounds: int, most: float | None
 ) -> list[Row]:
+    """A row against "plain", and a report for each other subject."""
     found = take_turns(pair, rounds, 8)
-    if len(found) < 2:
+    if "exact" not in found or "plain" not in found:
         return []
     own = against(text, found["exact"], name, found["plain"], most)
     print(f"  {text}: {own['value']:.3g} ms, {own['ratio']:.3f}x", file=sys.stderr, flush=True)
-    return [own]
+    others = [other for other in found if other not in ("exact", "plain")]
+    return [own, *(against(text, found["exact"], other, found[other], None) for other in others)]
 
 
 def one_device(rounds: int) -> list[Row]:

@@ -152,12 +152,25 @@ def exact(group: Group, model: str, batch: str, replicas: str, devices: str) -> 
 
 def plain(group: Group, model: str, batch: str, devices: str) -> Step:
     """One jitted step; the batch is split over the devices, the state is on each of them."""
+    return _plain(model, batch, devices, lambda fn, _: fn, lambda total: total)
+
+
+def mapped(group: Group, model: str, batch: str, devices: str) -> Step:
+    """The same with each device's part written out: shard_map, and psum of the gradients."""
+
+    def over(fn: Any, mesh: Any) -> Any:
+        into = (P(), P("d"))
+        return jax.shard_map(fn, mesh=mesh, in_specs=into, out_specs=P(), check_vma=False)
+
+    return _plain(model, batch, devices, over, lambda total: jax.lax.psum(total, "d"))
+
+
+def _plain(model: str, batch: str, devices: str, over: Any, add: Any) -> Step:
     state, grad, update = _functions(model)
     mesh = Mesh(np.array(jax.devices()[: int(devices)]), ("d",))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
-    program = jax.jit(
-        lambda state, batch: update(state, grad(state, batch, None)), out_shardings=whole
-    )
+    one = over(lambda state, batch: update(state, add(grad(state, batch, None))), mesh)
+    program = jax.jit(one, out_shardings=whole)
     state = jax.device_put(state, whole)
     rows = data(model, int(batch))
 

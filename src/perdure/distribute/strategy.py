@@ -28,7 +28,8 @@ from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
 
-# Goes into the recipe. It changes whenever the order of additions or the derivation of keys does.
+# Goes into the recipe. It changes whenever the order of additions, what they are, or the derivation of
+# keys does.
 TREE_VERSION = 2
 
 

@@ -21,11 +21,10 @@ from jax.extend import core
 
 # Elementwise primitives with several operands, which may be of length 1 along an axis of the result:
 # each use would be lowered to a broadcast of its own.
-_BROADCASTING = frozenset(
-    "add add_any and atan2 div eq ge gt le lt max min mul ne nextafter or pow rem select_n sub xor".split()
-)
-
-
+_BROADCASTING = frozenset((
+    "add", "add_any", "and", "atan2", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne",
+    "nextafter", "or", "pow", "rem", "select_n", "sub", "xor",
+))  # fmt: skip
 # Calls whose bodies XLA puts in their place, before it partitions.
 _CALLS = frozenset(["jit", "pjit"])
 
@@ -69,8 +68,8 @@ class _Evaluation:
         if name in _CALLS:
             return self.run(equation.params["jaxpr"], operands)
         if name in _BROADCASTING:
-            shape = equation.outvars[0].aval.shape
-            operands = [self._broadcast(operand, shape) for operand in operands]
+            out: Any = equation.outvars[0].aval
+            operands = [self._broadcast(operand, out.shape) for operand in operands]
         if (key := _key(equation, operands)) is None:
             return _bind(equation, operands)
         if key not in self._known:

@@ -487,7 +487,7 @@ def test_only_75_makes_room_for_a_larger_group(
     how: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "_should_grow", lambda self: not self._history)
-    run = Run(loop(LEAVES.replace("HOW", how)), elastic=(1, 2))
+    run = Run(loop(LEAVES.replace("HOW", how)), workers=2, elastic=(1, 2))
     assert run.kinds == kinds
     assert run.summary.status == 0
 
@@ -521,6 +521,7 @@ def test_a_command_that_cannot_start_is_refused(command: list[str], message: str
         (lambda: RunOptions(max_restarts=-1), "max_restarts: expected at least 0, found -1"),
         (lambda: RunOptions(devices_per_worker=0), "devices_per_worker: expected at least 1"),
         (lambda: RunOptions(workers=4, elastic=(1, 2)), "elastic: expected fewest:most"),
+        (lambda: RunOptions(workers=2, elastic=(1, 4)), "found 1:4 and 2 workers"),
         (lambda: Limits(step=0), "limit step: expected more than 0 seconds, found 0"),
     ],
 )

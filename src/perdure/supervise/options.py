@@ -42,8 +42,8 @@ class RunOptions:
 
     `workers` are started on this machine, each with `devices_per_worker` devices where that is given.
     A run gives up at the failure behind `max_restarts` restarts; an exit with 75 is none. `elastic` =
-    (fewest, most) lets it go on without a worker that does not come back, and return to `workers`
-    (its most, by default) after `return_s`. `log_directory` is made; by default
+    (fewest, most) lets it go on without a worker that does not come back, and return to all after
+    `return_s`; `workers` is its most. `log_directory` is made; by default
     perdure-logs/DATE-TIME-PID. A worker that was asked to leave is killed after `grace` seconds.
     `environment` is added to that of every worker. `compilation_cache` is where JAX keeps compiled
     programs; None leaves JAX alone. `warm` names modules: while workers train, a spare process beside
@@ -75,8 +75,8 @@ class RunOptions:
             )
         if self.elastic is not None:
             fewest, most = self.elastic
-            if not 1 <= fewest <= self.workers <= most:
+            if not 1 <= fewest <= most == self.workers:
                 raise LaunchError(
-                    f"elastic: expected fewest:most with 1 <= fewest <= workers <= most, found "
-                    f"{fewest}:{most} and {self.workers} workers"
+                    f"elastic: expected fewest:most with 1 <= fewest <= most, and as many workers as "
+                    f"most, found {fewest}:{most} and {self.workers} workers"
                 )

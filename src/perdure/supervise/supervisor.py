@@ -88,9 +88,8 @@ class Supervisor:
         self._mark = secrets.token_hex(8)
         self._asked: int | None = None  # the signal that was passed on
         self._history: list[Attempt] = []
-        most = self._options.elastic[1] if self._options.elastic else self._options.workers
-        self._all_places = list(range(most))
-        self._places = self._all_places[: self._options.workers]
+        self._all_places = list(range(self._options.workers))
+        self._places = list(self._all_places)
         self._return_at: float | None = None
         self._returns = 0
 

@@ -10,7 +10,8 @@ SOURCES = {
 FAULTS = {
     "exception": [(["exception", 1, -1], 3)],
     "SIGKILL": [(["SIGKILL", 1, 3], -9)],
-    "SIGTERM": [(["SIGTERM", 1, 2], 75)],
+    # In an epoch, and in the validation behind it.
+    "SIGTERM": [(["SIGTERM", 1, 2], 75), (["validation", 1, 1], 75)],
     # As the first file is begun, and between the data and the manifest that makes them count.
     "SIGKILL in a save": [(["save", 1, 2], -9), (["commit", 1, 2], -9)],
 }

@@ -34,7 +34,9 @@ def forked(where: Path, body: Callable[[], End]) -> tuple[int, End | None]:
 
 
 def main(work: Path) -> None:
-    several = {} if keras.backend.backend() == "torch" else {"steps_per_execution": 3}
+    several: dict[str, Any] = (
+        {} if keras.backend.backend() == "torch" else {"steps_per_execution": 3}
+    )
     options: dict[str, Any] = {
         "model": lambda: network(**several),
         "validation_data": (np.full((4, 5), 0.5, "float32"), np.arange(4) % 3),

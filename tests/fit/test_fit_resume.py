@@ -231,6 +231,43 @@ def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
     assert end.steps == ALL[7:]
 
 
+class InValidation(keras.callbacks.Callback):
+    """Sends SIGTERM behind a batch of the validation of the second epoch, or as it begins."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.at = (1, batch)
+        self.batches = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.on_test_batch_end(-1)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        if (self.epoch, batch) == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("batch", [-1, 0, 2])
+def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -> None:
+    fit = {**SOURCES["validation"], "validation_freq": 1, "model": lambda: network(mc_dropout=True)}
+    whole = train(None, callbacks=lambda: [InValidation(99)], **fit)
+    options = {"save_freq": False, "options": {"save_before_preemption": True}, **fit}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as left:
+            train(tmp_path / "run", callbacks=lambda: [InValidation(batch)], **options)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # leaving ignores it until the process is gone
+    assert left.value.code == 75
+    end = train(tmp_path / "run", callbacks=lambda: [InValidation(99)], **options)
+    assert same(end, whole)
+    assert end.steps == ALL[8:]
+
+
 def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import pytest
 import torch
-from cases import BATCHES, EPOCHS, Fault, arrays, network, same, train
+from cases import BATCH, BATCHES, EPOCHS, Fault, arrays, network, same, train
 
 from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
-from perdure.keras import ModelCheckpoint, directory
+from perdure.keras import BackupAndRestore, ModelCheckpoint, directory
 from perdure.store import Run
 
 
@@ -257,3 +257,44 @@ def test_the_backend_of_these_tests_stays_in_their_process(request: pytest.Fixtu
     own: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py"))
     assert keras.backend.backend() == "torch"
     assert os.environ.get("KERAS_BACKEND") == own._before
+
+
+@keras.saving.register_keras_serializable("tests")
+class Telling(keras.Sequential):
+    """Returns more from a step than numbers."""
+
+    tells: Any = None
+
+    def train_step(self, data: Any) -> Any:
+        bias = self.layers[-1].bias.value.detach().clone()
+        return {**super().train_step(data), "bias": bias, **(self.tells or {})}
+
+
+def telling(backup: Path, fault: Any = None, **tells: Any) -> list[Any]:
+    keras.utils.set_random_seed(11)
+    model: Any = Telling([keras.Input((5,)), keras.layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.tells = tells
+    x, y = arrays()
+    own = [BackupAndRestore(backup, 1), *([fault] if fault else [])]
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=own)
+    return [np.asarray(each).tobytes() for each in history.history["bias"]]
+
+
+class Failing(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            raise Fault
+
+
+def test_arrays_in_the_logs_of_a_step_are_backed_up(tmp_path: Path) -> None:
+    whole = telling(tmp_path / "whole")
+    with pytest.raises(Fault):
+        telling(tmp_path / "run", Failing())
+    assert telling(tmp_path / "run") == whole
+    assert len(set(whole)) == 2
+
+
+def test_logs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"'told' in the logs of a step: expected a number"):
+        telling(tmp_path / "run", told=object())

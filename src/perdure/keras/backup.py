@@ -96,6 +96,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Nothing to do; Keras calls callbacks in the step's own thread once one looks at batches."""
 
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Nothing to do; as for the batches of training."""
+
     def on_train_end(self, logs: Any = None) -> None:
         manager, self._manager = self._manager, None
         if manager is None:

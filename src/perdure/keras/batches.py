@@ -86,10 +86,10 @@ class Batches:
         return steps
 
     @property
-    def at_end(self) -> bool:
-        """Whether the epoch is known to have no batch left."""
+    def at_end(self) -> bool | None:
+        """Whether the epoch has no batch left; None where that is not known."""
         known = self._iterator.num_batches
-        return known is not None and self.batch >= known
+        return None if known is None else self.batch >= known
 
     @property
     def _carries(self) -> bool:

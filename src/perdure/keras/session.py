@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
+import keras
 import numpy as np
 from keras.callbacks import Callback
 
@@ -24,7 +26,9 @@ from perdure.keras.batches import Batches
 from perdure.keras.directory import close_manager, finish_others
 from perdure.keras.others import Others
 from perdure.keras.running import RunningFit, is_running
-from perdure.state import flatten, restore
+from perdure.state import flatten, restore, snapshot, unflatten
+from perdure.state.arena import Arena
+from perdure.store import Leaf
 
 # Members that are restored in place.
 _HERE = frozenset({"model", "optimizer", "metrics", members.ATTRIBUTES})
@@ -58,6 +62,10 @@ class Session(Callback):
         self._logs: dict[str, float] = {}
         self._others: Others
         self._recipe: dict[str, Any]
+        # What `fit` knew behind the last batch of the epoch, and the whole state as validation begins.
+        self._trained: dict[str, Any] = {}
+        self._ahead_of_test: dict[str, Leaf] = {}
+        self._arena = Arena()
         if self._preemptible:
             iterator = ref(fit.iterator)
             manager.preemption.in_scope = lambda frame: is_running(frame, iterator())
@@ -89,10 +97,26 @@ class Session(Callback):
         self._logs = dict(logs or {})
         if self._every is not None and self._step // self._every > before // self._every:
             self._due = True
-        if self._preemptible and self._manager.reached_preemption(self._step):
-            self._leave()
+        if self._preemptible:
+            if self._manager.reached_preemption(self._step):
+                self._leave()
+            if batches.at_end is not False:
+                self._trained = self._position()
         if self._due and not batches.at_end:  # where it is, the end of the epoch is worth more
             self._save()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Of the validation of an epoch; no other `evaluate` calls the callbacks of this `fit`."""
+        if self._preemptible:
+            # A resume begins the validation anew, which empties the metrics and may draw from seeds.
+            # Other callbacks know of it already, and Keras has drawn for a pass that it does not use.
+            self._ahead_of_test = snapshot(self._state(self._trained), self._arena)
+            if self._manager.reached_preemption(self._step):
+                self._leave(unflatten(self._ahead_of_test))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._preemptible and self._manager.reached_preemption(self._step):
+            self._leave(unflatten(self._ahead_of_test))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch + 1
@@ -119,7 +143,8 @@ class Session(Callback):
         self._check(json.loads(bytes(tree["recipe"])))
         fit.build()
         self._bring_back(tree)
-        found = plain.unpack(tree["fit"])
+        self._trained = tree["fit"]
+        found = plain.unpack(self._trained)
         self._epoch, self._logs = found["epoch"], found["logs"]
         if found["batches"]["executions"]:
             fit.model._initial_epoch = self._epoch
@@ -155,19 +180,24 @@ class Session(Callback):
         more = members.attributes(model)
         return named | ({members.ATTRIBUTES: more} if more else {})
 
-    def _state(self) -> Checkpoint:
-        model = self._fit.model
-        if hasattr(model, "jax_state_sync"):
-            model.jax_state_sync()
+    def _position(self) -> dict[str, Any]:
+        """Where `fit` is: what is no variable of the model."""
         found = {
             "epoch": self._epoch,
-            "logs": self._logs,
-            "stop_training": bool(model.stop_training),
+            "logs": {name: _logged(name, value) for name, value in self._logs.items()},
+            "stop_training": bool(self._fit.model.stop_training),
             "batches": self._batches.position(),
             "others": self._others.state(),
         }
+        return plain.pack(found)
+
+    def _state(self, position: dict[str, Any] | None = None) -> Checkpoint:
+        model = self._fit.model
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()
         recipe = np.frombuffer(json.dumps(self._recipe, sort_keys=True).encode(), np.uint8)
-        return Checkpoint(**self._members(), fit=plain.pack(found), recipe=recipe)
+        position = self._position() if position is None else position
+        return Checkpoint(**self._members(), fit=position, recipe=recipe)
 
     def _save(self) -> None:
         self._due = False
@@ -179,8 +209,22 @@ class Session(Callback):
             self._manager.save(self._step, state, numbers, force=True)
             self._saved = self._step
 
-    def _leave(self) -> None:
+    def _leave(self, state: Any = None) -> None:
         finish_others(self._manager)
         if self._step == self._saved:
             self._manager.exit_preempted()
-        self._manager.save_and_exit(self._step, self._state())
+        self._manager.save_and_exit(self._step, self._state() if state is None else state)
+
+
+def _logged(name: str, value: Any) -> Any:
+    """What a `train_step` of the user's returned under `name`: a number most often, or an array."""
+    if plain.is_plain(value):
+        return value
+    with suppress(Exception):  # whatever the backend raises for what it cannot convert
+        array = np.asarray(keras.ops.convert_to_numpy(value))
+        if plain.is_plain(array):
+            return array
+    raise TrainError(
+        f"{name!r} in the logs of a step: expected a number or an array, found {type(value).__name__}, "
+        f"which cannot be backed up. Return from `train_step` what can."
+    )

@@ -24,7 +24,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from table import Row, compared, finish, row
 
 from perdure.store import CloudOptions, CloudStorage, Leaf, Run
 from perdure.testing.servers import moto_server, running
@@ -136,46 +137,35 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def row(
+def rate(
     place: Place, what: str, mib: int, here: list[float], there: dict[str, list[float]]
-) -> dict[str, Any]:
+) -> Row:
     """Medians in MB/s; against the faster way of the peer."""
-    value = mib * MIB / statistics.median(here) / 1e6
+    mine = [mib * MIB / seconds / 1e6 for seconds in here]
     rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in there.items()}
     best = max(rates, key=lambda how: rates[how])
-    ratio = value / rates[best]
-    return {
-        "what": f"S3 (loopback {place.server}): {what} of {mib} MiB",
-        "value": round(value, 1),
-        "unit": "MB/s",
-        "against": f"s3fs 2026.9.0, {best}: {rates[best]:.1f} MB/s",
-        "ratio": round(ratio, 2),
-        "reach": "> 1",
-        "met": ratio > 1,
-    }
+    text = f"S3 (loopback {place.server}): {what} of {mib} MiB"
+    figure = row(text, statistics.median(mine), "MB/s", f"{min(mine):.0f} .. {max(mine):.0f}")
+    return compared(figure, f"s3fs 2026.9.0, {best}", rates[best], least=1.0)
 
 
 def rows_on(
     start: Callable[[], AbstractContextManager[Place]], python: str, mib: int, rounds: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     # A server of its own for each, because moto keeps in memory whatever it was given.
     with start() as place:
         saves, loads = ours(place, mib, rounds)
         one = of_one_range(place)
     with start() as place:
         there = peer(place, python, mib, rounds)
-    yield row(place, "durable save", mib, saves, {"open(wb)": there["save"]})
-    load = row(place, "load", mib, loads, {"open(rb)": there["load"], "cat_file": there["cat"]})
-    load["note"] = (
-        f"{CloudOptions().concurrency} streams in {statistics.median(loads):.2f} s; the server alone "
-        f"needs {one * 1000:.1f} ms for a range of 4 KiB"
-    )
-    yield load
+    yield rate(place, "durable save", mib, saves, {"open(wb)": there["save"]})
+    yield rate(place, "load", mib, loads, {"open(rb)": there["load"], "cat_file": there["cat"]})
+    yield row(f"S3 (loopback {place.server}): one range of 4 KiB", one * 1000, "ms")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-cloud.json"))
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--s3fs-python", default=sys.executable)
@@ -186,20 +176,12 @@ def main() -> int:
         starts.append(partial(on_s3rver, arguments.s3rver))
     else:
         print("s3rver is not on PATH; only moto is measured")
-    rows = []
-    for start in starts:
-        for found in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds):
-            rows.append(found)
-            print(
-                f"{found['what']}: {found['value']} {found['unit']}; {found['against']}; "
-                f"ratio {found['ratio']}; {'met' if found['met'] else 'NOT MET'}"
-                + (f" ({found['note']})" if "note" in found else ""),
-                flush=True,
-            )
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0
+    rows = (
+        found
+        for start in starts
+        for found in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds)
+    )
+    return finish(rows, arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_store import compared, installed, row, show
+from table import Row, compared, finish, installed, row
 
 HERE = Path(__file__).parent
-Row = dict[str, Any]
 
 
 def port() -> int:
@@ -180,7 +180,6 @@ def _pair(
     if "exact" not in found or "plain" not in found:
         return []
     own = against(text, found["exact"], name, found["plain"], most)
-    print(f"  {text}: {own['value']:.3g} ms, {own['ratio']:.3f}x", file=sys.stderr, flush=True)
     others = [other for other in found if other not in ("exact", "plain")]
     return [own, *(against(text, found["exact"], other, found[other], None) for other in others)]
 
@@ -226,10 +225,8 @@ def counted() -> list[Row]:
     return rows
 
 
-def loader() -> list[Row]:
-    if not (HERE / "distribute_loader.py").exists():
-        return []
-    import distribute_loader
+def loader() -> Iterator[Row]:
+    import distribute_loader  # and with it perdure's PyTorch
 
     return distribute_loader.rows()
 
@@ -244,16 +241,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="blocks to run, with commas between")
     given = parser.parse_args()
     wanted = given.only.split(",") if given.only else [*BLOCKS, "counted", "loader"]
-    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    rows: list[Row] = []
+    return finish(rows(wanted, given.rounds), given.out)
+
+
+def rows(wanted: list[str], rounds: int) -> Iterator[Row]:
+    """The rows of some blocks."""
     for name in wanted:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += BLOCKS[name](given.rounds) if name in BLOCKS else globals()[name]()
-    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
-    show(rows)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+        yield from BLOCKS[name](rounds) if name in BLOCKS else globals()[name]()
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import loop_keras
 import numpy as np
+from table import Row, compared, finish, row
 
 from perdure import RunConfig, Trainer
 from perdure.train import Hook
@@ -35,7 +36,6 @@ from perdure.train.events import EventWriter
 TARGET_S = 2e-3
 STATE_BYTES = 5_000_000
 LEAVES = 12
-Row = dict[str, Any]
 
 
 class Turns(Hook):
@@ -137,19 +137,12 @@ def events_case(count: int) -> tuple[list[float], list[float]]:
     return alone, together
 
 
-def row(what: str, values: list[float], unit: str, most: float) -> Row:
+def figure(what: str, values: list[float], unit: str, against: str, most: float) -> Row:
+    """Median and quartiles of the blocks, at most so much."""
     quarter = statistics.quantiles(values, n=4)
+    spread = f"{quarter[0]:.3g} .. {quarter[2]:.3g}, {len(values)} blocks"
     value = statistics.median(values)
-    spread = f"{quarter[0]:.3g} to {quarter[2]:.3g}"
-    return {
-        "what": what,
-        "value": value,
-        "unit": unit,
-        "spread": spread,
-        "blocks": len(values),
-        "most": most,
-        "met": value <= most,
-    }
+    return compared(row(what, value, unit, spread), against, most, most=1.0)
 
 
 def overheads(turns: Turns) -> list[float]:
@@ -158,29 +151,29 @@ def overheads(turns: Turns) -> list[float]:
     return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]
 
 
-def rows(scale: float) -> list[Row]:
-    found: list[Row] = []
+def rows(scale: float) -> Iterator[Row]:
     alone, together = events_case(round(1000 * scale))
-    found.append(row("one scalar into an event file", [1e6 * s for s in alone], "us", 10))
-    found.append(row("each of eight scalars in one event", [1e6 * s for s in together], "us", 10))
+    yield figure("one scalar into an event file", [1e6 * s for s in alone], "us", "", 10)
+    yield figure("each of eight scalars in one event", [1e6 * s for s in together], "us", "", 10)
     nothing = loop_case({"a": np.zeros(4)}, lambda s, b: (s, b), round(40 * scale), 2000, None)
-    found.append(row("Trainer, empty step: added", [1e6 * s for s in overheads(nothing)], "us", 25))
+    added = [1e6 * s for s in overheads(nothing)]
+    yield figure("Trainer, empty step: added", added, "us", "bare loop", 25)
     state, step = compiled_step()
     quiet = loop_case(state, step, round(60 * scale), 200, None)
     base = statistics.median(quiet.bare)
-    print(f"bare step: {base * 1e3:.3f} ms")
+    bare = f"bare loop, {base * 1e3:.2f} ms a step"
     added = overheads(quiet)
-    found.append(row("Trainer, 2 ms step: added", [1e6 * s for s in added], "us", 25))
-    found.append(row("Trainer, 2 ms step: added", [100 * s / base for s in added], "%", 1))
+    yield figure("Trainer, 2 ms step: added", [1e6 * s for s in added], "us", bare, 25)
+    yield figure("Trainer, 2 ms step: added", [100 * s / base for s in added], "%", bare, 1)
     saving = loop_case(state, step, round(60 * scale), 200, 50)
     base = statistics.median(saving.bare)
-    added = overheads(saving)
-    found.append(row("with a save of 5 MB every 50 steps", [100 * s / base for s in added], "%", 3))
+    bare = f"bare loop, {base * 1e3:.2f} ms a step"
+    added = [100 * s / base for s in overheads(saving)]
+    yield figure("with a save of 5 MB every 50 steps: added", added, "%", bare, 3)
     ours, theirs, base = loop_keras.overheads(max(3, round(7 * scale)))
-    print(f"step of fit: {base * 1e3:.3f} ms; Keras's own callback, most for ours:")
     most = 1e6 * statistics.median(theirs)
-    found.append(row("fit, a backup every 10 steps: added", [1e6 * s for s in ours], "us", most))
-    return found
+    peer = f"Keras's own; fit alone {base * 1e3:.2f} ms a step"
+    yield figure("fit, a backup every 10 steps: added", [1e6 * s for s in ours], "us", peer, most)
 
 
 def main() -> int:
@@ -188,16 +181,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench-loop.json"))
     parser.add_argument("--scale", type=float, default=1.0, help="how many blocks, as a factor")
     given = parser.parse_args()
-    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    found = rows(given.scale)
-    for each in found:
-        print(
-            f"{each['what']:<38}{each['value']:>8.2f} {each['unit']:<3} ({each['spread']}), at most "
-            f"{each['most']}: {'met' if each['met'] else 'NOT MET'}"
-        )
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+    return finish(rows(given.scale), given.out)
 
 
 if __name__ == "__main__":

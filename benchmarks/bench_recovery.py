@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import random
@@ -34,13 +33,14 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from table import Row, compared, finish, row
+
 from perdure.train.interval import optimum_interval
 
 JOB = str(Path(__file__).parent / "recovery_job.py")
 STEPS_BEFORE_KILL = 40  # a spare has time to import
 LONGEST_S = 120.0
 FAILURES_S = 30.0
-Row = dict[str, Any]
 
 
 class Step(NamedTuple):
@@ -223,16 +223,10 @@ def goodput(minutes: float, seed: int) -> Iterator[Row]:
         # A life of mean length M begins with a restart R, saves cost d in each tau, and a kill finds
         # half an interval unsaved.
         best = (1 - restart / distance) * (1 - stall / (tau + stall)) - tau / 2 / distance
-        yield {
-            "what": f"goodput, {kills} kills in {wall / 60:.1f} min, saves at auto",
-            "value": value,
-            "unit": "",
-            "against": f"theoretical best {best:.3f} (restart {restart:.2f} s, save "
-            f"{1e3 * stall:.0f} ms)",
-            "ratio": value / best if best > 0 else math.nan,
-            "reach": ">= 0.85",
-            "met": value >= 0.85,
-        }
+        text = f"goodput, {kills} kills in {wall / 60:.1f} min, saves at auto"
+        costs = f"restart {restart:.2f} s, save {1e3 * stall:.0f} ms"
+        mine = compared(row(text, value, ""), f"theoretical best ({costs})", best)
+        yield {**mine, "reach": ">= 0.85", "met": value >= 0.85}
 
 
 def save_seconds(steps: Sequence[Step], each: float) -> float:
@@ -263,16 +257,9 @@ def cost(seconds: float) -> Iterator[Row]:
             time.sleep(seconds)
             share = (sum(map(cpu_seconds, own)) - before) / (time.monotonic() - start)
             memory = sum(map(memory_mb, own))
-    yield {
-        "what": f"supervisor and guardian, CPU over {seconds:g} s",
-        "value": 100 * share, "unit": "%", "against": "one core", "ratio": None,
-        "reach": "< 1", "met": share < 0.01,
-    }  # fmt: skip
-    yield {
-        "what": "supervisor and guardian, resident memory",
-        "value": memory, "unit": "MB", "against": "", "ratio": None,
-        "reach": "< 50", "met": memory < 50,
-    }  # fmt: skip
+    text = f"supervisor and guardian, CPU over {seconds:g} s"
+    yield compared(row(text, 100 * share, "%"), "one core", 1.0, most=1.0)
+    yield compared(row("supervisor and guardian, resident memory", memory, "MB"), "", 50, most=1.0)
 
 
 def guardians(pid: int) -> list[int]:
@@ -318,27 +305,18 @@ def rows(kills: int, minutes: float, parts: Sequence[str]) -> Iterator[Row]:
                     print(f"{name}, {workers} workers: left out, {error}", flush=True)
                     continue
                 times[name] = statistics.median(found)
-                ours = name.startswith("perdure")
-                yield {
-                    "what": f"SIGKILL to the first new step, {workers} process"
-                    f"{'es' if workers > 1 else ''}: {name}",
-                    "value": times[name],
-                    "unit": "s",
-                    "spread": f"{min(found):.2f} to {max(found):.2f}, {len(found)} kills",
-                    "against": f"a step takes {1e3 * step:.0f} ms",
-                    "ratio": None,
-                    "reach": f"< {reach:g}" if ours else "",
-                    "met": times[name] < reach if ours else True,
-                }
+                processes = f"{workers} process{'es' if workers > 1 else ''}"
+                spread = f"{min(found):.2f} .. {max(found):.2f}, {len(found)} kills"
+                text = f"SIGKILL to the first new step, {processes}: {name}"
+                mine = row(text, times[name], "s", spread)
+                if name.startswith("perdure"):
+                    mine = compared(mine, f"a step takes {1e3 * step:.0f} ms", reach, most=1.0)
+                yield mine
             for peer in (name for name in times if not name.startswith("perdure")):
                 for name in (name for name in times if name.startswith("perdure")):
-                    yield {
-                        "what": f"{name} against {peer}, {workers} process"
-                        f"{'es' if workers > 1 else ''}",
-                        "value": times[name], "unit": "s", "against": f"{times[peer]:.2f} s",
-                        "ratio": times[name] / times[peer], "reach": "ratio < 1",
-                        "met": times[name] < times[peer],
-                    }  # fmt: skip
+                    text = f"SIGKILL to the first new step, {workers} of them: {name}"
+                    mine = compared(row(text, times[name], "s"), peer, times[peer])
+                    yield {**mine, "reach": "< 1x", "met": times[name] < times[peer]}
     if "goodput" in parts and minutes > 0:
         yield from goodput(minutes, seed=6)
 
@@ -350,20 +328,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="of the goodput; 0 for none")
     parser.add_argument("--parts", nargs="+", default=["cost", "recovery", "goodput"])
     given = parser.parse_args()
-    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    found: list[Row] = []
-    given.out.parent.mkdir(exist_ok=True)
-    for each in rows(given.kills, given.minutes, given.parts):
-        found.append(each)
-        ratio = "" if each["ratio"] is None else f"ratio {each['ratio']:.2f}"
-        verdict = ("met" if each["met"] else "NOT MET") if each["reach"] else ""
-        print(
-            f"{each['what']:<72}{each['value']:>8.2f} {each['unit']:<3} {each['reach']:<10}"
-            f"{verdict:<8}{each.get('spread', '')} {each['against']} {ratio}",
-            flush=True,
-        )
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+    return finish(rows(given.kills, given.minutes, given.parts), given.out)
 
 
 if __name__ == "__main__":

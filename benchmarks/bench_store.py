@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from store_peers import SUBJECTS
 from store_probe import MIB, may_drop_caches, middle, spread
+from table import Row, compared, finish, installed, row
 
 HERE = Path(__file__).parent
-Row = dict[str, Any]
 
 
 def child(program: str, *arguments: object) -> dict[str, Any] | None:
@@ -39,16 +38,6 @@ def child(program: str, *arguments: object) -> dict[str, Any] | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def installed(modules: tuple[str, ...]) -> bool:
-    def there(name: str) -> bool:
-        try:
-            return find_spec(name) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return all(map(there, modules))
-
-
 def merge(
     found: dict[str, dict[str, Any] | None], name: str, figures: dict[str, Any] | None
 ) -> None:
@@ -56,19 +45,6 @@ def merge(
     have = found.setdefault(name, None)
     if figures is not None:
         found[name] = {key: [*(have or {}).get(key, []), *figures[key]] for key in figures}
-
-
-def row(what: str, value: float | None, unit: str, spread: str = "", **more: Any) -> Row:
-    filled = {"against": "", "limit": None, "ratio": None, "reach": "", "met": None, **more}
-    return {"what": what, "value": value, "unit": unit, "spread": spread, **filled}
-
-
-def compared(row: Row, against: str, limit: float, *, least: float = 0.0, most: float = 1e9) -> Row:
-    """The row with its ratio to `limit`, which is to lie between `least` and `most`."""
-    ratio = row["value"] / limit
-    reach = f">= {least:g}x" if least else f"<= {most:g}x" if most != 1 else f"<= {limit:g}"
-    met = least <= ratio <= most
-    return {**row, "against": against, "limit": limit, "ratio": ratio, "reach": reach, "met": met}
 
 
 def disk_rows(
@@ -149,23 +125,6 @@ def case_rows(cases: dict[str, dict[str, Any]], orbax: dict[str, Any] | None) ->
     return rows
 
 
-def show(rows: list[Row]) -> None:
-    def text(value: Any) -> str:
-        if value is None:
-            return ""
-        if isinstance(value, bool):
-            return "yes" if value else "NO"
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    keys = ("what", "value", "unit", "spread", "against", "limit", "ratio", "reach", "met")
-    cells = [list(keys), *[[text(r[key]) for key in keys] for r in rows]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
-    for line in cells:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
@@ -179,7 +138,12 @@ def main() -> int:
     print(f"limit of the disk: {tool}{'' if tool == 'fio' else ' (fio is not installed)'}")
     if not may_drop_caches():
         print("loads are NOT cold: this user may not write /proc/sys/vm/drop_caches")
-    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    given.out.parent.mkdir(parents=True, exist_ok=True)  # states go beside it, on the same disk
+    return finish(rows(given, tool), given.out)
+
+
+def rows(given: argparse.Namespace, tool: str) -> Iterator[Row]:
+    """Measures everything first: what is compared was measured in turns."""
     nbytes = given.mib * MIB
     found: dict[str, dict[str, Any] | None] = {}
     cases: dict[str, dict[str, Any]] = {}
@@ -207,12 +171,10 @@ def main() -> int:
             merge(found, name, figures)
             shutil.rmtree(f"{scratch}/peer", ignore_errors=True)
     peers = {n: f for n, f in found.items() if f is not None and not n.startswith("perdure")}
-    rows = disk_rows(cases["disk"], found.get("perdure"), peers, tool) if "disk" in cases else []
-    rows += case_rows(cases, peers.get("Orbax")) + peer_rows(found)
-    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
-    show(rows)
-    given.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    if "disk" in cases:
+        yield from disk_rows(cases["disk"], found.get("perdure"), peers, tool)
+    yield from case_rows(cases, peers.get("Orbax"))
+    yield from peer_rows(found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from table import Row, compared, row
 
 from perdure.data import ArrayDataset, Augment, Dataset, Prefetch
 
@@ -67,7 +68,7 @@ def shift(batch: Any, keys: Any) -> Any:
     return {**batch, "image": moved}
 
 
-def images() -> dict[str, Any]:
+def images() -> Row:
     rng = np.random.default_rng(0)
     image = rng.random((EXAMPLES, 28, 28, 1), np.float32)
     return {"image": image, "label": rng.integers(0, 10, EXAMPLES, np.int32)}
@@ -90,7 +91,7 @@ def waited(dataset: Any) -> tuple[float, float]:
     return statistics.median(waits[WARM:]), statistics.median(steps[WARM:])
 
 
-def wait_rows() -> Iterator[dict[str, Any]]:
+def wait_rows() -> Iterator[Row]:
     """The share of a step that is spent waiting; under 1% is to be reached."""
     arrays = images()
     plain = ArrayDataset(arrays, BATCH, fingerprint="noise")
@@ -103,17 +104,10 @@ def wait_rows() -> Iterator[dict[str, Any]]:
             ("arrays with random shifts, not prefetched", moved, False),
         ]:
             wait, step = waited(dataset)
-            yield {
-                "what": f"loader, MNIST size, {what}: share of a step that waits",
-                "value": round(100 * wait / step, 2),
-                "unit": "%",
-                "spread": "",
-                "limit": None,
-                "against": f"a step of {step * 1e3:.1f} ms; waits {wait * 1e6:.0f} us",
-                "ratio": round(wait / step, 4),
-                "reach": "< 1%" if claimed else "reported",
-                "met": wait < 0.01 * step if claimed else None,
-            }
+            text = f"loader, MNIST size, {what}: share of a step that waits"
+            spread = f"a step of {step * 1e3:.1f} ms; waits {wait * 1e6:.0f} us"
+            mine = row(text, 100 * wait / step, "%", spread)
+            yield compared(mine, "", 1.0, most=1.0) if claimed else mine
 
 
 def peak(length: int) -> int:
@@ -128,24 +122,15 @@ def peak(length: int) -> int:
     return found
 
 
-def memory_row() -> dict[str, Any]:
+def memory_row() -> Row:
     """10^9 examples beside 10^4."""
     peak(100)  # what is made once in a process
     small, large = peak(SMALL), peak(LARGE)
-    return {
-        "what": "loader: peak memory of shuffled batches from 10^9 examples",
-        "value": round(large / 1024, 1),
-        "unit": "KiB",
-        "spread": "",
-        "limit": None,
-        "against": f"10^4 examples: {small / 1024:.1f} KiB",
-        "ratio": round(large / small, 3),
-        "reach": "<= 1.01",
-        "met": large <= 1.01 * small,
-    }
+    text = "loader: peak memory of shuffled batches from 10^9 examples"
+    return compared(row(text, large / 1024, "KiB"), "10^4 examples", small / 1024, most=1.01)
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows() -> Iterator[Row]:
     """What the bench of the strategies shows of the loader."""
     yield from wait_rows()
     yield memory_row()

@@ -1,0 +1,67 @@
+"""The table of a benchmark: its rows, what they are compared with, how they are shown and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+KEYS = ("what", "value", "unit", "spread", "against", "limit", "ratio", "reach", "met")
+
+
+def row(what: str, value: float | None, unit: str, spread: str = "", **more: Any) -> Row:
+    """A figure; without `reach` and `met` it is a report."""
+    filled = {"against": "", "limit": None, "ratio": None, "reach": "", "met": None, **more}
+    return {"what": what, "value": value, "unit": unit, "spread": spread, **filled}
+
+
+def compared(row: Row, against: str, limit: float, *, least: float = 0.0, most: float = 1e9) -> Row:
+    """The row with its ratio to `limit`, which is to lie between `least` and `most`."""
+    ratio = row["value"] / limit
+    reach = f">= {least:g}x" if least else f"<= {most:g}x" if most != 1 else f"<= {limit:g}"
+    met = least <= ratio <= most
+    return {**row, "against": against, "limit": limit, "ratio": ratio, "reach": reach, "met": met}
+
+
+def installed(modules: tuple[str, ...]) -> bool:
+    """Whether a peer is there."""
+
+    def there(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return all(map(there, modules))
+
+
+def finish(rows: Iterable[Row], out: Path) -> int:
+    """Exit status. Rows are told and kept as they come; at the end there is one table."""
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found: list[Row] = []
+    for each in rows:
+        found.append({key: each.get(key) for key in KEYS})
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        told = f"{each['what']}: {_text(each['value'])} {each['unit']} {_text(each['met'])}"
+        print(f"  {told}", file=sys.stderr, flush=True)
+    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
+    cells = [list(KEYS), *[[_text(each[key]) for key in KEYS] for each in found]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(KEYS))]
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(padded).rstrip())
+    return 0
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

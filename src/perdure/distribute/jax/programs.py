@@ -76,14 +76,17 @@ def add_program(left: Any, right: Any) -> Any:
 
 
 def plus(left: Any, right: Any) -> Any:
-    """left + right, as a reduction of XLA gives it, which begins with zero."""
-    return positive_zero(jnp.add(left, right))
+    """left + right, in the form that a sum of XLA's own can be brought to."""
+    return one_form(jnp.add(left, right))
 
 
-def positive_zero(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf
-    return jnp.where(leaf == 0, jnp.zeros_like(leaf), leaf)
+def one_form(total: Any) -> Any:
+    """A sum with positive zeros, as one that begins with zero has, and with one NaN for all: which of
+    two NaNs stays depends on who adds them."""
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    total = jnp.where(total == 0, jnp.zeros_like(total), total)
+    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
 
 
 def make_key(seed: Any, step: Any, replica: Any) -> Any:

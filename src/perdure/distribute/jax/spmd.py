@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -26,8 +27,8 @@ from perdure.distribute.jax import hlo
 from perdure.distribute.jax.group import bits, from_bits
 from perdure.distribute.jax.programs import (
     SETTINGS,
+    one_form,
     plus,
-    positive_zero,
     strong,
     without_weak_type,
 )
@@ -78,6 +79,8 @@ class Together:
         self._numbers: list[Any] = []
 
     def __call__(self, state: Any, shares: Sequence[Any], step: int) -> tuple[Any, Any] | None:
+        if jax.config.jax_disable_jit:
+            return None
         columns, forms = [], []
         for share in shares:
             flat, treedef = jax.tree.flatten(share)
@@ -151,7 +154,7 @@ class Together:
 
     def _prove(self, state: Any, turn: Any) -> Callable[[Any, list[Any]], Any] | None:
         """How a step is run; None where a program is not what a single device would run."""
-        grad, _, update = self._singles
+        grad, *_ = self._singles
         # Tracing raises what is wrong with the user's functions, as the reference would.
         contributions = jax.eval_shape(grad, state, *turn)
         for leaf in jax.tree.leaves(contributions):
@@ -162,6 +165,14 @@ class Together:
                 return None
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 return None
+        with suppress(Exception):  # what XLA refuses on several devices, it may take on each
+            return self._proven(state, turn, contributions)
+        return None
+
+    def _proven(
+        self, state: Any, turn: Any, contributions: Any
+    ) -> Callable[[Any, list[Any]], Any] | None:
+        grad, _, update = self._singles
         singles = [
             _compiled(fn, self._alone, *values)
             for fn, values in ((grad, (state, *turn)), (update, (state, contributions)))
@@ -222,7 +233,7 @@ class Together:
         for distance in (1 << level for level in range((count - 1).bit_length())):
             groups = [[d, d + distance] for d in range(count) if not d & distance]
             paired = jax.lax.psum(paired, "device", axis_index_groups=groups) if paired else []
-        sums = map(positive_zero, paired)
+        sums = map(one_form, paired)
         return treedef.unflatten(
             next(sums) if pairs and leaf.dtype != jnp.bool_ else self._gathered(leaf)
             for leaf in leaves

@@ -1,7 +1,7 @@
 """A traced function with each common subexpression computed once.
 
 Owns the form in which a user's function is handed to XLA. Invariant: it computes what the function
-computes, by the same operations, less those that were there twice.
+computes, by the same operations under the same settings, less those that were there twice.
 
 XLA partitions a program for several devices by a pass that also removes common subexpressions, before
 its algebraic simplifier looks at the number of users of a value. For one device there is no such pass,
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 # Elementwise primitives with several operands, which may be of length 1 along an axis of the result:
 # each use would be lowered to a broadcast of its own.
@@ -34,11 +34,10 @@ def computed_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def once(*args: Any) -> Any:
-        flat, treedef = jax.tree.flatten(args)
-        closed, form = jax.make_jaxpr(
-            lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True
-        )(*flat)
-        results = _Evaluation().run(closed, flat)
+        if jax.config.jax_disable_jit:  # then nothing is traced, and values are concrete
+            return fn(*args)
+        closed, form = jax.make_jaxpr(fn, return_shape=True)(*args)
+        results = _Evaluation().run(closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(form), results)
 
     return once
@@ -66,7 +65,8 @@ class _Evaluation:
     def _results(self, equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
         if name in _CALLS:
-            return self.run(equation.params["jaxpr"], operands)
+            with _origin(equation):
+                return self.run(equation.params["jaxpr"], operands)
         if name in _BROADCASTING:
             out: Any = equation.outvars[0].aval
             operands = [self._broadcast(operand, out.shape) for operand in operands]
@@ -96,7 +96,9 @@ def _key(equation: core.JaxprEqn, operands: list[Any]) -> Any:
         hash(params)
     except TypeError:
         return None
-    return equation.primitive, params, tuple(map(_identity, equation.invars, operands))
+    # The context holds settings under which an operation gives other bits (threefry_partitionable).
+    where = repr(equation.ctx)
+    return equation.primitive, params, where, tuple(map(_identity, equation.invars, operands))
 
 
 def _identity(atom: Any, operand: Any) -> Any:
@@ -108,6 +110,13 @@ def _identity(atom: Any, operand: Any) -> Any:
 def _bind(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     bound: Any = equation.primitive.get_bind_params(equation.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.8
-    with equation.ctx.manager:
+    with _origin(equation), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *operands, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def _origin(equation: core.JaxprEqn) -> Any:
+    """Under which errors and profiles name the user's line and scope."""
+    origin = equation.source_info
+    stack = source_info_util.current_name_stack() + origin.name_stack
+    return source_info_util.user_context(origin.traceback, name_stack=stack)

@@ -171,8 +171,10 @@ def nnx_update(state: Any, total: Any) -> Any:
 
 def tiny_grad(state: Any, batch: Any, key: Any) -> Any:
     weight = batch["weight"].sum()
-    # What the sums of several devices could make other bits of: -0.0, a bool, an integer that wraps.
+    # What the sums of several devices could make other bits of: -0.0, NaNs of two kinds, a bool, an
+    # integer that wraps.
     edges = {"zero": -0.0 * weight, "any": weight > 1, "wraps": (97 * weight).astype(jnp.int8)}
+    edges["nan"] = jnp.where(jax.random.bernoulli(key), jnp.nan, jnp.sqrt(-1 - weight))
     return {"sum": jax.random.normal(key, (3,)) + weight, **edges}
 
 

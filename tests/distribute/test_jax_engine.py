@@ -217,3 +217,35 @@ def test_a_program_that_is_printed_otherwise_is_like_no_other(text: str) -> None
 
     assert not hlo.same_program(Program(), Program())
     assert not hlo.is_grad_then_update(Program(), Program(), Program(), between=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_with_disable_jit_the_functions_see_values(replicas: int) -> None:
+    strategy = MirroredStrategy(1, replicas)
+    seen: list[float] = []
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        seen.append(float(batch[0].sum()))
+        return {"s": batch[0].sum()}
+
+    train_step = strategy.step(grad, lambda state, total: (state + total["s"], {}))
+    with jax.disable_jit():
+        state, _ = train_step(jnp.zeros(()), strategy.batch(dataset(), 0))
+    assert len(seen) == replicas
+    assert float(state) == sum(seen)
+
+
+def test_a_function_that_only_one_device_takes_runs_on_it() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("own",))
+    spec = jax.sharding.PartitionSpec()
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
+        return {"s": doubled(batch[0].sum())}
+
+    strategy = MirroredStrategy(1, 2)
+    train_step = strategy.step(grad, lambda state, total: (state + total["s"], {}))
+    state, _ = train_step(jnp.zeros(()), strategy.batch(dataset(), 0))
+    assert float(state) == 2 * sum(
+        float(share[0].sum()) for share in strategy.batch(dataset(), 0).values
+    )

@@ -74,3 +74,42 @@ def test_keys_weak_types_and_errors_come_through() -> None:
     assert two.aval.weak_type
     with pytest.raises(ZeroDivisionError):
         computed_once(lambda _: 1 / 0)(X)
+
+
+def test_settings_of_a_part_of_a_function_keep_it_apart() -> None:
+    def fn(key: Any) -> Any:
+        one = jax.random.bits(key, (2,))
+        with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+            return one, jax.random.bits(key, (2,))
+
+    key = jax.random.key(1)
+    found, expected = jax.jit(computed_once(fn))(key), jax.jit(fn)(key)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert not np.array_equal(*expected), "the setting makes no difference"
+
+
+def test_scopes_and_names_of_arguments_stay() -> None:
+    def fn(share: Any) -> Any:
+        with jax.named_scope("a_scope"):
+            return jnp.sin(share["x"]) if float(share["y"]) else share["x"]
+
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"share\['y'\]"):
+        jax.jit(computed_once(fn))({"x": X, "y": X[0, 0]})
+    scoped = jax.jit(computed_once(lambda x: fn({"x": x, "y": 1.0})))
+    assert "a_scope" in scoped.lower(X).compile().as_text()
+
+
+def test_custom_derivatives_and_rematerialization_come_through() -> None:
+    @jax.custom_vjp
+    def twice(x: Any) -> Any:
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, x), lambda x, ct: (ct * x,))
+
+    def loss(x: Any) -> Any:
+        body = jax.checkpoint(lambda x: jnp.sin(jax.nn.relu(x)) * jnp.sin(x))
+        return (twice(x) + body(x)).sum() + jax.lax.scan(lambda c, r: (c + r, r), x[0], x)[0].sum()
+
+    found = jax.jit(computed_once(jax.value_and_grad(loss)))(X)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(jax.value_and_grad(loss))(X))
+    np.testing.assert_array_equal(jax.jit(computed_once(loss))(X), jax.jit(loss)(X))

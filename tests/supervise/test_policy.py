@@ -8,8 +8,18 @@ from perdure.supervise.policy import cannot_come_back, decide
 from perdure.supervise.record import Attempt, Kind, Summary
 
 
-def attempt(kind: Kind, start: int | None = 0, end: int | None = None, place: int = 0) -> Attempt:
-    """One that began at `start` and, where `end` is beyond it, got there in a second a step."""
+def attempt(
+    kind: Kind,
+    start: int | None = 0,
+    end: int | None = None,
+    place: int = 0,
+    seconds: float = 100.0,
+    alive: bool | None = None,
+) -> Attempt:
+    """One that began at `start` and, where `end` is beyond it, got there in a second a step.
+
+    `alive` is for one whose first to fail had done no step while others did.
+    """
     stepped = start is not None and end is not None and end > start
     return Attempt(
         number=1,
@@ -24,7 +34,10 @@ def attempt(kind: Kind, start: int | None = 0, end: int | None = None, place: in
         first=10.0 if stepped else None,
         last=10.0 + (end or 0) - (start or 0) - 1 if stepped else None,
         noticed=5.0,
-        seconds=100.0,
+        seconds=seconds,
+        at=end if stepped and alive is not False else start,
+        alive=stepped if alive is None else alive,
+        said="no room",
     )
 
 
@@ -44,6 +57,10 @@ def attempt(kind: Kind, start: int | None = 0, end: int | None = None, place: in
         ([attempt("failed", 0, 9), *[attempt("killed", 5)] * 3], True, 2),
         ([attempt("failed", 0, 9), *[attempt("failed", 5)] * 3], False, 0),
         ([*[attempt("preempted", 0)] * 9], True, 30),
+        ([*[attempt("preempted", 0, seconds=3)] * 4], True, 4),
+        ([*[attempt("preempted", 0, seconds=3)] * 5], False, 0),
+        ([*[attempt("killed", None, seconds=3)] * 5], False, 0),
+        ([attempt("killed", 0, end, seconds=3) for end in range(5, 10)], True, 0),
         ([attempt("failed", 0, 9)] * 2 + [attempt("failed", 5, 12)], True, 0),
     ],
 )
@@ -58,6 +75,16 @@ def test_a_smaller_group_may_do_what_a_broken_one_cannot() -> None:
     assert decide(history, 100, may_shrink=True).again
     assert cannot_come_back(history) == 2
     assert cannot_come_back([history[0], attempt("failed", 0, None, place=1)]) is None
+
+
+def test_what_the_others_did_does_not_hide_a_worker_that_never_did_a_step() -> None:
+    history = [attempt("failed", 0, end, place=1, alive=False) for end in (7, 9, 8)]
+    assert cannot_come_back(history[:2]) == 1
+    assert decide(history[:2], 100, may_shrink=True).again
+    assert decide(history[:2], 100).again
+    stopped = decide(history, 100)
+    assert not stopped.again
+    assert stopped.reason == "it failed 3 times in a row at step 0 (last: failed: no room)"
     assert cannot_come_back([history[0], attempt("failed", 0, 5, place=2)]) is None
 
 

@@ -182,7 +182,9 @@ def test_a_crash_at_one_step_three_times_in_a_row_ends_it(
     run = Run(loop("def fault(step):\n  if step == 8: sys.exit('a full disk')"))
     assert run.kinds == ["failed"] * 3
     assert run.summary.status == 1
-    assert run.summary.reason == "it failed 3 times in a row at step 7 (last: worker 0: exit 1)"
+    assert run.summary.reason == (
+        "it failed 3 times in a row at step 7 (last: worker 0: exit 1: a full disk)"
+    )
     assert waits == [0.0, 0.0]  # one vain attempt is followed at once
     assert "a full disk" in run.out.getvalue()
 
@@ -323,15 +325,27 @@ HOLDS = """
 import os, signal, subprocess, sys
 STOP
 child = subprocess.Popen(["setsid", "sleep", "1000"])
-print("pids", os.getpid(), child.pid, flush=True)
+print("pids", os.environ["PERDURE_HEARTBEAT_FILE"], os.getpid(), child.pid, flush=True)
 while True:
     signal.pause()
 """
 
 
 def pids(run: subprocess.Popen[str]) -> list[int]:
+    return held(run)[1]
+
+
+def held(run: subprocess.Popen[str]) -> tuple[Path, list[int]]:
+    """Where the heartbeats of the run lie, and its worker and the worker's child."""
     assert run.stdout is not None
-    return [int(number) for number in run.stdout.readline().split()[-2:]]
+    *_, heartbeat, worker, child = run.stdout.readline().split()
+    return Path(heartbeat).parent, [int(worker), int(child)]
+
+
+def guardian_of(run: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (found,) = (p for p in children if b"guardian.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+    return int(found)
 
 
 def gone(pid: int, seconds: float = 20) -> bool:
@@ -348,11 +362,14 @@ def gone(pid: int, seconds: float = 20) -> bool:
 
 def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> None:
     run = cli(code=HOLDS.replace("STOP", ""))
-    found = pids(run)
+    scratch, found = held(run)
+    found.append(guardian_of(run))
     assert not any(gone(pid, 0) for pid in found)
+    assert scratch.is_dir()
     run.kill()
     run.communicate()
     assert all(gone(pid) for pid in found)
+    assert not scratch.exists()
     again = cli(code="print('here')")
     assert again.communicate()[0] == "[0] here\n"
     assert again.returncode == 0
@@ -362,6 +379,7 @@ def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> 
     ("number", "stop", "status"),
     [
         (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
+        (signal.SIGHUP, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
         (signal.SIGTERM, "", 143),
         (signal.SIGINT, "", 130),
     ],
@@ -373,7 +391,9 @@ def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
     _, err = run.communicate()
     assert run.returncode == status
     assert all(gone(pid) for pid in found)
-    assert signal.Signals(number).name in err
+    # The end of a terminal asks for the same as SIGTERM.
+    asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+    assert asked.name in err
 
 
 # ---------------------------------------------------------------- warm workers
@@ -420,6 +440,31 @@ def test_a_spare_takes_over_as_python_would_have_started_it(form: str) -> None:
     # The control: the first worker was started cold. All else is the same.
     assert first.startswith("[0] False __main__")
     assert second == first.replace("False", "True", 1)[:-1] + "2"
+
+
+class WhenSpareIsGone(Observer):
+    """SIGKILL to the first worker once its spare has ended."""
+
+    spares: Any = None
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        spare = self.spares._ready.get(0)
+        if worker.attempt == 1 and spare is not None and spare.poll() is not None:
+            worker.send(signal.SIGKILL)
+
+
+def test_a_spare_that_cannot_import_is_told_of() -> None:
+    Path("train.py").write_text(WARM + loop(BEATS))
+    observer, err = WhenSpareIsGone(), io.StringIO()
+    run = Supervisor(
+        [sys.executable, "train.py"],
+        RunOptions(log_directory=Path("logs"), poll=0.01, warm=("no_such_module",)),
+        console=Console(io.StringIO(), err),
+        observer=observer,
+    )
+    observer.spares = run._spares
+    assert [each.kind for each in run.run().attempts] == ["killed", "done"]
+    assert "the spare of place 0 ended while it imported no_such_module: Mod" in err.getvalue()
 
 
 def test_a_spare_that_imported_under_other_variables_is_not_used() -> None:
@@ -522,6 +567,9 @@ def test_a_command_that_cannot_start_is_refused(command: list[str], message: str
         (lambda: RunOptions(devices_per_worker=0), "devices_per_worker: expected at least 1"),
         (lambda: RunOptions(workers=4, elastic=(1, 2)), "elastic: expected fewest:most"),
         (lambda: RunOptions(workers=2, elastic=(1, 4)), "found 1:4 and 2 workers"),
+        (lambda: RunOptions(grace=float("nan")), "grace: expected 0 seconds or more, found nan"),
+        (lambda: RunOptions(grace=-1), "grace: expected 0 seconds or more, found -1"),
+        (lambda: RunOptions(compilation_cache=Path(__file__)), "expected a directory for compiled"),
         (lambda: Limits(step=0), "limit step: expected more than 0 seconds, found 0"),
     ],
 )
@@ -678,6 +726,7 @@ def test_the_command_prints_one_document() -> None:
     [
         (("--limit", "stepp=3"), "expected PHASE=SECONDS with one of start, restore"),
         (("--elastic", "2"), "expected MIN:MAX"),
+        (("--elastic", "1:²"), "expected MIN:MAX"),
     ],
 )
 def test_wrong_usage_of_the_command(arguments: tuple[str, ...], message: str) -> None:
@@ -688,6 +737,12 @@ def test_wrong_usage_of_the_command(arguments: tuple[str, ...], message: str) ->
     result = CliRunner().invoke(main, ["run", *arguments, "--", "true"])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_fields_that_may_differ_are_passed_on() -> None:
+    code = "import os; print(os.environ.get('PERDURE_ALLOW'))"
+    run = cli("--allow", "threads", "--allow", "seed", code=code, env={"PERDURE_ALLOW": "tree"})
+    assert run.communicate()[0] == "[0] seed,threads,tree\n"
 
 
 def test_the_supervising_process_imports_no_numpy() -> None:

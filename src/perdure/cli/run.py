@@ -40,6 +40,12 @@ from perdure.cli.output import document, json_option
     multiple=True,
     help="Keep a spare beside each worker that has imported MODULE; costs its memory.",
 )
+@click.option(
+    "--allow",
+    metavar="FIELD",
+    multiple=True,
+    help="Go on from a checkpoint whose recipe differs in FIELD, with a warning.",
+)
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
@@ -54,6 +60,7 @@ def command(
     log_dir: Path | None,
     compilation_cache: Path | None,
     warm: tuple[str, ...],
+    allow: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -75,6 +82,7 @@ def command(
         limits=Limits(**_limits(limits)),
         grace=grace,
         warm=warm,
+        environment=_allowing(allow),
         compilation_cache=default_cache()
         if compilation_cache is None
         else None
@@ -88,11 +96,19 @@ def command(
     ctx.exit(summary.status)
 
 
+def _allowing(fields: tuple[str, ...]) -> dict[str, str]:
+    if not fields:
+        return {}
+    from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
+
+    return {ALLOW: ",".join(sorted(allowed(fields)))}
+
+
 def _elastic(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     fewest, colon, most = text.partition(":")
-    if not (colon and fewest.isdigit() and most.isdigit()):
+    if not (colon and fewest.isdecimal() and most.isdecimal()):
         raise click.BadParameter(f"expected MIN:MAX, for instance 1:4, found {text!r}")
     return int(fewest), int(most)
 

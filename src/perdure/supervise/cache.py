@@ -46,13 +46,15 @@ def drop_recent(directory: Path, seconds: float = 0.5) -> None:
     """Remove what was written in the last moments, behind a kill.
 
     JAX writes entries in place and never replaces one, so that one which is cut off would stay; it
-    is found by its checksum at each start, and compiled anew each time.
+    is found by its checksum at each start, and compiled anew each time. Only files that are named as
+    JAX names them, and what cannot be removed stays.
     """
     since = time.time() - seconds
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         for entry in os.scandir(directory):
-            with suppress(FileNotFoundError):
-                if entry.is_file() and entry.stat().st_mtime >= since:
+            with suppress(OSError):
+                ours = entry.name.endswith(("-cache", "-atime")) and entry.is_file()
+                if ours and entry.stat().st_mtime >= since:
                     os.unlink(entry.path)
 
 

@@ -22,11 +22,14 @@ PATIENCE_S = 10.0
 
 
 class Guardian:
-    """Ends all processes that carry `mark` once this process is gone, or `close` is called."""
+    """Ends all processes that carry `mark` once this process is gone, or `close` is called.
 
-    def __init__(self, mark: str) -> None:
+    Then it removes `scratch`, which whoever is killed leaves behind.
+    """
+
+    def __init__(self, mark: str, scratch: str = "") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, mark],
+            [sys.executable, "-I", "-S", __file__, mark, scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # what is sent to the supervisor's group does not reach it
@@ -85,6 +88,10 @@ def _main() -> None:
     sys.stdout.flush()
     sys.stdin.buffer.read()
     end_marked(sys.argv[1])
+    if sys.argv[2]:
+        import shutil  # 2 MB, for the end alone
+
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

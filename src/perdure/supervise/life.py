@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from perdure.heartbeats import Beat
 from perdure.ports import taken
@@ -126,7 +126,15 @@ class Life:
             last=max((when for _, when in self._steps.values()), default=None),
             noticed=self._noticed,
             seconds=now - began,
+            **self._of_the_first_to_fail(found),
         )
+
+    def _of_the_first_to_fail(self, found: Found) -> dict[str, Any]:
+        if found.worker is None:
+            return {"at": max((step for step, _ in self._steps.values()), default=None)}
+        step, _ = self._steps.get(found.worker, (None, 0.0))
+        said = found.worker.last_line() if found.kind == "failed" else ""
+        return {"at": step, "alive": found.worker in self._firsts, "said": said}
 
     # ---------------------------------------------------------------- looking
 

@@ -73,6 +73,11 @@ class RunOptions:
             raise LaunchError(
                 f"devices_per_worker: expected at least 1, found {self.devices_per_worker}"
             )
+        if not self.grace >= 0:
+            raise LaunchError(f"grace: expected 0 seconds or more, found {self.grace}")
+        cache = self.compilation_cache
+        if cache is not None and cache.exists() and not cache.is_dir():
+            raise LaunchError(f"{cache}: expected a directory for compiled programs, found a file")
         if self.elastic is not None:
             fewest, most = self.elastic
             if not 1 <= fewest <= most == self.workers:

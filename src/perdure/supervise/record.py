@@ -23,7 +23,9 @@ class Attempt:
     `cause` is for people; `kind` and `place` (of the worker that was the first to fail) for the
     policy. `start` and `end` are the steps it began and ended at, as far as heartbeats told; `began`
     and `seconds` its time on the monotonic clock; `first` when its first new step was finished, and
-    `last` the newest one. `statuses` has -n for a worker that signal n ended.
+    `last` the newest one. `statuses` has -n for a worker that signal n ended. Of the worker that was
+    the first to fail: `at` is the step it was at, `alive` whether it got a step done, `said` the last
+    line that it wrote.
     """
 
     number: int
@@ -39,11 +41,19 @@ class Attempt:
     last: float | None
     noticed: float
     seconds: float
+    at: int | None = None
+    alive: bool = False
+    said: str = ""
 
     @property
     def stepped(self) -> bool:
         """Whether it got a step done."""
         return self.first is not None
+
+    @property
+    def told(self) -> str:
+        """The cause, with what the worker itself said of it."""
+        return f"{self.cause}: {self.said}" if self.said else self.cause
 
     @property
     def failure(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from perdure import heartbeats
@@ -23,10 +23,13 @@ from perdure.supervise.environment import ATTEMPT, DESCRIPTIONS
 class Spares:
     """One spare for each place, for a command that is `python script.py ...` or `python -m module ...`.
 
-    `warm` names the modules. Spares are started by `prepare`, and used up by `take`.
+    `warm` names the modules. Spares are started by `prepare`, and used up by `take`; `say` is told of
+    one that could not import.
     """
 
-    def __init__(self, command: Sequence[str], warm: Sequence[str]) -> None:
+    def __init__(
+        self, command: Sequence[str], warm: Sequence[str], say: Callable[[str], None] = print
+    ) -> None:
         python = os.path.basename(command[0]).startswith("python")
         if warm and not (
             python
@@ -39,6 +42,7 @@ class Spares:
             )
         self._command = list(command)
         self._warm = list(warm)
+        self._say = say
         self._ready: dict[int, subprocess.Popen[bytes]] = {}
         self._began: dict[int, dict[str, str]] = {}
 
@@ -64,6 +68,8 @@ class Spares:
         if spare is None:
             return None
         assert spare.stdin is not None
+        if spare.poll():
+            self._explain(place, spare)
         part = {"arguments": self._command[1:], "environment": dict(environment)}
         try:
             if spare.poll() is None and self._began[place] == _lasting(environment):
@@ -89,6 +95,14 @@ class Spares:
     def pids(self) -> frozenset[int]:
         """Those that wait."""
         return frozenset(spare.pid for spare in self._ready.values())
+
+    def _explain(self, place: int, spare: subprocess.Popen[bytes]) -> None:
+        assert spare.stdout is not None
+        lines = spare.stdout.read().decode(errors="replace").strip().splitlines()
+        self._say(
+            f"the spare of place {place} ended while it imported {', '.join(self._warm)}: "
+            f"{lines[-1] if lines else f'status {spare.returncode}'}"
+        )
 
     @staticmethod
     def _end(spare: subprocess.Popen[bytes]) -> None:

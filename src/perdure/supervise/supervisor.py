@@ -84,7 +84,7 @@ class Supervisor:
         self._console = console or Console()
         self._observer = observer or Observer()
         self._clock = clock
-        self._spares = Spares(self._command, self._options.warm)
+        self._spares = Spares(self._command, self._options.warm, self._console.say)
         self._mark = secrets.token_hex(8)
         self._asked: int | None = None  # the signal that was passed on
         self._history: list[Attempt] = []
@@ -99,7 +99,7 @@ class Supervisor:
         with ExitStack() as stack:
             logs = self._make_logs()
             beats = Path(stack.enter_context(_scratch()))
-            guardian = Guardian(self._mark)
+            guardian = Guardian(self._mark, str(beats))
             stack.callback(guardian.close)
             stack.enter_context(self._signals())
             stack.callback(self._spares.close)
@@ -260,13 +260,17 @@ class Supervisor:
             return
 
         def note(number: int, _: FrameType | None) -> None:
-            # The second one is impatience, and ends them without a save.
-            self._asked = signal.SIGKILL if self._asked is not None else number
+            # A closed terminal asks to save and leave, as SIGTERM does. The second one is impatience,
+            # and ends them without a save.
+            first = signal.SIGTERM if number == signal.SIGHUP else number
+            self._asked = signal.SIGKILL if self._asked is not None else first
 
         before: dict[int, Any] = {}
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                before[number] = signal.signal(number, note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                # Under nohup the end of the terminal is to mean nothing.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    before[number] = signal.signal(number, note)
             yield
         finally:
             for number, handler in before.items():

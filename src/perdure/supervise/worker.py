@@ -19,6 +19,7 @@ from perdure.heartbeats import Beat
 READ_BYTES = 65536
 MOST_READS = 16  # at a time, or one that never stops writing would be all that is looked at
 TAIL_BYTES = 4000
+LINE_CHARACTERS = 300
 _STAT_STATE = 0  # behind the name of the program, which may hold anything
 
 
@@ -126,6 +127,11 @@ class Worker:
             self.look()  # the last one is what the summary is made from
             self.listen()
             self._flush()
+
+    def last_line(self) -> str:
+        """The last line that it wrote, which of an error in Python is its message."""
+        lines = self.tail().rstrip().splitlines()
+        return lines[-1].strip()[:LINE_CHARACTERS] if lines else ""
 
     def tail(self) -> str:
         """The end of its log."""

@@ -79,7 +79,8 @@ class Together:
         self._numbers: list[Any] = []
 
     def __call__(self, state: Any, shares: Sequence[Any], step: int) -> tuple[Any, Any] | None:
-        if jax.config.jax_disable_jit:
+        config: Any = jax.config
+        if config.jax_disable_jit:
             return None
         columns, forms = [], []
         for share in shares:
@@ -95,7 +96,7 @@ class Together:
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
             state = self._whole(state)
             leaves = jax.tree.leaves(state)
-        settings = tuple(getattr(jax.config, f"jax_{name}") for name in SETTINGS)
+        settings = tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
         form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), settings)
         turns = self._turns(columns, forms[0][0], step)
         if form not in self._steps:

@@ -34,7 +34,8 @@ def computed_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def once(*args: Any) -> Any:
-        if jax.config.jax_disable_jit:  # then nothing is traced, and values are concrete
+        config: Any = jax.config
+        if config.jax_disable_jit:  # nothing is traced then, and values are concrete
             return fn(*args)
         closed, form = jax.make_jaxpr(fn, return_shape=True)(*args)
         results = _Evaluation().run(closed, jax.tree.leaves(args))

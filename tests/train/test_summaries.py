@@ -97,6 +97,15 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
+def tensorboard_steps(where: Path) -> list[int]:
+    """The steps of the loss that TensorBoard's own reader shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(where / "summaries"), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [point.step for point in reader.Scalars("loss")]
+
+
 def test_crc32c_is_that_of_the_standard() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
@@ -113,6 +122,7 @@ def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
     assert shown(where) == shown(tmp_path / "whole")
     assert [step for step, _ in shown(where)["loss"]] == [2, 4, 6, 8, 10, 12]
     assert len(list((where / "summaries").iterdir())) == 4
+    assert tensorboard_steps(where) == [2, 4, 6, 8, 10, 12]
     # Negative control: abandoned points are there, and only the START hides them.
     every = [e for path in (where / "summaries").iterdir() for e in events(path) if 5 in e]
     assert len(every) > 6

@@ -112,6 +112,12 @@ def test_what_is_refused() -> None:
         MirroredStrategy(64)
     assert "64 devices were asked for" in str(error.value)
     assert "JAX_NUM_CPU_DEVICES=64" in str(error.value)
+    with pytest.raises(TopologyError, match="devices must be at least 1, got 0"):
+        MirroredStrategy(0)
+    with pytest.raises(
+        TopologyError, match="devices: expected a number, a list of devices or None"
+    ):
+        MirroredStrategy("cpu")  # pyright: ignore[reportArgumentType]
     device = jax.devices()[0]
     for devices in ([], [device, device], ["cpu:0"]):
         with pytest.raises(TopologyError):
@@ -249,3 +255,15 @@ def test_a_function_that_only_one_device_takes_runs_on_it() -> None:
     assert float(state) == 2 * sum(
         float(share[0].sum()) for share in strategy.batch(dataset(), 0).values
     )
+
+
+def test_many_steps_are_the_steps_one_by_one() -> None:
+    strategy, data = MirroredStrategy(1, V), dataset()
+    train_step, batches = strategy.step(grad, update), [strategy.batch(data, n) for n in range(3)]
+    alone, logs = first_state(), []
+    for batch in batches:
+        alone, own = train_step(alone, batch)
+        logs.append(own["n"])
+    together, stacked = train_step.many(first_state(), batches)
+    assert np.asarray(alone["w"]).tobytes() == np.asarray(together["w"]).tobytes()
+    assert stacked["n"].tolist() == [float(each) for each in logs]

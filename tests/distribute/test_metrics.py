@@ -488,3 +488,14 @@ def test_metrics_import_no_framework() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "[]\n"
+
+
+def test_counts_of_another_threshold_or_k_are_not_taken() -> None:
+    pairs = [
+        (metrics.SparseTopKCategoricalAccuracy(k=2), metrics.SparseTopKCategoricalAccuracy(k=1)),
+        (metrics.BinaryAccuracy(), metrics.BinaryAccuracy(threshold=0.7)),
+    ]
+    for one, other in pairs:
+        with pytest.raises(StateError, match="expected the accumulators"):
+            other.load_state_dict(one.state_dict())
+        one.load_state_dict(one.state_dict())

@@ -10,7 +10,7 @@ import pytest
 from numpy_engine import NumpyEngine
 
 from perdure.data import ArrayDataset
-from perdure.distribute import PerReplica, Strategy
+from perdure.distribute import AutoShardPolicy, PerReplica, Strategy
 from perdure.distribute.engine import Stream
 from perdure.errors import DataError, StateError, TopologyError
 
@@ -185,3 +185,44 @@ def test_a_mean_over_an_axis_is_over_all_elements() -> None:
     for parts in ([[1.0, 2.0, 6.0], [5.0]], [[5.0], [1.0, 2.0, 6.0]]):
         values = PerReplica(tuple(map(np.array, parts)), own.local_replicas)
         assert own.reduce("mean", values, axis=0) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"replicas": "4"}, "replicas must be an integer, or None for the devices, got '4'"),
+        ({"replicas": 2.0}, "replicas must be an integer"),
+        ({"replicas": True}, "replicas must be an integer"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"seed": None}, "seed must be an integer"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        strategy(**given)
+
+
+def test_data_and_arguments_that_are_none_are_refused() -> None:
+    own: Any = strategy()
+    for wrong in (lambda: own.batch([1, 2], 0), lambda: own.distribute_dataset([1, 2])):
+        with pytest.raises(
+            DataError, match="expected a dataset, which gives the batch of any step, f"
+        ):
+            wrong()
+    with pytest.raises(DataError, match="FILE is refused"):
+        own.distribute_dataset(dataset(), "FILE")
+    with pytest.raises(DataError, match="auto_shard_policy: expected DATA or OFF, found 'BATCH'"):
+        own.distribute_dataset(dataset(), "BATCH")
+    with pytest.raises(
+        TopologyError, match=r"args: expected a tuple of arguments, found PerReplica"
+    ):
+        own.run(print, args=own.batch(dataset(), 0))
+
+
+def test_policies_go_by_their_names_too() -> None:
+    own = strategy()
+    by_name = next(iter(own.distribute_dataset(dataset(), "off")))
+    by_value = next(iter(own.distribute_dataset(dataset(), AutoShardPolicy.OFF)))
+    for one, other in zip(by_name.values, by_value.values, strict=True):
+        np.testing.assert_array_equal(one["x"], other["x"])
+        assert len(one["x"]) == 2 * V

@@ -136,8 +136,13 @@ class DistributedDataset:
         self.step = int(state["step"])
 
 
-def sharded(dataset: Dataset, policy: AutoShardPolicy) -> Any:
-    """The dataset under a policy; DataError for FILE."""
+def sharded(dataset: Dataset, policy: AutoShardPolicy | str) -> Any:
+    """The dataset under a policy, also given by its name; DataError for FILE."""
+    require_dataset(dataset)
+    if isinstance(policy, str):
+        policy = AutoShardPolicy.__members__.get(policy.upper(), policy)
+    if not isinstance(policy, AutoShardPolicy):
+        raise DataError(f"auto_shard_policy: expected DATA or OFF, found {policy!r}")
     if policy is AutoShardPolicy.FILE:
         raise DataError(
             "AutoShardPolicy.FILE is refused: it deals files out to workers, so another number of "
@@ -145,6 +150,16 @@ def sharded(dataset: Dataset, policy: AutoShardPolicy) -> Any:
             "the same global batch"
         )
     return _Whole(dataset) if policy is AutoShardPolicy.OFF else dataset
+
+
+def require_dataset(value: Any) -> None:
+    """DataError for what gives no batches by step."""
+    if not callable(getattr(value, "batch", None)):
+        raise DataError(
+            f"expected a dataset, which gives the batch of any step, found {type(value).__name__}; "
+            "make perdure.ArrayDataset of arrays, or perdure.data.Dataset of what has __len__ and "
+            "__getitem__"
+        )
 
 
 class _Whole:

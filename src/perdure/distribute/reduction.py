@@ -1,7 +1,7 @@
 """One reduction over all logical replicas of the group.
 
 Owns the walk of contributions through the tree: device, process, group. Invariant: every addition is
-an edge of `perdure.distribute.tree`, whatever the devices; between devices only bytes move.
+an edge of `perdure.distribute.tree`, whatever the devices, and made by the engine's `add`.
 """
 
 from __future__ import annotations

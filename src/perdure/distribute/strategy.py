@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 from perdure.checkpoint.processes import Processes
@@ -45,11 +46,15 @@ class Strategy:
     """Whose `cluster()` is the group that this strategy joined; None for a single process."""
 
     def __init__(self, engine: Engine, replicas: int | None = None, *, seed: int = 0) -> None:
-        if not 0 <= seed < 2**63:
-            raise TopologyError(f"seed must be 0 to 2**63 - 1, got {seed}")
+        if not _is_whole(seed) or not 0 <= seed < 2**63:
+            raise TopologyError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
+        if replicas is not None and not _is_whole(replicas):
+            raise TopologyError(
+                f"replicas must be an integer, or None for the devices, got {replicas!r}"
+            )
         self._engine = engine
-        self._seed = seed
-        self._replicas = sum(engine.devices_per_process) if replicas is None else replicas
+        self._seed = int(seed)
+        self._replicas = int(sum(engine.devices_per_process) if replicas is None else replicas)
         if note := check_group(engine.processes, self.recipe(), allowed()):
             warnings.warn(note, stacklevel=3)
         self._plan = Plan(engine, self._replicas)
@@ -111,13 +116,14 @@ class Strategy:
         """The shares of this process's replicas of the global batch of a step."""
         if not 0 <= step < 2**32:
             raise DataError(f"step must be 0 to 2**32 - 1, got {step}")
+        inputs.require_dataset(dataset)
         shares = tuple(dataset.batch(step, r, self._replicas) for r in self.local_replicas)
         return PerReplica(shares, self.local_replicas, step)
 
     def distribute_dataset(
         self,
         dataset: Dataset,
-        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.DATA,
+        auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.DATA,
     ) -> DistributedDataset:
         """The batches of all steps, one after the other, from step 0; see DistributedDataset."""
         source = inputs.sharded(dataset, auto_shard_policy)
@@ -190,6 +196,11 @@ class Strategy:
         from keys that you pass.
         """
         self._outside_of_replicas("run")
+        if not isinstance(args, (tuple, list)):
+            raise TopologyError(
+                f"args: expected a tuple of arguments, found {type(args).__name__}; of one argument, "
+                "(batch,) with a comma"
+            )
         kwargs = dict(kwargs or {})
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, PerReplica)]
         for value in given:
@@ -260,3 +271,7 @@ class Strategy:
                 f"strategy.{name} was called in a logical replica, which cannot speak for all; use "
                 "get_replica_context().all_reduce or .all_gather there"
             )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too

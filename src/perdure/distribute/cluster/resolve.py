@@ -45,6 +45,11 @@ def resolve(
     ClusterError for a description that is incomplete, malformed or contradicts another one.
     """
     if resolver is not None and not isinstance(resolver, str):
+        if not callable(getattr(resolver, "cluster", None)):
+            raise ClusterError(
+                f"cluster_resolver: expected a ClusterResolver, the name of a source or None, found "
+                f"{resolver!r}"
+            )
         return resolver.cluster()
     environ = os.environ if environ is None else environ
     name = resolver or environ.get(SOURCE)

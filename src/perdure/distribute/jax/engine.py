@@ -1,7 +1,7 @@
 """The JAX engine: states, shares and partial sums on the local devices of a process.
 
-Owns where arrays are. Invariant: it computes by the programs of `perdure.distribute.jax.programs`
-alone; between devices only bytes move.
+Owns where arrays are. Invariant: it computes by the programs of `perdure.distribute.jax.programs`, or by
+one of `perdure.distribute.jax.spmd` that is shown to be the same; else between devices only bytes move.
 """
 
 from __future__ import annotations
@@ -228,12 +228,19 @@ def _choose(devices: Devices) -> tuple[Any, ...]:
     if devices is None:
         return tuple(local)
     if isinstance(devices, int):
-        if not 1 <= devices <= len(local):
+        if devices < 1:
+            raise TopologyError(f"devices must be at least 1, got {devices}")
+        if devices > len(local):
             raise TopologyError(
                 f"{devices} devices were asked for and this process has {len(local)}. On CPU, set "
                 f"JAX_NUM_CPU_DEVICES={devices} before JAX starts"
             )
         return tuple(local[:devices])
+    if isinstance(devices, str):
+        raise TopologyError(
+            f"devices: expected a number, a list of devices or None, found {devices!r}; for instance "
+            f"jax.local_devices(backend={devices!r})"
+        )
     chosen = tuple(devices)
     if not chosen or len(set(chosen)) != len(chosen):
         raise TopologyError(f"devices must be a list of different devices, got {list(chosen)}")

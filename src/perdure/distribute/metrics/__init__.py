@@ -71,8 +71,13 @@ class Sum(Metric):
 class _Accuracy(Counting):
     """Examples that are predicted rightly, among all."""
 
+    @property
+    def correct(self) -> str:
+        """The name of their counter, which says what rightly means: other counts cannot be loaded."""
+        return "correct"
+
     def counts(self) -> dict[str, tuple[int, ...]]:
-        return {"correct": (), "total": ()}
+        return {self.correct: (), "total": ()}
 
     def contribution(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         """Labels, predictions and weights of a share; see the class for their shapes."""
@@ -80,14 +85,14 @@ class _Accuracy(Counting):
         right = self.matches(xp, y_true, xp.constant(y_pred, SUM))
         weight, faults = self.weights(xp, sample_weight, right)
         correct = xp.sum(xp.array(right, self.kind) * weight)
-        return {"correct": correct, "total": xp.sum(weight), **faults}
+        return {self.correct: correct, "total": xp.sum(weight), **faults}
 
     def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
         """True for every example that is predicted rightly."""
         raise NotImplementedError
 
     def of_counts(self, counts: dict[str, Any]) -> Any:
-        return ratio(counts["correct"], counts["total"])
+        return ratio(counts[self.correct], counts["total"])
 
 
 class BinaryAccuracy(_Accuracy):
@@ -98,6 +103,10 @@ class BinaryAccuracy(_Accuracy):
     ) -> None:
         self.threshold = threshold
         super().__init__(name, weighted=weighted)
+
+    @property
+    def correct(self) -> str:
+        return f"correct_at_{self.threshold:g}"
 
     def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
         labels = xp.constant(y_true, SUM)
@@ -125,8 +134,14 @@ class SparseTopKCategoricalAccuracy(_Accuracy):
     """y_true integers [...], y_pred scores [..., classes]: right if fewer than k score higher."""
 
     def __init__(self, name: str | None = None, *, k: int = 5, weighted: bool = False) -> None:
+        if k < 1:
+            raise StateError(f"k must be at least 1, got {k}")
         self.k = k
         super().__init__(name, weighted=weighted)
+
+    @property
+    def correct(self) -> str:
+        return f"correct_in_top_{self.k}"
 
     def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
         own = classes(xp, y_true, y_pred)[..., None] == xp.arange(y_pred.shape[-1])

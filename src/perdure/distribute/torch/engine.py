@@ -291,6 +291,11 @@ def _choose(devices: Any) -> tuple[torch.device, ...]:
         )
     if chosen[0].type == "cuda":
         fix_cublas(os.environ, torch.cuda.is_initialized())
+    if chosen[0].type == "cuda" and not (chosen[0].index or 0) < torch.cuda.device_count():
+        raise TopologyError(
+            f"{chosen[0]} was asked for, and PyTorch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA devices here"
+        )
     if chosen[0].type == "cuda" and chosen[0].index is None:
         return (torch.device("cuda", torch.cuda.current_device()),)
     return chosen

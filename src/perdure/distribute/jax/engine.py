@@ -1,7 +1,7 @@
 """The JAX engine: states, shares and partial sums on the local devices of a process.
 
 Owns where arrays are. Invariant: it computes by the programs of `perdure.distribute.jax.programs`, or
-by one of `perdure.distribute.jax.spmd` that is shown to be the same; else only bytes move between devices.
+by one of `perdure.distribute.jax.spmd` that is shown to be the same; all else only moves bytes.
 """
 
 from __future__ import annotations

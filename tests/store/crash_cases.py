@@ -69,6 +69,9 @@ CASES = {
         added=lambda: {3: make_leaves(3, LARGE)},
     ),
     "delete": Case(lambda run: run.delete([1]), frozenset({2})),
+    "metrics": Case(
+        lambda run: run.save(2, make_leaves(2, SIZES), metrics={"later": 1.0}), frozenset({1, 2})
+    ),
     "quarantine": Case(lambda run: run.quarantine(2, "a reason"), frozenset({1})),
     "pin": Case(lambda run: run.pin(2), frozenset({1, 2})),
     "prune": Case(lambda run: collect(run, {2, 3}), frozenset({1, 4}), before=sharing_states),

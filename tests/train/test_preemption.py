@@ -17,6 +17,7 @@ import perdure
 from perdure import CheckpointManager, Trainer, load
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.errors import StoreError
+from perdure.store import Run
 from perdure.testing import check_run
 from perdure.train import Hook
 
@@ -69,11 +70,11 @@ class At(Hook):
         self._at("evaluate", state["n"])
         return eval_fn(state, batch)
 
-    def run(self, where: Path, **options: Any) -> Trainer:
+    def run(self, where: Path, steps: int = STEPS, **options: Any) -> Trainer:
         made = Trainer(
             step_fn, fresh(), self.data, config(where, **options), [self], eval_fn=self.evaluate
         )
-        made.train_and_evaluate(data(16), STEPS, every=3)
+        made.train_and_evaluate(data(16), steps, every=3)
         return made
 
 
@@ -112,7 +113,26 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
     }
     assert found[STEPS] == expected[STEPS]
     assert rows(where) == rows(tmp_path / "whole")
+    metrics, all_metrics = metrics_of(where), metrics_of(tmp_path / "whole")
+    assert metrics.items() >= {step: all_metrics[step] for step in expected}.items()
     check_run(where)
+
+
+def metrics_of(where: Path) -> dict[int, Any]:
+    """What the manifests say."""
+    run = Run(where)
+    return {step: run.manifest(step).metrics for step in run.steps()}
+
+
+def test_an_evaluation_at_a_last_step_out_of_turn_is_done_anew(tmp_path: Path) -> None:
+    At("nowhere", 0).run(tmp_path / "whole", STEPS - 1, save_summary_steps=1)
+    where = tmp_path / "parts"
+    with pytest.raises(SystemExit):
+        At("evaluate", STEPS - 1).run(where, STEPS - 1, save_summary_steps=1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    At("nowhere", 0).run(where, STEPS - 1, save_summary_steps=1)
+    assert rows(where) == rows(tmp_path / "whole")
+    assert metrics_of(where)[STEPS - 1] == metrics_of(tmp_path / "whole")[STEPS - 1]
 
 
 def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypatch: Any) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
+
 from perdure.errors import (
     CorruptionError,
     LockedError,
@@ -242,8 +244,8 @@ class Run:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
-        with equal bits returns the manifest that is there; with other bits it raises
-        `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
+        with equal bits returns the manifest that is there, with those `metrics` added that it lacks;
+        with other bits it raises `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
 
         `write`, given the chunks that are held, makes the others durable in place of this process: a
         group shares them out. It is called at most once, and not at all for a step that is there.
@@ -267,7 +269,7 @@ class Run:
         try:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
-                return present
+                return self._with_metrics(present, metrics)
             require_room(self.storage, leaves, self._catalog.held())
             held = self._catalog.held()
             records, packs, located = (
@@ -452,12 +454,25 @@ class Run:
             f"directory, or delete that step first."
         )
 
+    def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
+        """What an evaluation gave that came to its end after the state was saved."""
+        both = {**metrics, **present.metrics}
+        if both == present.metrics:
+            return present
+        manifest = msgspec.structs.replace(present, metrics=both)
+        self.storage.replace(manifest_name(manifest.step), self._encoded(manifest))
+        self._catalog.replace({manifest.step: manifest})
+        return manifest
+
     def _commit(self, manifest: Manifest) -> None:
+        create_whole(self.storage, manifest_name(manifest.step), self._encoded(manifest))
+
+    def _encoded(self, manifest: Manifest) -> bytes:
         with collector_paused(len(manifest.leaves)):
             data = encode_manifest(manifest)
             # Constructors check nothing: what cannot be read back must never be committed.
             check_encoded(data, manifest, f"{self.where}: the manifest of this save")
-        create_whole(self.storage, manifest_name(manifest.step), data)
+        return data
 
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()

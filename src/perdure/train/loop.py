@@ -134,7 +134,9 @@ class Loop:
     def _react_again(self) -> None:
         """What an evaluation changed behind its save is changed again, by the same metrics."""
         trainer, evaluation = self._trainer, self._evaluation
-        if evaluation is None or not self._start or not trainer.due(evaluation.every):
+        if evaluation is None or not self._start:
+            return
+        if not trainer.due(evaluation.every) and self._start < self._max_steps:
             return
         held = self._manager.metrics(self._start)
         numbers = {name: math.nan if value is None else value for name, value in held.items()}
@@ -146,6 +148,8 @@ class Loop:
         if not found:
             found = self._evaluate()
             self._write_down(numbers, found)
+            # It was preempted in that evaluation, and saved without its numbers.
+            self._save(self._start, {**numbers, **_prefixed(found)})
         self._found, self._evaluated = found, self._start
         self._react()
 

@@ -245,7 +245,8 @@ class Run:
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
         with equal bits returns the manifest that is there, with those `metrics` added that it lacks;
-        with other bits it raises `StepExistsError`. Any failure raises `SaveError` and leaves every earlier checkpoint as it was.
+        with other bits it raises `StepExistsError`. Any failure raises `SaveError` and leaves every
+        earlier checkpoint as it was.
 
         `write`, given the chunks that are held, makes the others durable in place of this process: a
         group shares them out. It is called at most once, and not at all for a step that is there.

@@ -5,9 +5,10 @@
 Every subject runs the demo's network (`recovery_job.py`) as one process or two, saves every 10 steps,
 and loses a worker to SIGKILL some steps behind its start, over and over. Counted is the time from the
 kill to the end of the first new step; the programs themselves write down the times. The first start is
-not counted, so JAX's compilation cache is warm. torchrun and Ray Train (where it is installed) run the
-same network in plain PyTorch. Goodput: a kill every 30 s on average for `--minutes`, saves at `auto`.
-Twenty minutes on two cores, ten of them for the goodput.
+not counted, so JAX's compilation cache is warm. torchrun and Ray Train run the same network in plain
+PyTorch; Ray Train is measured with one process only. A peer that is not installed, or does not come
+back, has a row without a figure that says so. Goodput: a kill every 30 s on average for `--minutes`,
+saves at `auto`. Twenty minutes on two cores, ten of them for the goodput.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ from perdure.train.interval import optimum_interval
 JOB = str(Path(__file__).parent / "recovery_job.py")
 STEPS_BEFORE_KILL = 40  # a spare has time to import
 LONGEST_S = 120.0
+RAY_KILLS = 3
+# torchrun's agent keeps one store for all attempts, where gloo finds the addresses of workers that are
+# dead: with two processes some restarts fail and are tried again, and in some both workers then wait
+# for good (github.com/pytorch/pytorch/issues/135712). So each attempt gets a store of its own.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FAILURES_S = 30.0
 
 
@@ -140,7 +146,8 @@ def recoveries(name: str, workers: int, kills: int) -> tuple[list[float], float]
     with tempfile.TemporaryDirectory(prefix="perdure-bench-") as path:
         where, found = Path(path), []
         tail = Tail(where)
-        with started(commands(where, workers, 10**6)[name], where) as job:
+        own = OWN_STORE if name.startswith("torchrun") else {}
+        with started(commands(where, workers, 10**6)[name], where, **own) as job:
             victim = workers - 1
             dead, killed = 0, math.nan
             for number in range(kills + 1):
@@ -282,6 +289,16 @@ def memory_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def left_out(name: str, workers: int) -> str:
+    """Why a peer is not measured; empty where it is."""
+    for peer, module in (("Ray", "ray"), ("torchrun", "torch")):
+        if name.startswith(peer) and importlib.util.find_spec(module) is None:
+            return f"left out: {module} is not installed here"
+    if name.startswith("Ray") and workers > 1:
+        return "left out: Ray Train is measured with one process only, its job is written for that"
+    return ""
+
+
 def rows(kills: int, minutes: float, parts: Sequence[str]) -> Iterator[Row]:
     """One table."""
     if "cost" in parts:
@@ -289,32 +306,30 @@ def rows(kills: int, minutes: float, parts: Sequence[str]) -> Iterator[Row]:
     if "recovery" in parts:
         for workers, reach in ((1, 3.0), (2, 6.0)):
             times: dict[str, float] = {}
+            processes = f"{workers} process{'es' if workers > 1 else ''}"
             for name in commands(Path(), workers, 1):
-                if name.startswith("Ray") and (
-                    workers > 1 or importlib.util.find_spec("ray") is None
-                ):
-                    print(
-                        f"{name}, {workers} workers: left out (one worker, where ray is installed)"
-                    )
+                text = f"SIGKILL to the first new step, {processes}: {name}"
+                if reason := left_out(name, workers):
+                    yield row(text, None, "s", against=reason)
                     continue
                 try:
-                    found, step = recoveries(name, workers, kills if "Ray" not in name else 3)
-                except TimeoutError as error:
+                    found, step = recoveries(
+                        name, workers, RAY_KILLS if name.startswith("Ray") else kills
+                    )
+                except (TimeoutError, SystemExit) as error:
                     if name.startswith("perdure"):
                         raise
-                    print(f"{name}, {workers} workers: left out, {error}", flush=True)
+                    yield row(text, None, "s", against=f"did not come back: {error}")
                     continue
                 times[name] = statistics.median(found)
-                processes = f"{workers} process{'es' if workers > 1 else ''}"
                 spread = f"{min(found):.2f} .. {max(found):.2f}, {len(found)} kills"
-                text = f"SIGKILL to the first new step, {processes}: {name}"
                 mine = row(text, times[name], "s", spread)
                 if name.startswith("perdure"):
                     mine = compared(mine, f"a step takes {1e3 * step:.0f} ms", reach, most=1.0)
                 yield mine
             for peer in (name for name in times if not name.startswith("perdure")):
                 for name in (name for name in times if name.startswith("perdure")):
-                    text = f"SIGKILL to the first new step, {workers} of them: {name}"
+                    text = f"SIGKILL to the first new step, {processes}: {name}"
                     mine = compared(row(text, times[name], "s"), peer, times[peer])
                     yield {**mine, "reach": "< 1x", "met": times[name] < times[peer]}
     if "goodput" in parts and minutes > 0:

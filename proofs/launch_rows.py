@@ -1,8 +1,8 @@
 """Launchers that bring a job back: Ray Train after killed workers, submitit after a requeue.
 
 What examples/cluster trains under them ends with the fingerprint of one process that nothing happened
-to. Ray and submitit are needed (requirements/proof-launch.txt); what is missing is a row that is not
-met. Two minutes on two cores.
+to. `proof_drill` asks here. Ray and submitit are needed (requirements/proof-drill.txt); what is missing
+is left out with the reason, and is a row that is not met. Two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 
 from report import Row, row
@@ -49,7 +50,7 @@ def rows(work: Path) -> Iterator[Row]:
 
 def _ray(work: Path, expected: str | None) -> Iterator[Row]:
     if find_spec("ray") is None:
-        yield row("Ray Train: not tried, Ray is not installed here (make proof-launch)", [])
+        yield row("Ray Train: left out, Ray is not installed here (make proof-drill has it)", [])
         return
     # Sockets have short names only.
     with tempfile.TemporaryDirectory(prefix="ray-") as name:
@@ -60,22 +61,28 @@ def _ray(work: Path, expected: str | None) -> Iterator[Row]:
         mark = f"PERDURE_PROOF={uuid.uuid4()}"
         ended = _run(work, [*program, str(run), str(STEPS), name, *KILLS], mark, HOME=name)
         left = _left_behind(mark)
-        groups = sorted(file.read_text() for file in (place / "joined").iterdir())
+        groups = [file.read_text() for file in (place / "joined").iterdir()]
         fired = len(list((place / "marks").iterdir()))
     found = [ended, _fingerprint(run) == expected]
     yield row("Ray Train, a worker killed, then the one with the coordinator: same end", found)
     yield row("Ray Train: kills that fired", [fired > number for number in range(len(KILLS))])
-    complete = [["0 of 2", "1 of 2"][number // (len(KILLS) + 1)] for number in range(len(groups))]
     yield row(
-        "Ray Train: workers that found themselves in one group of two",
-        [one == other for one, other in zip(groups, complete, strict=True)],
+        "Ray Train: workers of all attempts that found themselves in one group of two",
+        joined(groups, len(KILLS) + 1),
     )
     yield row("Ray Train: no process is left behind", [not left])
 
 
+def joined(groups: list[str], attempts: int) -> list[bool]:
+    """Whether in each of the attempts both workers were there, the one and the other. A worker that
+    is missing, or too many of them, is one that does not hold."""
+    complete = [f"{index} of 2" for index in range(2) for _ in range(attempts)]
+    return [one == other for one, other in zip_longest(sorted(groups), complete)]
+
+
 def _submitit(work: Path, expected: str | None) -> Iterator[Row]:
     if find_spec("submitit") is None:
-        yield row("submitit: not tried, it is not installed here (make proof-launch)", [])
+        yield row("submitit: left out, it is not installed here (make proof-drill has it)", [])
         return
     (work / "marks").mkdir()
     faulty = [sys.executable, str(FAULTY / "faulty.py"), "marks", *NOTICES]

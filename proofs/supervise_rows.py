@@ -1,14 +1,11 @@
 """Lines 3 and 4 of the proof of the drill: what `perdure run` brings back comes back with its bits.
 
-    python proofs/supervise_rows.py [--kills 20]       rows to build/proof-supervise.json
-
-The program is the demo's, unchanged: a convolutional network on real digits, V = 4. Four minutes on two
-cores with 20 kills.
+`proof_drill` asks here. The program is the demo's, unchanged: a convolutional network on real digits,
+V = 4. Four minutes on two cores with 20 kills.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import signal
@@ -19,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from report import Row, finish, row
+from report import Row, row
 
 from perdure.heartbeats import PHASES, Beat
 from perdure.store import Run
@@ -253,7 +250,7 @@ def cached(work: Path) -> Iterator[Row]:
 
 
 def rows(kills: int = 20) -> Iterator[Row]:
-    """All of them; `proof_drill` asks here."""
+    """The rows, one by one; `kills` of a worker in line 3."""
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as path:
         work = Path(path)
         start(work / "whole")
@@ -270,13 +267,3 @@ def _entries(cache: Path) -> list[str]:
 
 def _told(attempts: Sequence[Attempt]) -> str:
     return f"{len(attempts)} attempts, {sum(each.stepped for each in attempts)} got to a step"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    finish("supervise", rows(parser.parse_args().kills))
-
-
-if __name__ == "__main__":
-    main()

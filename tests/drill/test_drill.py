@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from perdure.cli import main
 from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.supervise.drill import KINDS, DrillOptions, run_drill
+from perdure.supervise.drill.campaign import Report
 from perdure.supervise.drill.page import page
+from perdure.supervise.drill.scenario import Observed, Outcome
 from perdure.testing import drill
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -144,6 +148,15 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
         run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
 
 
+def test_a_program_that_tells_no_steps_is_drilled_all_the_same(tmp_path: Path) -> None:
+    """Run.save in a loop: what hits at a step is left out with the reason, and the others are tried."""
+    report = run_drill(command("without_steps"), DrillOptions(runs=7), tmp_path / "drill")
+    assert report.passed, report.document()
+    assert {row.scenario.kind for row in report.rows} >= {"sigkill", "kill-in-save", "torn-write"}
+    assert "tells no steps" in report.impossible["double-kill"]
+    assert "behind its first step" in report.impossible["disk-full"]
+
+
 def test_as_a_test_of_a_team() -> None:
     faults = ("sigkill-at-step", "torn-write")
     assert drill(command("right"), faults=faults, runs=2, seed=4)["pass"]
@@ -170,8 +183,67 @@ def refused(arguments: list[str], directory: Path, **options: Any) -> str:
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
-    assert "no-such-program: no such command" in refused(["no-such-program"], tmp_path / "drill")
-    assert "missing.py: no such file" in refused([sys.executable, "missing.py"], tmp_path / "other")
+    said = refused(["no-such-program"], tmp_path / "drill")
+    assert "no-such-program: no such command" in said
+    assert "perdure drill -- python train.py" in said
+    # Nothing of it is left, so the same place can be named again.
+    assert not (tmp_path / "drill").exists()
+    assert "missing.py: no such file" in refused([sys.executable, "missing.py"], tmp_path / "drill")
+
+
+def test_a_page_that_cannot_be_written_is_found_before_the_drill(tmp_path: Path) -> None:
+    for at in (tmp_path / "nowhere" / "page.html", tmp_path):
+        done = perdure_drill("--html", str(at), "--directory", str(tmp_path / "d"), name="right")
+        assert done.returncode == 1
+        assert f"--html {at}: the report cannot be written there" in done.stderr
+        assert "a directory that exists" in done.stderr
+        assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "pages"
+    place.mkdir()
+    report = Report(("python",), DrillOptions(), Observed(1.0, 1.0, (), (), {}, {}, 0.1), Outcome())
+
+    def drilled(*_: Any) -> Report:
+        assert os.listdir(place) == [], "looking whether it can be written leaves nothing"
+        place.rmdir()
+        return report
+
+    monkeypatch.setattr("perdure.supervise.drill.run_drill", drilled)
+    line = ["drill", *["--json"] * as_json, "--html", str(place / "p.html"), "--", "python"]
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 1
+    assert "the report cannot be written there" in done.stderr
+    if as_json:
+        assert json.loads(done.stdout)["pass"]
+    else:
+        assert "PASS" in done.stdout
+
+
+def test_a_page_that_is_there_is_kept_by_a_drill_that_is_refused(tmp_path: Path) -> None:
+    at = tmp_path / "page.html"
+    at.write_text("of last week")
+    done = perdure_drill("--html", str(at), "--leave", "nowhere", name="right")
+    assert done.returncode == 1
+    assert at.read_text() == "of last week"
+
+
+def test_a_place_that_holds_an_earlier_drill(tmp_path: Path) -> None:
+    (tmp_path / "drill" / "undisturbed-1").mkdir(parents=True)
+    said = refused(command("right"), tmp_path / "drill")
+    assert "drill: it holds an earlier drill" in said
+    assert "Name another place with --directory, or remove that one." in said
+    assert "space" not in said
+
+
+def test_what_is_to_be_left_has_to_be_there(tmp_path: Path) -> None:
+    said = refused(command("right"), tmp_path / "drill", leave=("nowhere",))
+    assert "--leave nowhere: no such directory" in said
+    assert not (tmp_path / "drill").exists()
 
 
 def test_a_program_that_fails_by_itself(tmp_path: Path) -> None:

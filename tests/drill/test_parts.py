@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from perdure import CheckpointManager
+from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.drill import DRILL
 from perdure.store.drilled import PLAN
@@ -22,9 +26,10 @@ from perdure.supervise.drill import diagnose
 from perdure.supervise.drill.campaign import DrillOptions, Report, Row
 from perdure.supervise.drill.compare import Difference, LeafDifference, compare, held, read_back
 from perdure.supervise.drill.damage import damage
+from perdure.supervise.drill.page import page
 from perdure.supervise.drill.plan import KINDS, plan, possible, scenario
 from perdure.supervise.drill.probes import shim
-from perdure.supervise.drill.report import verdict
+from perdure.supervise.drill.report import Reporter, verdict
 from perdure.supervise.drill.scenario import Attempt, Commit, Observed, Outcome, Scenario, Started
 
 POINTS = ("pack", "manifest")
@@ -78,6 +83,34 @@ def test_what_cannot_happen_says_why() -> None:
     assert "one worker" in cannot["worker-lost"]
 
 
+def test_a_program_that_tells_no_steps_is_drilled_at_its_other_places() -> None:
+    """Every kind that needs a step says so, for whatever is drawn; the others can be drawn."""
+    bare = replace(SEEN, steps=(), early={"open": 1})
+    can, cannot = possible(bare, list(KINDS))
+    stepped = {
+        "sigkill-at-step", "sigterm-at-step", "worker-lost", "stopped", "other-devices",
+        "other-workers", "clock-jump", "double-kill",
+    }  # fmt: skip
+    assert cannot.keys() == stepped
+    assert all("tells no steps" in why for why in cannot.values())
+    for seed in range(5):
+        assert len(plan(bare, can, 30, seed)) == 30
+
+
+def test_no_kind_is_left_says_why_each_is_not() -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(SEEN, [], 3, 0, {"stopped": "it tells no steps", "torn-write": "it never saves"})
+    assert "stopped: it tells no steps; torn-write: it never saves." in str(caught.value)
+
+
+def test_whether_a_torn_write_can_happen_does_not_depend_on_what_is_drawn() -> None:
+    """A state of scalars alone has no pack."""
+    points = {name: n for name, n in SEEN.points.items() if not name.startswith("pack")}
+    scalars = replace(SEEN, points=points)
+    for number in range(40):
+        assert scenario(scalars, "torn-write", number, 0).faults == 1
+
+
 def test_a_fault_that_never_fired_is_no_pass() -> None:
     """Negative control: equal bits alone are not enough."""
     drawn = scenario(SEEN, "sigkill-at-step", 1, 0)
@@ -86,7 +119,32 @@ def test_a_fault_that_never_fired_is_no_pass() -> None:
     assert [row.verdict for row in rows] == ["not fired", "pass"]
     report = Report(("python",), DrillOptions(), SEEN, Outcome(), rows)
     assert not report.passed
-    assert "1 whose fault never fired" in verdict(report.document())
+    assert "1 whose faults did not all fire" in verdict(report.document())
+
+
+def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
+    """Also one that failed or differs: it is no proof that its faults can be withstood."""
+    drawn = scenario(SEEN, "double-kill", 1, 0)
+    assert drawn.faults == 2
+    once, twice = ["kill at step 3"], ["kill at step 3", "kill at open"]
+    differs = Difference("step 2: 1 of 1 leaves differ", "run", 2, 2)
+    rows = [
+        Row(drawn, Outcome(fired=once, problem="it ended by itself"), 3, None),
+        Row(drawn, Outcome(fired=once), 3, differs),
+        Row(drawn, Outcome(fired=twice), 3, differs),
+        Row(drawn, Outcome(fired=twice), 3, None),
+    ]
+    assert [row.verdict for row in rows] == ["failed", "differs", "differs", "pass"]
+    found = Report(("python",), DrillOptions(), SEEN, Outcome(), rows).document()
+    assert found["faults"] == {"double-kill": {"runs": 4, "fired": 2, "pass": 1}}
+    assert [run["all_fired"] for run in found["runs"]] == [False, False, True, True]
+    assert "2 whose faults did not all fire" in verdict(found)
+    assert page(found).count("kill at step 3 (1 of 2 planned)") == 4  # two headings, two lines
+    said = io.StringIO()
+    reporter = Reporter(Console(file=said, width=200), 4)
+    for row in rows:
+        reporter.tell(row.scenario.kind, row)
+    assert said.getvalue().count("(1 of 2 planned)") == 2
 
 
 def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:

@@ -1,7 +1,7 @@
 """examples/cluster: what a launcher gives and what is asked of it fit together, and the bits do too.
 
 Slurm is played by an `srun` and a `scontrol` of these tests, submitit by its own local executor. Ray
-Train is proved by `make proof-launch`: it is too large for the environment of the tests.
+Train is proved by `make proof-drill`: it is too large for the environment of the tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """perdure.ray, with Ray played by a few lines: what each worker is told, and how a group ends.
 
-Ray itself is tried by `make proof-launch`.
+Ray itself is tried by `make proof-drill`.
 """
 
 from __future__ import annotations

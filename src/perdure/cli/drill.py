@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,6 +53,8 @@ def command(
 
     wanted = tuple(name for name in faults.replace(" ", "").split(",") if name)
     options = DrillOptions(wanted, runs, seed, workers, leave)
+    if html is not None:
+        _require_writable(html)
     reporter = Reporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
     with ExitStack() as stack:
         if directory is None:
@@ -59,13 +62,35 @@ def command(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
             )
         report = run_drill(command, options, directory, reporter.tell).document()
-    if html is not None:
-        try:
-            html.write_text(page(report))
-        except OSError as error:
-            raise LaunchError(f"{html}: the report cannot be written there: {error}.") from error
+    # First what needs no place on a disk, which may have become full meanwhile.
     if as_json:
         document(report)
     else:
         reporter.summary(report)
+    if html is not None:
+        try:
+            html.write_text(page(report))
+        except OSError as error:
+            # Not raised: --json has had its one document.
+            click.echo(f"perdure: {_refusal(html, error)}", err=True)
+            ctx.exit(1)
     ctx.exit(0 if report["pass"] else 1)
+
+
+def _require_writable(html: Path) -> None:
+    """Raise `LaunchError` now and not behind the whole drill. Opened, because a mode says little (root,
+    a file system that is read-only); a file that is there keeps what it holds."""
+    there = os.path.lexists(html)
+    try:
+        html.open("a").close()
+        if not there:
+            html.unlink()
+    except OSError as error:
+        raise LaunchError(_refusal(html, error)) from error
+
+
+def _refusal(html: Path, error: OSError) -> str:
+    return (
+        f"--html {html}: the report cannot be written there: {error}. Expected the path of a file in a "
+        f"directory that exists and can be written to."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -32,6 +33,7 @@ LOGS = "logs"
 STOPPED_S = 0.5
 _SPARE_RESTARTS = 2
 _TAIL = 12
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,9 @@ def execute(
     """Run `program` to its end in `where`, a directory of its own; the faults of `attempts` hit it.
 
     `observed` gives the limits behind which a silent program is taken for hung. Raises `LaunchError`
-    where the command does not exist or `where` cannot be written to, and `KeyboardInterrupt`.
+    where the command does not exist, `where` cannot be written to or is there already, and
+    `KeyboardInterrupt`.
     """
-    with _writable(where):
-        where.mkdir(parents=True)
     faults = _Faults(program, where, attempts, environment or {})
     options = RunOptions(
         workers=program.workers,
@@ -71,11 +72,13 @@ def execute(
         limits=_limits(observed),
         compilation_cache=program.cache,
     )
-    quiet = Console(io.StringIO(), io.StringIO())
+    supervisor = _supervisor(program.command, options, faults)
+    with _writable(where):
+        _make(where)
     began = time.monotonic()
     with _writable(where):
         try:
-            summary = Supervisor(program.command, options, console=quiet, observer=faults).run()
+            summary = supervisor.run()
         finally:
             faults.close()
     if summary.asked is not None:  # a signal to us; whatever else happened, no fault did it
@@ -248,14 +251,36 @@ def _limits(observed: Observed | None) -> Limits:
     return Limits(start, start, start, step, step, step, step + start, STOPPED_S)
 
 
+def _supervisor(command: Sequence[str], options: RunOptions, faults: Observer) -> Supervisor:
+    """The supervisor, whose advice names the command that was typed. Made before anything is written,
+    so that a misspelt command leaves nothing in the way of the next drill."""
+    quiet = Console(io.StringIO(), io.StringIO())
+    try:
+        return Supervisor(command, options, console=quiet, observer=faults)
+    except LaunchError as error:
+        said = str(error).replace("perdure run --", "perdure drill --")
+        raise LaunchError(said) from error
+
+
+def _make(where: Path) -> None:
+    try:
+        where.mkdir(parents=True)
+    except FileExistsError as error:
+        raise LaunchError(
+            f"{where.parent}: it holds an earlier drill ({where.name} is there already). Name another "
+            f"place with --directory, or remove that one."
+        ) from error
+
+
 @contextlib.contextmanager
 def _writable(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        space = "Free some space, or name" if error.errno in _FULL else "Name"
         raise LaunchError(
-            f"{where}: the runs of the drill cannot be written there: {error}. Free some space, or "
-            f"name another place: --directory"
+            f"{where}: the runs of the drill cannot be written there: {error}. {space} another place: "
+            f"--directory"
         ) from error
 
 

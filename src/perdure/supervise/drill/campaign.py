@@ -72,7 +72,12 @@ class Row:
             return "differs"
         if self.outcome.problem:
             return "failed"
-        return "pass" if len(self.outcome.fired) >= self.scenario.faults else "not fired"
+        return "pass" if self.fired else "not fired"
+
+    @property
+    def fired(self) -> bool:
+        """Whether all its planned faults have happened; a run that fails before does not count."""
+        return self.outcome.all_fired(self.scenario)
 
 
 @dataclass
@@ -118,7 +123,7 @@ class Report:
         for row in self.rows:
             each = counts.setdefault(row.scenario.kind, {"runs": 0, "fired": 0, "pass": 0})
             each["runs"] += 1
-            each["fired"] += row.verdict != "not fired"
+            each["fired"] += row.fired
             each["pass"] += row.verdict == "pass"
         return counts
 
@@ -128,7 +133,9 @@ class Report:
             "run": row.scenario.number,
             "kind": row.scenario.kind,
             "planned": row.scenario.describe(),
+            "faults": row.scenario.faults,
             "fired": outcome.fired,
+            "all_fired": row.fired,
             "verdict": row.verdict,
             "attempts": [asdict(each) for each in outcome.attempts],
             "repeated_steps": outcome.repeated,
@@ -156,8 +163,15 @@ def run_drill(
     """Drill `command` in `directory`, where the runs that differ are kept.
 
     Raises `LaunchError` where there is nothing to try: the command does not exist, fails without any
-    fault, or saves nothing; and where `directory` cannot be written to.
+    fault, or saves nothing; and where `directory` cannot be written to or holds an earlier drill.
     """
+    for path in options.leave:
+        # One that is misspelt would be led elsewhere, and the program would begin without it.
+        if not Path(path).is_dir():
+            raise LaunchError(
+                f"--leave {path}: no such directory, in {Path.cwd()}. Expected a run directory that "
+                f"the program only reads."
+            )
     # In the drill's own directory: the first run compiles, and the others show that this is as good.
     cache = None if default_cache() is None else directory / "compiled"
     program = Program(tuple(command), options.workers, options.environment, options.leave, cache)
@@ -194,13 +208,17 @@ class _Drill:
         report.observed = observed = self._try_topologies(lab, observed, report)
         lab.observed = observed
         can = self._kinds(observed, report)
-        for each in plan(observed, can, self._options.runs, self._options.seed):
+        for each in self._plan(observed, can, report):
             row = self._faulted(each, observed, plain)
             report.rows.append(row)
             self._tell(each.kind, row)
         _require_restores(report.rows)
         self._diagnose(lab, report)
         return report
+
+    def _plan(self, observed: Observed, can: list[str], report: Report) -> list[Scenario]:
+        options = self._options
+        return plan(observed, can, options.runs, options.seed, report.impossible)
 
     def _undisturbed(self, name: str, what: str) -> Outcome:
         self._tell(what, None)

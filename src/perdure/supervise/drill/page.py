@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from perdure.supervise.drill.report import verdict
+from perdure.supervise.drill.report import hits, verdict
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
@@ -43,7 +43,7 @@ def page(document: Mapping[str, Any]) -> str:
         parts += ["<h2>Two undisturbed runs differ</h2>", _explained(plain)]
     failing = [run for run in document["runs"] if run["verdict"] in ("differs", "failed")]
     for run in failing:
-        parts.append(f"<h2>Run {run['run']}: {escape('; '.join(run['fired']))}</h2>")
+        parts.append(f"<h2>Run {run['run']}: {escape(hits(run['fired'], run['faults']))}</h2>")
         parts.append(_explained(run))
     if document["faults"]:
         rows = [
@@ -69,7 +69,7 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> str:
         [
             run["run"],
             run["kind"],
-            "; ".join(run["fired"]) or run["planned"],
+            hits(run["fired"], run["faults"]),
             len(run["attempts"]),
             run["repeated_steps"],
             run["lost_seconds"],

@@ -16,10 +16,20 @@ class Impossible(Exception):
     """A kind of fault cannot happen to this program; the text says why."""
 
 
-def plan(observed: Observed, kinds: Sequence[str], runs: int, seed: int) -> list[Scenario]:
-    """`runs` scenarios that go through all `kinds` in turns, each in an order of its own."""
+def plan(
+    observed: Observed,
+    kinds: Sequence[str],
+    runs: int,
+    seed: int,
+    impossible: Mapping[str, str] | None = None,
+) -> list[Scenario]:
+    """`runs` scenarios that go through all `kinds` in turns, each in an order of its own.
+
+    `impossible` has the kinds that are left out, and why; all of it is said where no kind is left.
+    """
     if not kinds:
-        raise LaunchError("no kind of fault can happen to this program; see why with --json.")
+        reasons = "; ".join(f"{kind}: {why}" for kind, why in (impossible or {}).items())
+        raise LaunchError(f"no kind of fault can happen to this program: {reasons}.")
     return [
         scenario(observed, kinds[number % len(kinds)], number + 1, seed) for number in range(runs)
     ]
@@ -58,13 +68,19 @@ class _Places:
             first += max((self.seen.early.get(point, 0) for point in points), default=0)
         there = [point for point in points if self.seen.points.get(point, 0) >= first]
         if not there:
-            raise Impossible(f"the undisturbed run never comes to {' or '.join(points)}")
+            when = " behind its first step" if late else ""
+            raise Impossible(f"the undisturbed run never comes to {' or '.join(points)}{when}")
         point = self.chance.choice(there)
         most = self.seen.points[point]
         return point, self.chance.randint(first, max(first, int(most * self._share)))
 
     def step(self) -> int:
         """A step that the program tells, not the last."""
+        if not self.seen.steps:
+            raise Impossible(
+                "the program tells no steps; perdure.heartbeat(step) in its loop does, and so does a "
+                "CheckpointManager"
+            )
         steps = self.seen.steps[:-1] or self.seen.steps
         return self.chance.choice(steps[: max(1, int(len(steps) * self._share))])
 
@@ -139,7 +155,9 @@ def _torn(at: _Places) -> list[Attempt]:
     where = [("pack.fsync", "", 1), ("manifest.fsync", "", 1)]
     if len(at.seen.commits) > 1:
         where += [("manifest.sync", "pack.link", 2), ("manifest.sync", "manifest.link", 2)]
-    point, of, first = at.chance.choice(where)
+    # Without leaves of any size there is no pack; that must not depend on what is drawn.
+    there = [each for each in where if at.seen.points.get(each[0], 0) >= each[2]]
+    point, of, first = at.chance.choice(there or where)
     point, nth = at.nth(point, first=first)
     return [Attempt((Inside(point, "torn", nth=nth, of=of, value=at.chance.random()),))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +29,7 @@ class Reporter:
             self._console.print(f"[dim]{escape(what)} ...[/dim]")
             return
         self._done += 1
-        fired = "; ".join(row.outcome.fired) or "nothing fired"
+        fired = hits(row.outcome.fired, row.scenario.faults)
         style = _STYLE[row.verdict]
         self._console.print(
             f"{self._done:>4}/{self._runs} [{style}]{row.verdict:<9}[/{style}] {what:<20} "
@@ -51,11 +51,16 @@ class Reporter:
         for run in document["runs"]:
             if run["verdict"] in ("differs", "failed") and str(run["diagnosis"]) not in told:
                 told.add(str(run["diagnosis"]))
-                console.print(
-                    f"[bold red]run {run['run']}[/bold red] ({escape('; '.join(run['fired']))})"
-                )
+                said = escape(hits(run["fired"], run["faults"]))
+                console.print(f"[bold red]run {run['run']}[/bold red] ({said})")
                 _explain(console, run)
         console.print(verdict(document))
+
+
+def hits(fired: Sequence[str], faults: int) -> str:
+    """What happened to a run, and how much of what was planned did not."""
+    said = "; ".join(fired) or "nothing fired"
+    return said if len(fired) >= faults else f"{said} ({len(fired)} of {faults} planned)"
 
 
 def verdict(document: Mapping[str, Any]) -> str:
@@ -71,8 +76,8 @@ def verdict(document: Mapping[str, Any]) -> str:
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: the program does not come out the same without any fault"
-    silent = sum(run["verdict"] == "not fired" for run in runs)
-    unfired = f", {silent} whose fault never fired" if silent else ""
+    silent = sum(not run["all_fired"] for run in runs)
+    unfired = f", {silent} whose faults did not all fire" if silent else ""
     return f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}"
 
 

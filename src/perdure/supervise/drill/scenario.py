@@ -146,6 +146,10 @@ class Outcome:
     problem: str = ""
     log: str = ""
 
+    def all_fired(self, scenario: Scenario) -> bool:
+        """Whether every fault that was planned has happened, whatever became of the run."""
+        return len(self.fired) >= scenario.faults
+
     @property
     def repeated(self) -> int:
         """Steps that were done more than once."""

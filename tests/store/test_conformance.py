@@ -86,12 +86,18 @@ class TestStagedElsewhere(TestMemory):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Iterator[Storage]:
         staged = _Staged(LocalStorage(tmp_path / "run"), MemoryStorage())
+        self.views = [staged]
         yield staged
-        staged.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        """What another view has made, that one carries over."""
+        for view in self.views:
+            view.wait()
 
     def raw_read(self, storage: Storage, name: str) -> bytes | None:
         assert isinstance(storage, StagedStorage)
-        storage.wait()
+        self._wait()
         return super().raw_read(storage.remote, name)
 
     def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
@@ -100,12 +106,13 @@ class TestStagedElsewhere(TestMemory):
 
     def raw_names(self, storage: Storage) -> set[str]:
         assert isinstance(storage, StagedStorage)
-        storage.wait()
+        self._wait()
         return super().raw_names(storage.remote)
 
     def another(self, storage: Storage) -> Storage:
         assert isinstance(storage, StagedStorage)
-        return _Staged(LocalStorage(storage.where), storage.remote)
+        self.views.append(_Staged(LocalStorage(storage.where), storage.remote))
+        return self.views[-1]
 
 
 class ObjectStoreConformance(StorageConformance):

@@ -366,7 +366,7 @@ def test_sigterm_before_a_validation_is_answered_before_it(tmp_path: Path) -> No
 
     data = Signalling()
     told: list[int] = []
-    telling = keras.callbacks.LambdaCallback()
+    telling: Any = keras.callbacks.LambdaCallback()
     telling.on_test_begin = told.append
     in_validation(tmp_path / "run", (0, 99), lambda: [telling], validation_data=data)
     assert not told

@@ -79,7 +79,6 @@ class Batches:
         """The next epoch begins at `position`; `ready` is called before its first batch, and gives
         what the loop is to see before it, or None."""
         self._back, self._ready = position, ready
-        self._behind = position if position["executions"] else None
         self.executions, self.batch = position["executions"], position["batch"]
         self._made, self._taken = position["made"], position["taken"]
         self._begin = position["begin"]

@@ -232,11 +232,11 @@ def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
 
 
 class InValidation(keras.callbacks.Callback):
-    """Sends SIGTERM behind a batch of the validation of the second epoch, or as it begins."""
+    """Sends SIGTERM behind a batch of the validation of an epoch, or as it begins (-1)."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, epoch: int = 1) -> None:
         super().__init__()
-        self.at = (1, batch)
+        self.at = (epoch, batch)
         self.batches = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -251,21 +251,149 @@ class InValidation(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("batch", [-1, 0, 2])
-def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -> None:
-    fit = {**SOURCES["validation"], "validation_freq": 1, "model": lambda: network(mc_dropout=True)}
-    whole = train(None, callbacks=lambda: [InValidation(99)], **fit)
-    options = {"save_freq": False, "options": {"save_before_preemption": True}, **fit}
+def in_validation(
+    backup: Path | None, at: tuple[int, int] | None, more: Any = list, **options: Any
+) -> Any:
+    """A run with SIGTERM in its validation behind (epoch, batch): None, or its end if `at` is None."""
+    fit = {"validation_data": arrays(), "validation_batch_size": 5, "save_freq": False, **options}
+    epoch, batch = at or (0, 99)
+    fit["callbacks"] = lambda: [*more(), InValidation(batch, epoch)]
+    fit["options"] = {"save_before_preemption": True}
+    if at is None:
+        return train(backup, **fit)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as left:
-            train(tmp_path / "run", callbacks=lambda: [InValidation(batch)], **options)
+            train(backup, **fit)
     finally:
         signal.signal(signal.SIGTERM, before)  # leaving ignores it until the process is gone
     assert left.value.code == 75
-    end = train(tmp_path / "run", callbacks=lambda: [InValidation(99)], **options)
+    return None
+
+
+@pytest.mark.parametrize("batch", [-1, 0, 2])
+def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -> None:
+    fit = {"model": lambda: network(mc_dropout=True)}
+    whole = in_validation(None, None, **fit)
+    in_validation(tmp_path / "run", (1, batch), **fit)
+    end = in_validation(tmp_path / "run", None, **fit)
     assert same(end, whole)
     assert end.steps == ALL[8:]
+
+
+class Stopping(keras.callbacks.Callback):
+    """Stops behind the second batch of the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        if self.batches == BATCHES + 2:
+            model: Any = self._model
+            model.stop_training = True
+
+
+class Drawing(torch.utils.data.IterableDataset):
+    """Of unknown length, with noise, and another draw behind the last batch."""
+
+    def __iter__(self) -> Any:
+        for x, y in Stream():
+            yield x + torch.rand(1), y
+        torch.rand(1)
+
+
+class DrawingAtItsEnd(Indexed):
+    """Batches with noise; draws also where an epoch ends, and before a validation begins."""
+
+    def on_epoch_end(self) -> None:
+        np.random.random()  # noqa: NPY002 (as users do)
+
+
+def averaged() -> Any:
+    made = network()
+    optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.7)
+    made.compile(optimizer, made.loss, metrics=["accuracy"])
+    return made
+
+
+# Epochs that end otherwise than with the last batch of a pass, and callbacks that are told of it.
+ENDS: dict[str, dict[str, Any]] = {
+    "stopped": {"more": lambda: [Stopping()]},
+    "stopped, draws": {"more": lambda: [Stopping()], "validation_data": DrawingAtItsEnd},
+    "more steps than batches": {"steps_per_epoch": BATCHES + 2},
+    "fewer steps than batches": {"steps_per_epoch": BATCHES - 1},
+    "as many steps as batches": {"steps_per_epoch": BATCHES},
+    "unknown length": {
+        "x": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=None),
+        "shuffle": False,
+    },
+    "swapped weights": {"model": averaged, "more": lambda: [keras.callbacks.SwapEMAWeights()]},
+}
+
+
+def made(fit: dict[str, Any]) -> dict[str, Any]:
+    """With validation data of their own for each run."""
+    data = fit.get("validation_data", arrays)
+    return {**fit, "validation_data": data()}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ENDS)
+def test_sigterm_in_the_validation_of_any_epoch(kind: str, tmp_path: Path) -> None:
+    whole = in_validation(None, None, **made(ENDS[kind]))
+    in_validation(tmp_path / "run", (1, 1), **made(ENDS[kind]))
+    end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
+    assert same(end, whole)
+    assert end.steps == [each for each in whole.steps if each[0] > 1]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ENDS)
+def test_sigterm_in_validations_again_and_again(kind: str, tmp_path: Path) -> None:
+    whole = in_validation(None, None, **made(ENDS[kind]))
+    for at in [(0, 1), (0, -1), (1, 1)]:
+        in_validation(tmp_path / "run", at, **made(ENDS[kind]))
+    end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
+    assert same(end, whole)
+
+
+def test_sigterm_before_a_validation_is_answered_before_it(tmp_path: Path) -> None:
+    class Signalling(Indexed):
+        def on_epoch_end(self) -> None:  # Keras calls it as it puts the data to their begin
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    data = Signalling()
+    told: list[int] = []
+    telling: Any = keras.callbacks.LambdaCallback()
+    telling.on_test_begin = told.append
+    in_validation(tmp_path / "run", (0, 99), lambda: [telling], validation_data=data)
+    assert not told
+    assert not data.asked
+
+
+# Keras makes the next pass before the validation, and PyTorch draws its order behind it.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("steps", [BATCHES - 2, BATCHES - 1, BATCHES])
+@pytest.mark.parametrize("term", [False, True])
+def test_steps_per_epoch_with_a_validation(steps: int, term: bool, tmp_path: Path) -> None:
+    fit: dict[str, Any] = {"steps_per_epoch": steps, "validation_data": arrays()}
+    fit |= {"validation_batch_size": 5, "epochs": 4}
+    whole = train(None, **fit)
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"save_before_preemption": True}
+    fault = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if term else None
+    # Interrupted again in what was brought back: it must know as much as the first run did.
+    for at in [(1, 0), (2, 0), (2, 1)]:
+        try:
+            with pytest.raises((Fault, SystemExit)):
+                train(tmp_path / "run", at, fault=fault, options=options, **fit)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        if not term:
+            newest(tmp_path / "run")
+    assert same(train(tmp_path / "run", options=options, **fit), whole)
 
 
 def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:

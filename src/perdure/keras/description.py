@@ -72,6 +72,9 @@ def _content(data: Any) -> Any:
     if data is None:
         return None
     leaves = [each for each in tree.flatten(data) if each is not None]
+    # NumPy takes anything with a length and indices for a sequence: it would read a whole PyDataset.
+    if not all(hasattr(each, "__array__") or isinstance(each, (int, float)) for each in leaves):
+        return type(data).__name__
     try:
         return Arrays(tuple(np.asarray(each) for each in leaves)).fingerprint()
     except (PerdureError, TypeError, ValueError):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -50,6 +52,21 @@ class RunningFit:
             model._symbolic_build(data_batch=spec)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+
+    def ahead_of_validation(self, action: Callable[[], None]) -> None:
+        """Call `action` as the validation of an epoch begins, before any callback is told of it."""
+        callbacks = self.callbacks
+
+        def begin(logs: Any = None) -> None:
+            action()
+            type(callbacks).on_test_begin(callbacks, logs)
+
+        callbacks.on_test_begin = begin
+
+    def release(self) -> None:
+        """The list of callbacks is as Keras made it."""
+        with suppress(AttributeError):
+            del self.callbacks.on_test_begin
 
     def stand_in(self, logs: dict[str, float]) -> tuple[int, int, Any]:
         """What the iterator yields so that the body of the loop runs once and changes nothing.

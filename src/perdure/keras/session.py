@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -62,9 +61,7 @@ class Session(Callback):
         self._logs: dict[str, float] = {}
         self._others: Others
         self._recipe: dict[str, Any]
-        # What `fit` knew behind the last batch of the epoch, and the whole state as validation begins.
-        self._trained: dict[str, Any] = {}
-        self._ahead_of_test: dict[str, Leaf] = {}
+        self._ahead_of_test: dict[str, Leaf] = {}  # the whole state as validation begins
         self._arena = Arena()
         if self._preemptible:
             iterator = ref(fit.iterator)
@@ -83,6 +80,8 @@ class Session(Callback):
             manager.claim()  # before the newest is read: another process must not go on from it too
             if manager.latest_step() is not None:
                 self._resume()
+            if self._preemptible:
+                fit.ahead_of_validation(self._ahead_of_validation)
         except BaseException:
             close_manager(manager)
             raise
@@ -100,19 +99,21 @@ class Session(Callback):
         if self._preemptible:
             if self._manager.reached_preemption(self._step):
                 self._leave()
-            if batches.at_end is not False:
-                self._trained = self._position()
+            if batches.unknown or self._fit.model.stop_training:
+                batches.keep()  # else Keras makes a pass behind the last batch, where it is noticed
         if self._due and not batches.at_end:  # where it is, the end of the epoch is worth more
             self._save()
 
+    def _ahead_of_validation(self) -> None:
+        """All is as it was behind the last batch. A resume begins the validation anew, which empties
+        the metrics and may draw from seeds; other callbacks may swap the weights for it."""
+        if self._manager.reached_preemption(self._step):
+            self._leave()
+        self._ahead_of_test = snapshot(self._state(), self._arena)
+
     def on_test_begin(self, logs: Any = None) -> None:
         """Of the validation of an epoch; no other `evaluate` calls the callbacks of this `fit`."""
-        if self._preemptible:
-            # A resume begins the validation anew, which empties the metrics and may draw from seeds.
-            # Other callbacks know of it already, and Keras has drawn for a pass that it does not use.
-            self._ahead_of_test = snapshot(self._state(self._trained), self._arena)
-            if self._manager.reached_preemption(self._step):
-                self._leave(unflatten(self._ahead_of_test))
+        self.on_test_batch_end(-1)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._preemptible and self._manager.reached_preemption(self._step):
@@ -129,6 +130,7 @@ class Session(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._fit.model._initial_epoch = None
+        self._fit.release()
         self._fit.callbacks.callbacks.remove(self)
 
     def _resume(self) -> None:
@@ -143,8 +145,7 @@ class Session(Callback):
         self._check(json.loads(bytes(tree["recipe"])))
         fit.build()
         self._bring_back(tree)
-        self._trained = tree["fit"]
-        found = plain.unpack(self._trained)
+        found = plain.unpack(tree["fit"])
         self._epoch, self._logs = found["epoch"], found["logs"]
         if found["batches"]["executions"]:
             fit.model._initial_epoch = self._epoch
@@ -152,7 +153,7 @@ class Session(Callback):
         else:
             ended = found["stop_training"]
             fit.model._initial_epoch = fit.arguments["epochs"] if ended else self._epoch
-            self._batches.go_back(found["batches"], lambda: iter(()))
+            self._batches.go_back(found["batches"], lambda: None)
             self._others.restore(found["others"])
             fit.model.stop_training = ended
 
@@ -166,13 +167,13 @@ class Session(Callback):
         stored = {name: each for name, each in tree.items() if name in _HERE}
         restore(here, flatten(stored))
 
-    def _again(self, tree: dict[str, Any], found: dict[str, Any]) -> Iterator[Any]:
+    def _again(self, tree: dict[str, Any], found: dict[str, Any]) -> Any:
         """Before the first batch, in the middle of an epoch: callbacks have begun the epoch anew, and
         Keras has emptied its metrics."""
         self._bring_back(tree)
         self._others.restore(found["others"])
         self._fit.model.stop_training = found["stop_training"]
-        yield self._fit.stand_in(self._logs)
+        return self._fit.stand_in(self._logs)
 
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
@@ -191,13 +192,12 @@ class Session(Callback):
         }
         return plain.pack(found)
 
-    def _state(self, position: dict[str, Any] | None = None) -> Checkpoint:
+    def _state(self) -> Checkpoint:
         model = self._fit.model
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
         recipe = np.frombuffer(json.dumps(self._recipe, sort_keys=True).encode(), np.uint8)
-        position = self._position() if position is None else position
-        return Checkpoint(**self._members(), fit=position, recipe=recipe)
+        return Checkpoint(**self._members(), fit=self._position(), recipe=recipe)
 
     def _save(self) -> None:
         self._due = False

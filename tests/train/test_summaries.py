@@ -215,6 +215,17 @@ def test_a_meter_counts_the_stall_and_the_slower_steps() -> None:
             {"save_checkpoints_secs": "often"},
             "save_checkpoints_secs: expected seconds, 'auto' or an AutoInterval, found 'often'.",
         ),
+        (
+            {"save_checkpoints_secs": True},
+            "save_checkpoints_secs: expected more than 0, found True.",
+        ),
+        (
+            {"keep_checkpoint_every_n_hours": 0},
+            "keep_checkpoint_every_n_hours: expected None or more than 0, found 0.",
+        ),
+        ({"allow": "fit"}, "allow: expected a tuple of names, found 'fit'."),
+        ({"termination": 5}, "termination: expected a TerminationConfig, found 5."),
+        ({"checkpoint": None}, "checkpoint: expected a ManagerOptions, found None."),
         ({"keep_checkpoint_max": 0}, "keep_checkpoint_max: expected None or an integer"),
         ({"save_summary_steps": None}, "save_summary_steps: expected an integer of at least 1"),
         ({"steps_per_execution": True}, "steps_per_execution: expected an integer"),

@@ -474,8 +474,22 @@ def test_a_learning_rate_that_is_not_there_is_told_at_the_start(tmp_path: Path) 
             lambda: ReduceLROnPlateau("x", factor=1.5),
             "factor: expected more than 0 and less than 1",
         ),
-        (lambda: trainer("x").train(0), "max_steps: expected at least 1, found 0"),
-        (lambda: trainer("x").train_and_evaluate(data(), 5, every=0), "every: expected at least 1"),
+        (lambda: trainer("x").train(0), "max_steps: expected an integer of at least 1, found 0"),
+        (
+            lambda: trainer("x").train(2.5),
+            "max_steps: expected an integer of at least 1, found 2.5",
+        ),
+        (
+            lambda: trainer("x").train(True),
+            "max_steps: expected an integer of at least 1, found True",
+        ),
+        (lambda: trainer("x").evaluate(data(), 0), "steps: expected an integer of at least 1"),
+        (lambda: trainer("x", Hook()), "hooks: expected a list of hooks, found <"),
+        (lambda: trainer("x", [Hook]), "hooks: expected objects of perdure.train.Hook, found <cl"),
+        (
+            lambda: trainer("x").train_and_evaluate(data(), 5, every=0),
+            "every: expected an integer of at least 1",
+        ),
         (
             lambda: Trainer(step_fn, 0, data(), cast("Any", "runs/x")),
             "config: expected a RunConfig, found 'runs/x'",
@@ -538,3 +552,11 @@ def test_an_evaluation_starts_anew_wherever_its_dataset_stands() -> None:
     stream = iter(range(5))
     assert list(evaluation_batches(stream, 2)) == [0, 1]
     assert next(stream) == 2, "no batch is taken that is not used"
+
+
+def test_a_step_that_returns_no_pair_is_named(tmp_path: Path) -> None:
+    made = Trainer(lambda state, batch: state, fresh(), data(), config(tmp_path))
+    with pytest.raises(
+        TrainError, match=r"step 1: step_fn must return \(state, logs\), found dict"
+    ):
+        made.train(3)

@@ -87,8 +87,21 @@ class RunConfig:
                     f"save_checkpoints_secs: expected seconds, 'auto' or an AutoInterval, found "
                     f"{secs!r}."
                 )
-        elif secs is not None and not isinstance(secs, AutoInterval) and not secs > 0:
+        elif secs is not None and not isinstance(secs, AutoInterval) and not _is_positive(secs):
             raise TrainError(f"save_checkpoints_secs: expected more than 0, found {secs!r}.")
+        hours = self.keep_checkpoint_every_n_hours
+        if hours is not None and not _is_positive(hours):
+            raise TrainError(
+                f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
+            )
+        for name, kind in (
+            ("allow", (tuple, list)),
+            ("checkpoint", ManagerOptions),
+            ("termination", TerminationConfig),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                wanted = "a tuple of names" if name == "allow" else f"a {kind.__name__}"
+                raise TrainError(f"{name}: expected {wanted}, found {value!r}.")
         for name, choices in (
             ("nan_metrics", ("save", "skip", "raise")),
             ("progress", ("auto", "bar", "lines", "off")),
@@ -108,3 +121,7 @@ class RunConfig:
         if secs is None:
             return DEFAULT_SAVE_SECS
         return AutoInterval() if isinstance(secs, str) else secs
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -65,7 +65,7 @@ class Trainer:
         if not isinstance(config, RunConfig):
             raise TrainError(f"config: expected a RunConfig, found {config!r}.")
         self.config = config
-        self.hooks = tuple(hooks)
+        self.hooks = _checked(hooks)
         self.strategy = strategy
         self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
         self.step = 0
@@ -110,14 +110,17 @@ class Trainer:
         (for `Retention(best_metric=...)`), and handed to the hooks. `steps` batches are looked at,
         by default all. Returns the metrics of the last one.
         """
-        if every < 1:
-            raise TrainError(f"every: expected at least 1 step, found {every}.")
+        _require_steps("every", every)
+        if steps is not None:
+            _require_steps("steps", steps)
         self._require_eval_fn()
         return self._run(max_steps, Evaluation(data, steps, every))
 
     def evaluate(self, data: Any, steps: int | None = None) -> dict[str, float]:
         """Metrics of the newest checkpoint in `model_dir` (of the fresh state where there is none)."""
         self._require_eval_fn()
+        if steps is not None:
+            _require_steps("steps", steps)
         with open_manager(self, self._source) as manager:
             restored = manager.restore_or_initialize(whole(self, self._source))
         self.state, self.step = restored.state.main, restored.step
@@ -166,7 +169,13 @@ class Trainer:
             return _last(logs)
         logs = None
         for batch in batches:
-            self.state, logs = self._step_fn(self.state, batch)
+            result = self._step_fn(self.state, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TrainError(
+                    f"step {self.step + 1}: step_fn must return (state, logs), found "
+                    f"{type(result).__name__}."
+                )
+            self.state, logs = result
         return logs
 
     def evaluate_batch(self, batch: Any) -> Mapping[str, Any]:
@@ -177,8 +186,7 @@ class Trainer:
         return self.strategy.reduce("sum", self.strategy.run(self._eval_fn, (self.state, batch)))
 
     def _run(self, max_steps: int, evaluation: Evaluation | None) -> dict[str, float]:
-        if max_steps < 1:
-            raise TrainError(f"max_steps: expected at least 1, found {max_steps}.")
+        _require_steps("max_steps", max_steps)
         config = self.config
         self.stop_reason = ""
         mode = config.progress if self.processes.is_chief else "off"
@@ -191,6 +199,21 @@ class Trainer:
                 "an evaluation needs a function for the metrics of a batch: "
                 "Trainer(..., eval_fn=eval_fn), eval_fn(state, batch) -> {'accuracy': (sum, weight)}."
             )
+
+
+def _require_steps(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TrainError(f"{name}: expected an integer of at least 1, found {value!r}.")
+
+
+def _checked(hooks: Any) -> tuple[Hook, ...]:
+    if isinstance(hooks, Hook) or not isinstance(hooks, Iterable):
+        raise TrainError(f"hooks: expected a list of hooks, found {hooks!r}.")
+    found = tuple(hooks)
+    for hook in found:
+        if not isinstance(hook, Hook):
+            raise TrainError(f"hooks: expected objects of perdure.train.Hook, found {hook!r}.")
+    return found
 
 
 def _last(logs: Any) -> Any:

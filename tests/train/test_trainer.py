@@ -476,7 +476,7 @@ def test_a_learning_rate_that_is_not_there_is_told_at_the_start(tmp_path: Path) 
         ),
         (lambda: trainer("x").train(0), "max_steps: expected an integer of at least 1, found 0"),
         (
-            lambda: trainer("x").train(2.5),
+            lambda: trainer("x").train(cast(int, 2.5)),
             "max_steps: expected an integer of at least 1, found 2.5",
         ),
         (
@@ -555,7 +555,7 @@ def test_an_evaluation_starts_anew_wherever_its_dataset_stands() -> None:
 
 
 def test_a_step_that_returns_no_pair_is_named(tmp_path: Path) -> None:
-    made = Trainer(lambda state, batch: state, fresh(), data(), config(tmp_path))
+    made = Trainer(lambda state, _: state, fresh(), data(), config(tmp_path))
     with pytest.raises(
         TrainError, match=r"step 1: step_fn must return \(state, logs\), found dict"
     ):

@@ -94,13 +94,12 @@ class RunConfig:
             raise TrainError(
                 f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
             )
-        for name, kind in (
-            ("allow", (tuple, list)),
-            ("checkpoint", ManagerOptions),
-            ("termination", TerminationConfig),
+        for name, kinds, wanted in (
+            ("allow", (tuple, list), "a tuple of names"),
+            ("checkpoint", (ManagerOptions,), "a ManagerOptions"),
+            ("termination", (TerminationConfig,), "a TerminationConfig"),
         ):
-            if not isinstance(value := getattr(self, name), kind):
-                wanted = "a tuple of names" if name == "allow" else f"a {kind.__name__}"
+            if not isinstance(value := getattr(self, name), kinds):
                 raise TrainError(f"{name}: expected {wanted}, found {value!r}.")
         for name, choices in (
             ("nan_metrics", ("save", "skip", "raise")),

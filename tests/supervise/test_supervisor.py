@@ -385,7 +385,12 @@ def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> 
     ],
 )
 def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
-    run = cli(code=HOLDS.replace("STOP", stop))
+    # Where the tests themselves run under nohup, their children would ignore SIGHUP.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        run = cli(code=HOLDS.replace("STOP", stop))
+    finally:
+        signal.signal(number, before)
     found = pids(run)
     run.send_signal(number)
     _, err = run.communicate()

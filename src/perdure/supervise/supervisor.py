@@ -268,8 +268,9 @@ class Supervisor:
         before: dict[int, Any] = {}
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                # Under nohup the end of the terminal is to mean nothing.
-                if signal.getsignal(number) != signal.SIG_IGN:
+                # Under nohup the end of the terminal is to mean nothing. A shell has what it starts in
+                # the background ignore SIGINT too, and whoever sends one all the same means it.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     before[number] = signal.signal(number, note)
             yield
         finally:

@@ -24,7 +24,9 @@ def compared(row: Row, against: str, limit: float, *, least: float = 0.0, most: 
     """The row with its ratio to `limit`, which is to lie between `least` and `most`."""
     ratio = row["value"] / limit
     reach = f">= {least:g}x" if least else f"<= {most:g}x" if most != 1 else f"<= {limit:g}"
-    met = ratio <= most and (not least or ratio >= least)  # what is added to a loop may be less than 0
+    met = ratio <= most and (
+        not least or ratio >= least
+    )  # what is added to a loop may be less than 0
     return {**row, "against": against, "limit": limit, "ratio": ratio, "reach": reach, "met": met}
 
 

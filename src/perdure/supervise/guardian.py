@@ -89,7 +89,7 @@ def _main() -> None:
     sys.stdin.buffer.read()
     end_marked(sys.argv[1])
     if sys.argv[2]:
-        import shutil  # 2 MB, for the end alone
+        import shutil  # not held in memory by a process that only waits
 
         shutil.rmtree(sys.argv[2], ignore_errors=True)
 

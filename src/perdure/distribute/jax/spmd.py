@@ -11,6 +11,7 @@ and are not, until the total is.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -230,14 +231,15 @@ class Together:
         count = len(self._devices)
         # In whole subtrees two at a time: level by level, each pair's sum to both of it.
         pairs = count & (count - 1) == 0
-        paired = [leaf for leaf in leaves if pairs and leaf.dtype != jnp.bool_]
+        adds = [pairs and leaf.dtype != jnp.bool_ for leaf in leaves]
+        paired = list(itertools.compress(leaves, adds))
         for distance in (1 << level for level in range((count - 1).bit_length())):
             groups = [[d, d + distance] for d in range(count) if not d & distance]
             paired = jax.lax.psum(paired, "device", axis_index_groups=groups) if paired else []
         sums = map(one_form, paired)
         return treedef.unflatten(
-            next(sums) if pairs and leaf.dtype != jnp.bool_ else self._gathered(leaf)
-            for leaf in leaves
+            next(sums) if added else self._gathered(leaf)
+            for added, leaf in zip(adds, leaves, strict=True)
         )
 
     def _gathered(self, leaf: Any) -> Any:

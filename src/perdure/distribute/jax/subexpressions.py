@@ -110,7 +110,7 @@ def _identity(atom: Any, operand: Any) -> Any:
 
 def _bind(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     bound: Any = equation.primitive.get_bind_params(equation.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.8
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # older releases
     with _origin(equation), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *operands, **params)
     return results if equation.primitive.multiple_results else [results]

@@ -208,17 +208,14 @@ class _Drill:
         report.observed = observed = self._try_topologies(lab, observed, report)
         lab.observed = observed
         can = self._kinds(observed, report)
-        for each in self._plan(observed, can, report):
+        options = self._options
+        for each in plan(observed, can, options.runs, options.seed, report.impossible):
             row = self._faulted(each, observed, plain)
             report.rows.append(row)
             self._tell(each.kind, row)
         _require_restores(report.rows)
         self._diagnose(lab, report)
         return report
-
-    def _plan(self, observed: Observed, can: list[str], report: Report) -> list[Scenario]:
-        options = self._options
-        return plan(observed, can, options.runs, options.seed, report.impossible)
 
     def _undisturbed(self, name: str, what: str) -> Outcome:
         self._tell(what, None)

@@ -22,7 +22,8 @@ PerdureError
 │   └── WorkerLostError           a process of the group is gone
 ├── LaunchError                   a run cannot be started or watched as asked
 ├── DataError                     a dataset cannot be read or addressed
-└── TrainError                    the training loop is asked for what it cannot do
+├── TrainError                    the training loop is asked for what it cannot do
+└── ArgumentError                 an argument has a value that cannot be used; also a ValueError
 """
 
 from __future__ import annotations
@@ -118,3 +119,7 @@ class DataError(PerdureError):
 
 class TrainError(PerdureError):
     """The training loop was asked for something that it cannot do."""
+
+
+class ArgumentError(PerdureError, ValueError):
+    """An argument has a value that cannot be used."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from cases import Fault, arrays, network, train
+from cases import Fault, arrays, network, same, train
 
 import perdure
 from perdure.errors import (
+    ArgumentError,
     MismatchError,
     RecipeMismatchError,
     StepNotFoundError,
@@ -23,14 +25,16 @@ from perdure.store import Run
 
 @pytest.mark.parametrize("save_freq", [0, -1, 1.5, True, None, "batch", False])
 def test_save_freq_is_checked(save_freq: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainError) as error:
+    with pytest.raises(ValueError, match="save_freq"):
         BackupAndRestore(tmp_path, save_freq)
-    assert "save_freq" in str(error.value)
 
 
-def test_a_directory_has_a_name() -> None:
-    with pytest.raises(TrainError):
-        BackupAndRestore("")
+@pytest.mark.parametrize("directory", ["", None])
+def test_a_directory_has_a_name(directory: Any) -> None:
+    with pytest.raises(ArgumentError, match="Empty `backup_dir` argument passed"):
+        BackupAndRestore(directory)
+    with pytest.raises(ArgumentError, match="filepath: expected a directory"):
+        ModelCheckpoint(directory)
 
 
 def test_the_signature_is_that_of_keras(tmp_path: Path) -> None:
@@ -65,7 +69,6 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "units": ({"model": lambda: network(8)}, ["model.config.layers.1.config.units", "6", "8"]),
     "rate": ({"model": lambda: network(rate=0.1)}, ["compile.optimizer.config.learning_rate"]),
     "batches": ({"batch_size": 8}, ["fit.batch_size", "6", "8"]),
-    "epochs": ({"epochs": 5}, ["fit.epochs"]),
     "order": ({"shuffle": False}, ["fit.shuffle"]),
     "shrunk": (
         dict(zip("xy", arrays(15), strict=True)) | {"batch_size": 6},
@@ -88,9 +91,24 @@ def test_what_changed_is_listed(change: str, tmp_path: Path) -> None:
 
 def test_what_changed_may_be_allowed(tmp_path: Path) -> None:
     begun(tmp_path / "run")
-    with pytest.warns(UserWarning, match=r"fit\.epochs"):
-        end = train(tmp_path / "run", epochs=4, options={"allow": ("fit.epochs",)})
-    assert end.epochs == [0, 1, 2, 3]
+    with pytest.warns(UserWarning, match=r"fit\.shuffle"):
+        end = train(tmp_path / "run", shuffle=False, options={"allow": ("fit.shuffle",)})
+    assert end.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("epochs", [2, 5])
+def test_a_resumed_fit_may_have_other_epochs(epochs: int, tmp_path: Path) -> None:
+    whole = train(None, epochs=epochs)
+    begun(tmp_path / "run")
+    assert same(train(tmp_path / "run", epochs=epochs), whole)
+
+
+def test_a_finished_fit_is_continued_with_more_epochs(tmp_path: Path) -> None:
+    kept = {"delete_checkpoint": False}
+    train(tmp_path / "run", options=kept)
+    end = train(tmp_path / "run", options=kept, epochs=5)
+    assert same(end, train(None, epochs=5))
+    assert {epoch for epoch, _ in end.steps} == {3, 4}
 
 
 def test_a_directory_of_something_else(tmp_path: Path) -> None:
@@ -173,8 +191,21 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     assert weights(other) == before
     with pytest.raises(StepNotFoundError):
         load_weights(model, tmp_path / "best", 5)
-    with pytest.raises(TrainError):
+    with pytest.raises(ArgumentError):
         load_weights(model, tmp_path / "best", "newest")  # type: ignore[arg-type]
+
+
+def test_load_weights_warns_about_a_damaged_checkpoint(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", "loss")
+    train(None, callbacks=[kept])
+    older, newest = Run(tmp_path / "kept").steps()[-2:]
+    pack = max((tmp_path / "kept" / "packs").iterdir())
+    assert pack.name.startswith(f"{newest:012d}")
+    data = bytearray(pack.read_bytes())
+    data[10] ^= 1
+    pack.write_bytes(data)
+    with pytest.warns(UserWarning, match=f"step {newest} is damaged"):
+        assert load_weights(network(), tmp_path / "kept") == older
 
 
 def test_the_best_value_is_part_of_a_backup(tmp_path: Path) -> None:
@@ -192,13 +223,43 @@ def test_the_best_value_is_part_of_a_backup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": 2.0}])
 def test_model_checkpoint_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(TrainError):
+    with pytest.raises(ValueError, match="Unrecognized save_freq"):
         ModelCheckpoint(tmp_path, **options)
 
 
-def test_a_best_without_a_direction_or_a_metric(tmp_path: Path) -> None:
-    for monitor in ("unheard_of", "val_loss"):
-        own = ModelCheckpoint(tmp_path / monitor, monitor, save_best_only=True)
-        with pytest.raises(TrainError) as error:
-            train(None, callbacks=[own])
-        assert monitor in str(error.value)
+@pytest.mark.parametrize("name", ["{epoch:02d}", "model.keras", "w.weights.h5", "a/{epoch}.keras"])
+def test_model_checkpoint_refuses_file_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="expected a directory, found a"):
+        ModelCheckpoint(tmp_path / name)
+
+
+def test_model_checkpoint_has_the_signature_of_keras() -> None:
+    theirs = [*inspect.signature(keras.callbacks.ModelCheckpoint).parameters.values()]
+    own = [*inspect.signature(ModelCheckpoint).parameters.values()][: len(theirs)]
+    assert [(p.name, p.default, p.kind) for p in own] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+
+
+def test_a_best_without_a_direction(tmp_path: Path) -> None:
+    own = ModelCheckpoint(tmp_path / "run", "unheard_of", save_best_only=True)
+    with pytest.raises(ValueError, match="unheard_of"):
+        train(None, callbacks=[own])
+
+
+def test_a_best_without_its_metric_is_saved_with_a_warning(tmp_path: Path) -> None:
+    own = ModelCheckpoint(tmp_path / "run", "val_loss", save_best_only=True, max_to_keep=None)
+    with pytest.warns(UserWarning, match="val_loss available"):
+        train(None, callbacks=[own])
+    assert Run(tmp_path / "run").steps() == [4, 8, 12]
+
+
+def test_verbose_says_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ModelCheckpoint(
+        tmp_path / "run", "loss", 1, save_best_only=True, initial_value_threshold=-1.0
+    )
+    train(None, callbacks=[own])
+    assert "loss did not improve from -1.00000" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    train(None, callbacks=[ModelCheckpoint(tmp_path / "all", "loss", 1)])
+    assert "Epoch 1: saving step 4 to " in capsys.readouterr().out

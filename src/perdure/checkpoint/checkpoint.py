@@ -56,7 +56,7 @@ class Checkpoint:
 
         Changes nothing in the run directory. Raises `MismatchError` when the members do not fit.
         """
-        loaded = _load(Run(directory), step, None)
+        loaded = load_verified(Run(directory), step, None)
         restore_state(self, loaded.leaves)
         return loaded.manifest.step
 
@@ -76,10 +76,17 @@ def load(
     def wanted(path: str) -> bool:
         return any(path == name or path.startswith(f"{name}/") for name in names)
 
-    return unflatten(_load(Run(directory), step, wanted if names else None).leaves)
+    return unflatten(load_verified(Run(directory), step, wanted if names else None).leaves)
 
 
-def _load(run: Run, step: int | None, wanted: Callable[[str], bool] | None) -> Loaded:
+def load_verified(
+    run: Run, step: int | None = None, wanted: Callable[[str], bool] | None = None
+) -> Loaded:
+    """Load `step`, or the newest good checkpoint, and warn about each newer one that is damaged.
+
+    Only leaves whose path `wanted` accepts are read. Raises `StepNotFoundError` if the run directory
+    holds no checkpoint.
+    """
     loaded = run.load_newest(wanted) if step is None else run.load(step, wanted)
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")

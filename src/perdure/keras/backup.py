@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from perdure.checkpoint import CheckpointManager
-from perdure.errors import TrainError
+from perdure.errors import ArgumentError, TrainError
 from perdure.keras.directory import close_manager, open_manager
 from perdure.keras.running import running_fit
 from perdure.keras.session import Session
@@ -23,23 +23,32 @@ _KEPT = 2  # so that there is one to fall back to if the newest is damaged on di
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Backs up `fit`, and brings it back to the batch where it was: the run ends with the same bits.
+    """Backs up `fit` and resumes it at the batch where it was interrupted, with the same bits.
 
-    Called as Keras's own. With the same call of `fit`, a run that was interrupted anywhere goes on
-    behind the last backup: weights, optimizer, seeds, metrics, the order of the data, `History` and
-    the states of other callbacks are those of a run without the interruption.
+    Takes the arguments of `keras.callbacks.BackupAndRestore`. If the same program calls `fit` again
+    after an interruption, training resumes after the last backup. Weights, optimizer, seeds, metrics,
+    the order of the data, `History` and the state of other callbacks are then those of a run without
+    the interruption. `epochs` may be another number than in the interrupted call.
 
-    `save_freq` is "epoch", a number of batches, or False for nothing but `save_before_preemption`:
-    then SIGTERM ends the step, saves, and leaves with status 75. A save is durable a moment after it
-    returns, and the newest is used that is whole. `double_checkpoint` is accepted and changes
-    nothing: two backups are kept in any case. `delete_checkpoint` deletes `backup_dir` once training
-    is finished, but for what others have put there. Fields named in `allow` may differ between backup
-    and run (`docs/RECIPE.md`).
+    Args:
+        backup_dir: Directory of the backups, for this callback alone.
+        save_freq: "epoch", a number of batches, or False to save before a preemption only. A save
+            runs in the background; a resume uses the newest backup that is complete and undamaged.
+        double_checkpoint: Accepted for compatibility. Two backups are always kept.
+        delete_checkpoint: Delete `backup_dir` when training is finished, except for files that the
+            callback did not write.
+        save_before_preemption: On SIGTERM, finish the step, save, and exit with status 75.
+        allow: Fields of the recipe that may differ between the backup and this run
+            (`docs/RECIPE.md`).
 
-    `fit` raises `TrainError` for an unbuilt model, `RecipeMismatchError` with a list of what changed
-    where the arguments of `compile` or `fit`, the model or the data are others than those of the
-    backup, and `LockedError` where another process uses `backup_dir`. It warns at its start where the
-    data cannot be put back.
+    Raises:
+        ArgumentError: An argument has a value that cannot be used (also a `ValueError`).
+        TrainError: From `fit`, if the model has no variables yet.
+        RecipeMismatchError: From `fit`, with a list of what changed, if the arguments of `compile` or
+            `fit`, the model or the data differ from those of the backup.
+        LockedError: From `fit`, if another process uses `backup_dir`.
+
+    `fit` warns when it starts if the position in the data cannot be restored exactly.
     """
 
     def __init__(
@@ -53,16 +62,21 @@ class BackupAndRestore(keras.callbacks.Callback):
         allow: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        if not os.fspath(backup_dir):
-            raise TrainError("backup_dir: expected a directory, found an empty name.")
-        whole = type(save_freq) is int and save_freq >= 1
-        if save_freq != "epoch" and save_freq is not False and not whole:
-            raise TrainError(
-                f"save_freq: expected 'epoch', a number of batches from 1 on, or False, found "
-                f"{save_freq!r}."
+        if backup_dir is None or not os.fspath(backup_dir):
+            # The phrases in the errors are those of Keras, which users and their tests look for.
+            raise ArgumentError(
+                f"Empty `backup_dir` argument passed: expected a directory, found {backup_dir!r}."
+            )
+        is_count = type(save_freq) is int and save_freq >= 1
+        if save_freq != "epoch" and save_freq is not False and not is_count:
+            raise ArgumentError(
+                f"Invalid value for argument `save_freq`: expected 'epoch', a number of batches of "
+                f"at least 1, or False, found {save_freq!r}."
             )
         if save_freq is False and not save_before_preemption:
-            raise TrainError("save_freq=False saves nothing unless save_before_preemption=True.")
+            raise ArgumentError(
+                "save_freq=False saves nothing unless save_before_preemption=True. Pass one of them."
+            )
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint

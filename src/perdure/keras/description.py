@@ -23,7 +23,8 @@ from perdure.state.keras_state import named
 
 Description = dict[str, bool | int | float | str]
 
-_OF_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
+# Not `epochs`: the bits at a step do not depend on it, so a resumed fit may train for longer.
+_OF_FIT = ("batch_size", "initial_epoch", "shuffle", "steps_per_epoch")
 _OF_FIT += ("validation_batch_size", "validation_freq", "validation_split", "validation_steps")
 # Learning rates change while an optimizer is used; this is what it had when `fit` first saw it.
 _seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -4,79 +4,106 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any, Literal
 
 import keras
 import numpy as np
 from keras import ops
 from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.src.utils import io_utils
 
-from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention, load
+from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention
+from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.prune import candidates
 from perdure.checkpoint.retention import ranked
-from perdure.errors import StepNotFoundError, TrainError
+from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.keras import members
 from perdure.keras.directory import close_manager, open_manager
-from perdure.state import flatten, restore
+from perdure.state import restore
 from perdure.store import Run, Storage
 
 
 class ModelCheckpoint(MonitorCallback):
-    """Saves the model, and its optimizer, into a run directory while `fit` trains.
+    """Saves the model and its optimizer into a run directory while `fit` trains.
 
-    Arguments have the names and meanings that they have in Keras's own callback. `directory` takes the
-    place of its file name: checkpoints are named by the number of optimizer steps (by the number of
-    batches of this `fit` where the model has no optimizer, or others as attributes), and
-    `max_to_keep` newest ones stay, as well as the one that is best by `monitor`. `save_freq` is "epoch"
-    or a number of batches. With `save_best_only` a checkpoint is saved only where `monitor` is better
-    than ever before; NaN and the infinities never are. Saves go on in the background, and what went
-    wrong in one is raised by the next or at the end.
+    Takes the arguments of `keras.callbacks.ModelCheckpoint`, in the same order. `filepath` is a
+    directory instead of a file name: a checkpoint is named by the number of optimizer steps. If the
+    model has no optimizer, or has further optimizers as attributes, the number of batches of this
+    `fit` is used.
 
-    With `BackupAndRestore` beside it, a resumed `fit` goes on with the best value so far. `fit`
-    raises `StepExistsError` where the directory holds other weights for a step.
+    Args:
+        filepath: Run directory of the checkpoints (a path, a URL or a `Storage`).
+        monitor: Metric that decides which checkpoint is best.
+        verbose: 1 prints a line for each decision to save.
+        save_best_only: Save only if `monitor` is better than ever before. NaN and infinities never
+            are. If `fit` did not report `monitor`, or it is no scalar, the callback warns and saves,
+            as Keras's does.
+        save_weights_only: Save the model without its optimizer.
+        mode: "min", "max", or "auto" to infer it from the metric.
+        save_freq: "epoch" or a number of batches.
+        initial_value_threshold: Value that `monitor` must beat before the first save of
+            `save_best_only`.
+        max_to_keep: How many of the newest checkpoints to keep, besides the best one. None keeps all.
+
+    Saves run in the background. An error of a save is raised by the next save or when training ends.
+    If `BackupAndRestore` is used too, a resumed `fit` continues with the best value so far.
+
+    Raises:
+        ArgumentError: An argument has a value that cannot be used (also a `ValueError`).
+        StepExistsError: From `fit`, if the directory holds other weights for a step.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | Storage,
+        filepath: str | os.PathLike[str] | Storage,
         monitor: str = "val_loss",
-        *,
+        verbose: int = 0,
         save_best_only: bool = False,
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
+        *,
         max_to_keep: int | None = 5,
     ) -> None:
-        super().__init__(monitor, mode)
+        super().__init__(monitor, mode, initial_value_threshold)
+        _check_directory(filepath)
         if save_freq != "epoch" and not (type(save_freq) is int and save_freq >= 1):
-            raise TrainError(
-                f"save_freq: expected 'epoch' or a number of batches from 1 on, found {save_freq!r}."
+            raise ArgumentError(
+                f"Unrecognized save_freq: expected 'epoch' or a number of batches of at least 1, "
+                f"found {save_freq!r}."
             )
-        self.directory = directory
+        self.filepath = filepath
+        self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_weights_only = save_weights_only
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
-        self._seen = 0  # batches
-        self._of_epoch = -1
-        self._last = -1  # the step of the last save; at the start of training nobody knows
+        self._batches = 0  # of this fit
+        self._batch_of_epoch = -1
+        self._epoch = 0
+        self._last_step = -1  # of the last save; unknown when training begins
         self._manager: CheckpointManager | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._seen, self._of_epoch, self._last = 0, -1, -1
+        self._batches, self._batch_of_epoch, self._last_step = 0, -1, -1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        before = self._seen
-        self._seen += batch - self._of_epoch
-        self._of_epoch = batch
+        before = self._batches
+        self._batches += batch - self._batch_of_epoch
+        self._batch_of_epoch = batch
         if self.save_freq == "epoch":
             return
-        every = int(self.save_freq)
-        if self._seen // every > before // every:
+        interval = int(self.save_freq)
+        if self._batches // interval > before // interval:
             self._save(logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._of_epoch = -1
+        self._batch_of_epoch = -1
         if self.save_freq == "epoch":
             self._save(logs or {})
 
@@ -88,21 +115,24 @@ class ModelCheckpoint(MonitorCallback):
     def _save(self, logs: dict[str, Any]) -> None:
         manager = self._manager or self._open()
         value = logs.get(self.monitor)
-        if self.save_best_only:
-            if value is None:
-                raise TrainError(
-                    f"save_best_only: expected the metric {self.monitor!r}, found "
-                    f"{', '.join(map(repr, sorted(logs))) or 'none'}."
-                )
+        if self.save_best_only and not self._can_compare(value):
+            value = None
+        if self.save_best_only and value is not None:
             if not math.isfinite(value) or not self._is_improvement(value, self.best):
+                self._print(f"{self.monitor} did not improve from {_text(self.best)}")
                 return
-        model: Any = self.model  # which fetches the state, on JAX
+            message = f"{self.monitor} improved from {_text(self.best)} to {_text(value)}, saving"
+        else:
+            message = "saving"
+        model: Any = self.model  # on JAX this copies the state out of the compiled step
         optimizer, more = model.optimizer, members.optimizers(model)
-        step = self._seen
+        step = self._batches
         if optimizer is not None and not more:
             step = int(np.asarray(ops.convert_to_numpy(optimizer.iterations.value)))
-            if step == self._last and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                return  # the gradients were not finite: no step was made since
+            if step == self._last_step and isinstance(
+                optimizer, keras.optimizers.LossScaleOptimizer
+            ):
+                return  # the gradients were not finite: no step was made since the last save
         if self.save_best_only and value is not None:
             self.best = float(value)
         saved = members.members(model)
@@ -110,9 +140,24 @@ class ModelCheckpoint(MonitorCallback):
             saved = {"model": model}
         elif more:
             saved[members.ATTRIBUTES] = more
-        numbers = {name: each for name, each in logs.items() if np.ndim(each) == 0}
-        manager.save(step, saved, numbers, force=True)
-        self._last = step
+        metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}
+        self._print(f"{message} step {step} to {manager.directory}")
+        manager.save(step, saved, metrics, force=True)
+        self._last_step = step
+
+    def _can_compare(self, value: Any) -> bool:
+        if value is None:
+            problem = f"Can save best model only with {self.monitor} available"
+        elif np.ndim(value) != 0:
+            problem = f"Can save best model only when `monitor` is a scalar value, found {value!r}"
+        else:
+            return True
+        warnings.warn(f"ModelCheckpoint: {problem}. Saving without a comparison.", stacklevel=4)
+        return False
+
+    def _print(self, message: str) -> None:
+        if self.verbose > 0:
+            io_utils.print_msg(f"\nEpoch {self._epoch + 1}: {message}")
 
     def _open(self) -> CheckpointManager:
         if self.monitor_op is None:
@@ -120,9 +165,9 @@ class ModelCheckpoint(MonitorCallback):
                 self._set_monitor_op()
             except ValueError as error:
                 if self.save_best_only:
-                    raise TrainError(
-                        f"monitor={self.monitor!r}: expected to know whether more or less is better; "
-                        f"pass mode='max' or mode='min'."
+                    raise ArgumentError(
+                        f"monitor={self.monitor!r}: whether higher or lower is better cannot be "
+                        f"inferred from this metric. Pass mode='max' or mode='min'."
                     ) from error
         retention, recipe = Retention(), {}
         if self.monitor_op is not None:
@@ -130,7 +175,7 @@ class ModelCheckpoint(MonitorCallback):
             retention = Retention(best_metric=self.monitor, best_mode=mode)
             recipe = {"monitor": self.monitor, "mode": mode}
         self._manager = open_manager(
-            self.directory,
+            self.filepath,
             max_to_keep=self.max_to_keep,
             options=ManagerOptions(retention=retention),
             recipe=recipe,
@@ -143,35 +188,70 @@ def load_weights(
     run: str | os.PathLike[str] | Storage,
     step: int | Literal["best"] | None = None,
 ) -> int:
-    """Put the weights of a checkpoint into a model, and nothing else; returns its step.
+    """Load the weights of a checkpoint into a model; nothing else of the model changes.
 
-    `run` is the directory of a `ModelCheckpoint` or of a `BackupAndRestore`; `step` a step of it,
-    None for the newest, or "best" by the metric that `ModelCheckpoint` monitored. Seeds and statistics
-    (of BatchNormalization) are among the weights. Raises `StepNotFoundError`, and `MismatchError` that
-    lists every difference where the model is another one, which then is unchanged.
+    Seeds and the statistics of BatchNormalization are among the weights. Warns about each newer
+    checkpoint that is damaged, if `step` is None.
+
+    Args:
+        model: A built Keras model.
+        run: Directory of a `ModelCheckpoint` or of a `BackupAndRestore`.
+        step: A committed step; None for the newest good one; "best" for the best by the metric that
+            `ModelCheckpoint` monitored.
+
+    Returns:
+        The step that was loaded.
+
+    Raises:
+        ArgumentError: `step` is of another type (also a `ValueError`).
+        StepNotFoundError: There is no such checkpoint.
+        MismatchError: The model does not fit; lists every difference. The model is unchanged.
     """
     if step is not None and step != "best" and type(step) is not int:
-        raise TrainError(f"step: expected an int, 'best' or None, found {step!r}.")
-    chosen = _best(Run(run)) if step == "best" else step
-    if chosen is None:
-        newest = Run(run).load_newest(lambda path: path == "model" or path.startswith("model/"))
-        if newest is None:
-            raise StepNotFoundError(f"{Run(run).where}: expected a checkpoint, found none.")
-        restore({"model": model}, newest.leaves)
-        return newest.manifest.step
-    restore({"model": model}, flatten(load(run, int(chosen), "model")))
-    return int(chosen)
+        raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
+    directory = Run(run)
+    chosen = _best_step(directory) if step == "best" else step
+    loaded = load_verified(
+        directory, chosen, lambda path: path == "model" or path.startswith("model/")
+    )
+    restore({"model": model}, loaded.leaves)
+    return loaded.manifest.step
 
 
-def _best(run: Run) -> int:
-    held = run.contents()
-    recipes = [each.recipe for each in held.manifests.values() if "monitor" in each.recipe]
+def _best_step(run: Run) -> int:
+    contents = run.contents()
+    recipes = [man.recipe for man in contents.manifests.values() if "monitor" in man.recipe]
     monitor = str(recipes[-1]["monitor"]) if recipes else ""
     mode: Literal["min", "max"] = "min" if recipes and recipes[-1]["mode"] == "min" else "max"
-    best = ranked(candidates(held), monitor, mode)
+    best = ranked(candidates(contents), monitor, mode)
     if not best:
         raise StepNotFoundError(
             f"{run.where}: expected a checkpoint with a metric that ModelCheckpoint monitored, found "
             f"none{f' with a finite {monitor}' if monitor else ''}. Name a step."
         )
     return best[0].step
+
+
+def _check_directory(filepath: Any) -> None:
+    """Raise `ArgumentError` for a file name, which `keras.callbacks.ModelCheckpoint` takes here."""
+    if filepath is None or filepath == "":
+        raise ArgumentError(f"filepath: expected a directory, found {filepath!r}.")
+    if not isinstance(filepath, (str, os.PathLike)):
+        return
+    name = os.fspath(filepath)
+    if name.endswith((".keras", ".h5")):
+        reason = "a file name"
+    elif "{" in name:
+        reason = "a pattern for file names"
+    else:
+        return
+    raise ArgumentError(
+        f"filepath: expected a directory, found {reason}: {name!r}. This callback keeps all its "
+        f"checkpoints in one run directory, each named by its step: pass a directory such as "
+        f"'runs/model'. `max_to_keep` says how many stay, `perdure ls` lists them with their metrics, "
+        f"and `perdure.keras.load_weights` loads one."
+    )
+
+
+def _text(value: Any) -> str:
+    return "None" if value is None else f"{float(value):.5f}"

@@ -1,0 +1,302 @@
+"""What Keras's own tests ask of its two checkpoint callbacks, asked of ours, on one backend.
+
+Run as a program with KERAS_BACKEND and a scratch directory; prints `{behaviour: null or the error}` as
+JSON. Behaviours differ from Keras's tests in what follows from a run directory (no file names) and in
+one number: after an interruption in the middle of an epoch Keras repeats its first batches, so that its
+test counts 17 steps where 15 were asked for. Ours must count 15.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights
+from perdure.store import Run
+
+BEHAVIOURS: dict[str, Callable[[Path], None]] = {}
+
+
+def behaviour(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    BEHAVIOURS[function.__name__] = function
+    return function
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Raises after so many batches, or epochs, of the process."""
+
+    def __init__(self, batches: int = 0, epochs: int = 0) -> None:
+        super().__init__()
+        self.left = {"batch": batches, "epoch": epochs}
+
+    def _count(self, kind: str) -> None:
+        self.left[kind] -= 1
+        if self.left[kind] == 0:
+            raise Interrupted(kind)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count("batch")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._count("epoch")
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls in a weight that no gradient changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1)
+        return x
+
+
+def counting_model() -> Any:
+    model = keras.Sequential([keras.layers.Input((3,)), Counting(), keras.layers.Dense(1)])
+    model.compile(loss="mse", optimizer="sgd", metrics=["mse"])
+    return model
+
+
+def calls(model: Any) -> int:
+    return int(keras.ops.convert_to_numpy(model.layers[0].calls.value))
+
+
+def interrupted_fit(
+    directory: Path,
+    interrupt: Interrupt,
+    between: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> tuple[Any, Any, Path]:
+    """A fit of 3 batches an epoch that is interrupted, then called again for 5 epochs.
+
+    Model and callback are the same objects in both calls, and the first asks for other epochs.
+    """
+    backup_dir = directory / "sub" / "backup"
+    model, backup = counting_model(), BackupAndRestore(backup_dir, **options)
+    random = np.random.default_rng(0)
+    x, y = random.random((10, 3)), random.random((10, 1))
+    try:
+        model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=[backup, interrupt])
+    except Interrupted:
+        assert backup_dir.exists()
+        between()
+        return (
+            model.fit(x, y, batch_size=4, epochs=5, verbose=0, callbacks=[backup]),
+            model,
+            backup_dir,
+        )
+    raise AssertionError("the interruption did not happen")
+
+
+@behaviour
+def an_interrupted_fit_continues_step_by_step(directory: Path) -> None:
+    history, model, backup_dir = interrupted_fit(directory, Interrupt(batches=2), save_freq=1)
+    assert history.epoch[-1] == 4
+    assert calls(model) == 15, calls(model)
+    assert not backup_dir.exists()
+
+
+@behaviour
+def an_interrupted_fit_continues_epoch_by_epoch(directory: Path) -> None:
+    history, model, backup_dir = interrupted_fit(directory, Interrupt(epochs=3))
+    assert history.epoch[-1] == 4
+    assert calls(model) == 15, calls(model)
+    assert not backup_dir.exists()
+
+
+@behaviour
+def a_damaged_backup_is_replaced_by_the_one_before(directory: Path) -> None:
+    def damage() -> None:
+        pack = max((directory / "sub" / "backup" / "packs").iterdir())
+        pack.write_bytes(b"0")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history, model, _ = interrupted_fit(
+            directory, Interrupt(epochs=3), damage, double_checkpoint=True
+        )
+    assert any("is damaged" in str(warning.message) for warning in caught)
+    assert history.epoch[-1] == 4
+    assert calls(model) == 15, calls(model)
+
+
+@behaviour
+def a_finished_fit_leaves_no_backup(directory: Path) -> None:
+    x, y = np.ones((10, 3)), np.ones((10, 1))
+    backup = BackupAndRestore(directory / "backup", save_freq="epoch")
+    counting_model().fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[backup])
+    assert not (directory / "backup").exists()
+
+
+def raises(error: type[Exception], phrase: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error as raised:
+        assert phrase in str(raised), str(raised)
+        return
+    raise AssertionError(f"{error.__name__} was expected")
+
+
+@behaviour
+def bad_arguments_are_value_errors(directory: Path) -> None:
+    for save_freq in ("batch", 0.15):
+        raises(ValueError, "Invalid value", lambda: BackupAndRestore("backup", save_freq))
+    for backup_dir in ("", None):
+        raises(
+            ValueError, "Empty `backup_dir` argument passed", lambda: BackupAndRestore(backup_dir)
+        )
+    raises(
+        ValueError,
+        "Unrecognized save_freq",
+        lambda: ModelCheckpoint(directory, save_freq="invalid"),
+    )
+    ModelCheckpoint(directory, save_freq="epoch")
+    ModelCheckpoint(directory, save_freq=3)
+
+
+# ---------------------------------------------------------------- ModelCheckpoint
+
+
+def classifier() -> Any:
+    layers = keras.layers
+    model = keras.Sequential(
+        [layers.Input((3,)), layers.Dense(5, "relu"), layers.Dense(3, "softmax")]
+    )
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.Accuracy("acc")])
+    return model
+
+
+def fit_classifier(callback: Any, model: Any = None, epochs: int = 1, batch_size: int = 5) -> Any:
+    random = np.random.default_rng(42)
+    x, y = random.normal(size=(30, 3)).astype("float32"), np.eye(3, dtype="float32")[[0, 1, 2] * 10]
+    model = model or classifier()
+    model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=epochs,
+        validation_data=(x[::-1], y[::-1]),
+        callbacks=[callback],
+        verbose=0,
+    )
+    return model
+
+
+def saved_steps(directory: Path) -> list[int]:
+    return Run(directory).steps() if (directory / "perdure.json").exists() else []
+
+
+@behaviour
+def every_monitor_and_mode_saves(directory: Path) -> None:
+    cases = [
+        ("val_loss", "auto", False),
+        ("val_loss", "min", False),
+        ("val_acc", "max", False),
+        ("val_acc", "max", True),
+    ]
+    for number, (monitor, mode, best) in enumerate(cases):
+        run = directory / "sub" / str(number)
+        fit_classifier(ModelCheckpoint(run, monitor, save_best_only=best, mode=mode))
+        assert saved_steps(run) == [6], (monitor, mode, best, saved_steps(run))
+
+
+@behaviour
+def an_unknown_monitor_warns_and_saves(directory: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_classifier(ModelCheckpoint(directory, "unknown", save_best_only=True, mode="min"))
+    assert any("unknown available" in str(warning.message) for warning in caught)
+    assert saved_steps(directory) == [6]
+
+
+@behaviour
+def an_unknown_mode_warns(directory: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ModelCheckpoint(directory, mode="unknown")
+    assert "ModelCheckpoint mode 'unknown' is unknown" in str(caught[-1].message)
+
+
+@behaviour
+def save_freq_counts_batches_over_epochs(directory: Path) -> None:
+    for weights_only in (False, True):
+        run = directory / str(weights_only)
+        callback = ModelCheckpoint(
+            run, save_freq=15, save_weights_only=weights_only, max_to_keep=None
+        )
+        fit_classifier(callback, epochs=10, batch_size=6)  # 5 batches: epochs 3, 6 and 9
+        assert saved_steps(run) == [15, 30, 45], saved_steps(run)
+    every = directory / "every"
+    fit_classifier(ModelCheckpoint(every, save_freq=1, max_to_keep=None), epochs=5, batch_size=15)
+    assert saved_steps(every) == [*range(1, 11)]
+
+
+@behaviour
+def the_initial_threshold_decides_the_first_save(directory: Path) -> None:
+    cases: list[tuple[str, str, float | None, bool]] = [
+        ("val_acc", "max", -0.01, True),
+        ("val_loss", "auto", None, True),
+        ("val_loss", "min", 0, False),
+        ("val_loss", "auto", 0, False),
+    ]
+    for number, (monitor, mode, threshold, saves) in enumerate(cases):
+        run = directory / str(number)
+        fit_classifier(
+            ModelCheckpoint(
+                run,
+                monitor,
+                save_best_only=True,
+                mode=mode,
+                initial_value_threshold=threshold,
+            )
+        )
+        assert bool(saved_steps(run)) is saves, (monitor, mode, threshold)
+    model = classifier()
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.AUC()])
+    run = directory / "auc"
+    callback = ModelCheckpoint(run, "val_auc", save_best_only=True, initial_value_threshold=1)
+    fit_classifier(callback, model)
+    assert saved_steps(run) == []
+
+
+@behaviour
+def what_was_saved_is_loaded(directory: Path) -> None:
+    for weights_only in (False, True):
+        run = directory / str(weights_only)
+        trained = fit_classifier(
+            ModelCheckpoint(run, save_best_only=True, save_weights_only=weights_only)
+        )
+        fresh = classifier()
+        assert load_weights(fresh, run) == 6
+        for value, expected in zip(fresh.get_weights(), trained.get_weights(), strict=True):
+            assert value.tobytes() == expected.tobytes()
+
+
+def main(directory: Path) -> dict[str, str | None]:
+    results: dict[str, str | None] = {}
+    for name, check in BEHAVIOURS.items():
+        keras.utils.set_random_seed(1)
+        try:
+            check(directory / name)
+            results[name] = None
+        except Exception:  # noqa: BLE001 (reported by name, and judged by the test)
+            results[name] = traceback.format_exc()
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps([keras.backend.backend(), main(Path(sys.argv[1]))]))  # noqa: T201

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perdure.data.permutation import permute
+from perdure.data.pipelines import is_grain
 from perdure.data.stacking import digest, rows, stack, with_weight
 from perdure.errors import DataError
 
@@ -75,7 +76,7 @@ class Examples:
         self._source = source
         self._length = _length(source)
         # Grain numbers the examples of the next epoch on from the last, and draws anew for them.
-        self._stride = self._length if _is_grain(source) else 0
+        self._stride = self._length if is_grain(source, "MapDataset") else 0
         self._reference: Any = None
 
     def __len__(self) -> int:
@@ -160,12 +161,6 @@ def _length(source: Any) -> int:
             "out its repeat(): steps go on into the next epoch by themselves."
         )
     return length
-
-
-def _is_grain(source: Any) -> bool:
-    # An object of Grain's cannot exist before Grain is imported.
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(source, grain.MapDataset)
 
 
 def _named(arrays: Any) -> dict[str, npt.NDArray[Any]]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from perdure.checkpoint.processes import Processes
 from perdure.data.batches import share_size
+from perdure.data.pipelines import is_pipeline, pipeline_error
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError
@@ -153,7 +154,9 @@ def sharded(dataset: Dataset, policy: AutoShardPolicy | str) -> Any:
 
 
 def require_dataset(value: Any) -> None:
-    """DataError for what gives no batches by step."""
+    """Raise `DataError` unless `value` gives the batch of any step."""
+    if is_pipeline(value):
+        raise pipeline_error(value)
     if not callable(getattr(value, "batch", None)):
         raise DataError(
             f"expected a dataset, which gives the batch of any step, found {type(value).__name__}; "

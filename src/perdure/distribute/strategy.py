@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
+from perdure.data.pipelines import is_pipeline, pipeline_error
 from perdure.distribute import collectives, context, inputs
 from perdure.distribute.cluster import ClusterResolver
 from perdure.distribute.context import Inside
@@ -108,6 +109,8 @@ class Strategy:
             "tree": TREE_VERSION,
             **self._engine.recipe(),
         }
+        if is_pipeline(dataset):
+            raise pipeline_error(dataset)
         for name, value in (dataset.recipe() if dataset is not None else {}).items():
             own[f"data_{name}" if name in own else name] = value
         return own

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from perdure.data.pipelines import gives_batch_of_step, is_grain, is_pipeline, pipeline_error
 from perdure.errors import DataError
 from perdure.state import is_positioned, position, reposition
 
@@ -69,13 +70,19 @@ def open_source(data: Any, strategy: Any = None) -> Source:
 
     A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
     distributed dataset, a function of the step, a sequence of batches (which begins again at its
-    end), or an iterator with a position. Raises `DataError` for anything else.
+    end), or an iterator with a position. Without a strategy also Grain's `MapDataset` and
+    `IterDataset` of batches. Raises `DataError` for anything else.
     """
     own = strategy.recipe() if strategy is not None else {}
     if callable(getattr(data, "from_step", None)):
         recipe = strategy.recipe(data) if strategy is not None else data.recipe()
         return Source(lambda step: next(iter(data.from_step(step).take(1))), recipe)
-    if callable(getattr(data, "batch", None)):
+    if is_grain(data, "MapDataset") and strategy is None:
+        # Not modulo its length: Grain draws the order of the next epoch from the larger index.
+        return Source(lambda step: _grain_batch(data, step), {**own, "batches": len(data)})
+    if is_pipeline(data) and (strategy is not None or not is_grain(data, "IterDataset")):
+        raise pipeline_error(data)
+    if gives_batch_of_step(data):
         if strategy is not None:
             return Source(lambda step: strategy.batch(data, step), strategy.recipe(data))
         return Source(data.batch, data.recipe() if hasattr(data, "recipe") else {})
@@ -101,6 +108,16 @@ def open_source(data: Any, strategy: Any = None) -> Source:
     )
 
 
+def _grain_batch(data: Any, step: int) -> Any:
+    batch = data[step]
+    if batch is None:
+        raise DataError(
+            f"batch {step} of the grain.MapDataset is None: a filter after batch() dropped it. Filter "
+            f"the examples before they are batched."
+        )
+    return batch
+
+
 def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> Iterator[Any]:
     """One pass over `data`, or its first `steps` batches. Any iterable will do: nothing resumes it."""
     if callable(getattr(data, "from_step", None)):
@@ -108,7 +125,7 @@ def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> It
         data = data.from_step(0)
         yield from data.take(data.steps_per_epoch if steps is None else steps)
         return
-    if isinstance(data, Iterable) and not callable(getattr(data, "batch", None)):
+    if isinstance(data, Iterable) and not gives_batch_of_step(data):
         yield from itertools.islice(data, steps)
         return
     if steps is None:

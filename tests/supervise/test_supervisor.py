@@ -23,7 +23,16 @@ import pytest
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
 from perdure.ports import free_ports
-from perdure.supervise import Limits, Observer, RunOptions, Summary, Supervisor, life, supervisor
+from perdure.supervise import (
+    Limits,
+    Observer,
+    RunOptions,
+    Summary,
+    Supervisor,
+    life,
+    silence,
+    supervisor,
+)
 from perdure.supervise.console import Console
 from perdure.supervise.guardian import MARK, marked
 from perdure.supervise.worker import Worker
@@ -239,6 +248,29 @@ def fault(step):
     Path("step-1").unlink()
     strict = Run(loop(fault), limits=Limits(compile=0.1), max_restarts=0)
     assert "in the phase compile, limit 0.1 s" in strict.summary.attempts[0].cause
+
+
+def test_a_loop_that_computes_between_two_heartbeats_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence, "DEFAULT_S", dict.fromkeys(silence.DEFAULT_S, 0.3))
+    monkeypatch.setattr(silence, "WINDOW_S", 0.1)
+    monkeypatch.setattr(silence, "BUSY", 1e6)
+    monkeypatch.setattr(silence, "BUSY_BEFORE_FIRST_STEP", 1e6)
+    # An epoch without a heartbeat: 0.7 s of work, which is more than twice the limit.
+    work = """
+import time
+def fault(step):
+    begun = time.process_time()
+    while step in (3, 12) and time.process_time() < begun + 0.7:
+        pass
+"""
+    healthy = Run(loop(work))
+    assert healthy.kinds == ["done"]
+    # The control: a loop that waits there without computing is hung.
+    Path("step-0").unlink()
+    waiting = "def fault(step):\n    if ATTEMPT == 1 and step == 3: hold()"
+    assert Run(loop(waiting)).kinds == ["hung", "done"]
 
 
 class Stop(Observer):

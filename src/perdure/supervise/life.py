@@ -18,6 +18,7 @@ from perdure.heartbeats import Beat
 from perdure.ports import taken
 from perdure.supervise.options import RunOptions
 from perdure.supervise.record import Attempt, Kind
+from perdure.supervise.silence import Silence
 from perdure.supervise.worker import Worker
 
 PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
@@ -43,8 +44,15 @@ class Found:
 class Life:
     """A context: leaving it kills what still runs, and frees what belongs to it."""
 
-    def __init__(self, options: RunOptions, observer: Watcher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        observer: Watcher,
+        clock: Callable[[], float],
+        silence: Silence,
+    ) -> None:
         self._options = options
+        self._silence = silence
         self._observer = observer
         self._clock = clock
         self.workers: list[Worker] = []
@@ -145,7 +153,9 @@ class Life:
             if key.fd == worker.exit or not worker.listen():
                 self._selector.unregister(key.fd)
         for worker in self.workers:
+            before = worker.beat
             if worker.look() and worker.beat is not None:
+                self._silence.heard(worker, before, worker.beat)
                 self._step(worker)
                 self._observer.beat(worker, worker.beat)
 
@@ -234,20 +244,21 @@ class Life:
                     f"{limits.stopped:g} s",
                     worker,
                 )
-        hung: list[tuple[float, Worker, Beat]] = []
+        hung: list[tuple[float, Worker, Beat, float]] = []
         for worker in self.workers:
             beat = worker.beat
             if beat is None or worker.status is not None:
                 continue
-            if now - beat.time > getattr(limits, beat.phase):
-                hung.append((beat.time, worker, beat))
+            limit = self._silence.limit(beat.phase)
+            if self._silence.is_hung(worker, beat, now):
+                hung.append((beat.time, worker, beat, limit))
         if not hung:
             return None
-        _, worker, beat = min(hung, key=lambda each: each[0])
+        _, worker, beat, limit = min(hung, key=lambda each: each[0])
         return Found(
             "hung",
             f"worker {worker.index}: no heartbeat for {now - beat.time:.1f} s in the phase "
-            f"{beat.phase}, limit {getattr(limits, beat.phase):g} s",
+            f"{beat.phase}, limit {limit:g} s",
             worker,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,27 +11,27 @@ from perdure.errors import LaunchError
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a worker may be silent in each phase before it counts as hung; math.inf for none.
+    """Seconds that a worker may give no heartbeat in each phase before it counts as hung.
 
-    They begin with the first heartbeat, which the import of perdure gives in the phase start: a
-    program that does not import it is never taken for hung, and one that does and gives no heartbeat
-    behind that is, at the limit of start.
-    `stopped` is for a process that SIGSTOP holds, in whatever phase it is.
+    None, the default, follows what was measured (`perdure.supervise.silence`); `math.inf` takes the
+    limit away. The first limit begins with the first heartbeat, which the import of perdure gives in
+    the phase `start`. A program that never imports perdure never counts as hung. `stopped` is for a
+    process that SIGSTOP holds, in any phase.
     """
 
-    start: float = 600
-    restore: float = 1800
-    compile: float = 1800
-    step: float = 600
-    save: float = 1800
-    evaluate: float = 3600
-    end: float = math.inf
+    start: float | None = None
+    restore: float | None = None
+    compile: float | None = None
+    step: float | None = None
+    save: float | None = None
+    evaluate: float | None = None
+    end: float | None = None
     stopped: float = 10
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise LaunchError(f"limit {each.name}: expected more than 0 seconds, found {value}")
 
 

@@ -38,6 +38,7 @@ from perdure.supervise.life import PREEMPTED, Life
 from perdure.supervise.options import RunOptions
 from perdure.supervise.policy import Decision, cannot_come_back, decide
 from perdure.supervise.record import Attempt, Summary
+from perdure.supervise.silence import Silence
 from perdure.supervise.spare import Spares
 from perdure.supervise.worker import Worker
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._observer = observer or Observer()
         self._clock = clock
         self._spares = Spares(self._command, self._options.warm, self._console.say)
+        self._silence = Silence(self._options.limits)
         self._mark = secrets.token_hex(8)
         self._asked: int | None = None  # the signal that was passed on
         self._history: list[Attempt] = []
@@ -141,7 +143,7 @@ class Supervisor:
             for place, environment in told.items():
                 self._spares.prepare(place, environment)
 
-        with Life(self._options, self._observer, self._clock) as life:
+        with Life(self._options, self._observer, self._clock, self._silence) as life:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)

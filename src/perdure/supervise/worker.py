@@ -20,7 +20,9 @@ READ_BYTES = 65536
 MOST_READS = 16  # at a time, or one that never stops writing would be all that is looked at
 TAIL_BYTES = 4000
 LINE_CHARACTERS = 300
-_STAT_STATE = 0  # behind the name of the program, which may hold anything
+# Fields of proc_pid_stat(5) after the name of the program, which may hold anything. The times are those
+# of the process in user and system mode, then the same of its children that have ended.
+_STAT_STATE, _STAT_SESSION, _STAT_TIMES = 0, 3, slice(11, 15)
 
 
 class Worker:
@@ -88,6 +90,17 @@ class Worker:
         except OSError:
             return False
         return text.rpartition(")")[2].split()[_STAT_STATE] in ("T", "t")
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the processes of its session have used so far."""
+        ticks = 0
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                    if int(fields[_STAT_SESSION]) == self.pid:
+                        ticks += sum(map(int, fields[_STAT_TIMES]))
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def listen(self) -> bool:
         """Pass on what it has written; False once nobody holds its output open any more."""

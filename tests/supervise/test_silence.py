@@ -1,0 +1,96 @@
+"""When a silent worker counts as hung: after a given limit, or one that follows what was measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from perdure.heartbeats import Beat
+from perdure.supervise.options import Limits
+from perdure.supervise.silence import BUSY, BUSY_BEFORE_FIRST_STEP, DEFAULT_S, WINDOW_S, Silence
+
+
+class Process:
+    """A worker that computes at a constant share of one core."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.now = share, 0.0
+
+    def cpu_seconds(self) -> float:
+        return self.share * self.now
+
+
+def beat(time: float, phase: str = "step", step: int | None = None, pid: int = 1) -> Beat:
+    return Beat(phase, step, time, pid)
+
+
+def hung_at(silence: Silence, process: Process, last: Beat, until: float = 1e6) -> float:
+    """Seconds of silence at which `process` counts as hung, asked once a second."""
+    second = 0.0
+    while second < until:
+        second += 1.0
+        process.now = last.time + second
+        if silence.is_hung(process, last, process.now):
+            return second
+    return math.inf
+
+
+def test_a_given_limit_holds_as_given() -> None:
+    silence = Silence(Limits(step=60))
+    silence.heard(worker := Process(1.0), beat(0, step=1), beat(500, step=2))
+    assert hung_at(silence, worker, beat(500, step=2)) == 61
+    assert hung_at(Silence(Limits(step=math.inf)), Process(0), beat(0), 1e5) == math.inf
+
+
+def test_an_idle_worker_counts_as_hung_after_the_default_limit() -> None:
+    for phase, limit in DEFAULT_S.items():
+        expected = limit + 1 + WINDOW_S
+        assert hung_at(Silence(Limits()), Process(0.01), beat(0, phase), 1e4) == expected
+
+
+def test_the_limit_follows_the_longest_silence_between_steps() -> None:
+    silence, worker = Silence(Limits()), Process(0.0)
+    # One heartbeat an epoch: the first epoch is spent in the phase `compile`.
+    silence.heard(worker, beat(0, "compile", 0), beat(1000, "step", 100))
+    assert silence.limit("step") == 2000
+    assert silence.limit("save") == DEFAULT_S["save"]
+    silence.heard(worker, beat(1000, "step", 100), beat(2500, "step", 200))
+    assert hung_at(silence, worker, beat(2500, step=200)) == 3000 + 1 + WINDOW_S
+
+
+def test_a_beat_of_another_process_measures_nothing() -> None:
+    silence = Silence(Limits())
+    silence.heard(Process(0), beat(0, step=1, pid=1), beat(5000, step=2, pid=2))
+    silence.heard(Process(0), None, beat(5000, step=2))
+    assert silence.limit("step") == DEFAULT_S["step"]
+
+
+def test_a_worker_that_computes_gets_several_limits() -> None:
+    silence, worker = Silence(Limits()), Process(1.0)
+    limit = DEFAULT_S["compile"]
+    assert hung_at(silence, worker, beat(0, "compile", 0)) == BUSY_BEFORE_FIRST_STEP * limit + 1
+    after_steps = Silence(Limits())
+    after_steps.heard(worker, beat(0, step=1), beat(1, step=2))
+    assert hung_at(after_steps, worker, beat(1, step=2)) == BUSY * DEFAULT_S["step"] + 1
+
+
+def test_after_a_kill_the_same_place_gets_more_time() -> None:
+    silence = Silence(Limits())
+    first = hung_at(silence, Process(0), beat(0, "compile", 0))
+    second = hung_at(silence, Process(0), beat(0, "compile", 0))
+    assert second >= 2 * first
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_worker_that_stops_computing_is_found(share: float) -> None:
+    silence, worker = Silence(Limits()), Process(share)
+    last = beat(0, step=3)
+    worker.now = 700.0
+    assert not silence.is_hung(worker, last, 700.0)  # the first sample
+    worker.now = 711.0
+    assert silence.is_hung(worker, last, 711.0) is (share == 0.0)
+    if share:
+        worker.share = worker.cpu_seconds() / 722.0  # no more from here on
+        worker.now = 722.0
+        assert silence.is_hung(worker, last, 722.0)

@@ -72,7 +72,8 @@ def counting_model() -> Any:
 
 
 def calls(model: Any) -> int:
-    return int(keras.ops.convert_to_numpy(model.layers[0].calls.value))
+    count: Any = keras.ops.convert_to_numpy(model.layers[0].calls.value)
+    return int(count)
 
 
 def interrupted_fit(

@@ -173,7 +173,7 @@ def examine(run: Run) -> Findings:
             needed |= {pack.name for pack in manifest.packs}
         blind |= manifest is None and error is not None
     held = run.contents()
-    for manifest in (*held.manifests.values(), *held.quarantined):
+    for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]

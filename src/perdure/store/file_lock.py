@@ -2,8 +2,8 @@
 
 Invariant: while `FileLock.check` passes, no other process holds the lock of that path. The lock belongs
 to the open file description, so opening and closing the file elsewhere in this process (a copy of the
-directory, a backup) does not release it. Forked children close their copy of the descriptor, so the lock
-ends with the process that took it.
+directory, a backup) does not release it. Forked children close their copy of the descriptor, so the
+lock ends with the process that took it.
 """
 
 from __future__ import annotations

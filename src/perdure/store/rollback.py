@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from perdure.errors import CorruptionError
-from perdure.store.contents import quarantined, reason_name, set_aside
-from perdure.store.format import MANIFESTS, Manifest, decode_manifest, manifest_name
+from perdure.store.contents import committed_steps, quarantined, reason_name, set_aside
+from perdure.store.format import MANIFESTS, QUARANTINE, Manifest, decode_manifest, manifest_name
 from perdure.store.storage import Storage
 
 
@@ -63,16 +63,16 @@ def finish_moves(storage: Storage) -> None:
 
     It stays committed: its manifest is made durable, then the copy in quarantine goes.
     """
-    for each in rolled_back(storage):
-        name = manifest_name(each.manifest.step)
-        try:
-            data = storage.read(name)
-        except FileNotFoundError:
-            continue
-        if data == storage.read(each.name):
-            storage.replace(name, data)
-            storage.delete(each.name)
-            storage.delete(reason_name(each.name))
+    aside = [name for name in quarantined(storage) if name.endswith(".json")]
+    committed = set(committed_steps(storage)) if aside else set()
+    for name in aside:
+        step = int(digits) if (digits := name.removeprefix(QUARANTINE)[:12]).isdecimal() else -1
+        if step in committed and _note(storage, name) is not None:
+            data = storage.read(manifest_name(step))
+            if data == storage.read(name):
+                storage.replace(manifest_name(step), data)
+                storage.delete(name)
+                storage.delete(reason_name(name))
 
 
 def put_aside(

@@ -219,6 +219,7 @@ class Run:
                 self._marked = True
             for name in self.leftovers():
                 self.storage.delete(name)
+            finish_moves(self.storage)
         except OSError as error:
             self.close()
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
@@ -500,7 +501,7 @@ class Run:
             if not dry_run:
                 finish_moves(self.storage)
             steps = self.steps()
-            candidates = [each for each in self.rolled_back() if each.manifest.step not in steps]
+            candidates = self.rolled_back()
             newest = self.manifest(steps[-1]) if steps else None
             place = (newest.step, newest.fingerprint) if newest else None
             line = returning(candidates, place)
@@ -623,26 +624,27 @@ class Run:
         steps = committed_steps(self.storage)
         if step not in steps:
             if steps and step < steps[-1]:
-                raise HistoryError(self._behind(step, steps))
+                why = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
+                raise HistoryError(self._refused(step, why, steps))
             return None
         name = manifest_name(step)
         try:
             present = self.manifest(step)
         except CorruptionError as error:
             if step < steps[-1]:
-                raise HistoryError(
-                    f"{self._behind(step, steps)} The manifest of step {step} is damaged: {error}"
-                ) from error
+                why = f"step {step} is older than step {steps[-1]}, and damaged ({error})"
+                raise HistoryError(self._refused(step, why, steps)) from error
             self.quarantine(step, str(error))
             return None
         rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
         found = fingerprint(rows)
         if found != present.fingerprint:
-            raise StepExistsError(
-                f"{self._behind(step, steps)} Step {step} is committed with fingerprint "
-                f"{present.fingerprint[:16]}, this save has {found[:16]}. A run that resumes exactly "
-                f"gives equal bits, so the recipe or the code changed, or this run started elsewhere."
+            why = (
+                f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
+                f"{found[:16]}. A run that resumes exactly gives equal bits, so the recipe or the code "
+                f"changed, or this run started elsewhere"
             )
+            raise StepExistsError(self._refused(step, why, steps))
         if step in self._durable:
             return present
         from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
@@ -657,7 +659,7 @@ class Run:
         self._durable.add(step)
         return present
 
-    def _behind(self, step: int, steps: list[int]) -> str:
+    def _refused(self, step: int, why: str, steps: list[int]) -> str:
         """Why a save of `step` is refused, and the ways out."""
         older = [at for at in steps if at < step]
         ways = "save into another run directory"
@@ -668,9 +670,8 @@ class Run:
                 f"directory: `perdure fork {self.where}@{older[-1]} NEW`"
             )
         return (
-            f"{self.where}: step {step} cannot be saved: the newest checkpoint is step {steps[-1]}, "
-            f"and the checkpoints of a run are one line of steps. Nothing was changed. To continue, "
-            f"{ways}."
+            f"{self.where}: {why}. The checkpoints of a run are one line of steps; nothing was "
+            f"changed. To continue, {ways}."
         )
 
     def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:

@@ -104,6 +104,7 @@ class LocalStorage:
             lock.release()
 
     def free_bytes(self) -> int | None:
+        self.check_lock()
         status = os.statvfs(self.where)
         return status.f_bavail * status.f_frsize
 

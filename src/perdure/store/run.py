@@ -720,13 +720,13 @@ class Run:
             return f"{self.where}: saving step {step} failed: {error}. It was not committed."
         try:
             steps = [at for at in self.steps() if at != step]
+            free = self.storage.free_bytes()
         except (OSError, UnreachableError):
             return (
                 f"{self.where}: saving step {step} failed: {error}. Every earlier checkpoint is as it "
                 f"was. Save again once the storage answers."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
-        free = self.storage.free_bytes()
         room = "" if free is None else f", free there: {free} bytes"
         last = (
             f"the last good checkpoint is step {steps[-1]}"

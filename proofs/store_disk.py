@@ -18,6 +18,7 @@ from report import Row, row
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
 from disks import NoMount, fill, small_disk
+from lock_cases import CASES, holds
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
 from perdure.errors import LockedError, SaveError
@@ -28,6 +29,7 @@ DISK = 24 * 1024 * 1024
 STATE = 4 * 1024 * 1024
 DURING = (("open", ".pack"), ("write", ".pack"), ("open", ".json"), ("write", ".json"))
 WRITERS = 10
+LOCK_RUNS = 10
 DONATED_STEPS = 500
 
 
@@ -122,7 +124,23 @@ def writer_rows(work: Path) -> Iterator[Row]:
     """Line 6."""
     results = [second_writer(work / f"run{n}") for n in range(WRITERS)]
     yield row("second writers that are told at once by host and process", (a for a, _ in results))
+    for name in CASES:
+        yield row(
+            f"one writer, tried by {name}",
+            (_lock_holds(work / f"{name}{n}", name) for n in range(LOCK_RUNS)),
+        )
+        yield row(
+            f"control: one writer, tried by {name} with a lock that is taken wrongly",
+            [not holds(name, work / f"{name}-control" / "run", control=True)[0]],
+        )
     yield row("locks of processes killed by SIGKILL that are taken over", (b for _, b in results))
+
+
+def _lock_holds(work: Path, name: str) -> bool:
+    held, printed = holds(name, work / "run")
+    if not held:
+        print(f"       {name}: {printed[-2000:]}")
+    return held
 
 
 def second_writer(path: Path) -> tuple[bool, bool]:

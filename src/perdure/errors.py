@@ -5,8 +5,9 @@ PerdureError
 │   ├── NotARunError              the path holds no run directory
 │   ├── FormatVersionError        written by a newer perdure
 │   ├── StepNotFoundError         no checkpoint of that step
-│   ├── StepExistsError           that step is already committed with other bits
-│   ├── LockedError               another live process writes to this run directory
+│   ├── HistoryError              a run has one line of steps, and this would start a second one
+│   │   └── StepExistsError       that step is already committed with other bits
+│   ├── LockedError               another writer, or the process this one was forked from, writes here
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
 │   ├── UnreachableError          the storage did not answer: nothing is known about its contents
@@ -49,12 +50,16 @@ class StepNotFoundError(StoreError):
     """The run directory holds no checkpoint of that step."""
 
 
-class StepExistsError(StoreError):
+class HistoryError(StoreError):
+    """A save at or below the newest committed step, or a rollback that cannot be done or undone."""
+
+
+class StepExistsError(HistoryError):
     """That step is already committed, with other bits."""
 
 
 class LockedError(StoreError):
-    """Another live process writes to this run directory."""
+    """Another writer writes to this run directory, or this process was forked from the writer."""
 
 
 class CorruptionError(StoreError):

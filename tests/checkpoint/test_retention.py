@@ -258,5 +258,5 @@ def test_prune_is_refused_while_a_writer_is_at_work(tmp_path: Path) -> None:
         manager.wait_until_finished()
         refused = prune(str(tmp_path), "--max-to-keep", "1")
         assert refused.exit_code == 1
-        assert "another process writes here" in refused.output
+        assert "this process already has a manager" in refused.output
         assert prune(str(tmp_path), "--max-to-keep", "1", "--dry-run").exit_code == 0

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from helpers import Crash, Operations, contents, make_leaves, repeated, run_on, sharing_states
 
+from perdure.checkpoint.prune import plan_prune
+from perdure.checkpoint.retention import Retention
 from perdure.store import Leaf, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
 
@@ -37,6 +39,8 @@ class Case:
     before: Callable[[], States] = plain
     added: Callable[[], States] = dict
     damage: Callable[[Path], object] = Path.exists
+    follow: Callable[[Run], object] = Run.steps
+    """What is called after the crash, and must then succeed."""
     codec: str | None = None
 
 
@@ -59,6 +63,28 @@ def encoded() -> States:
 
 def small(step: int) -> Callable[[], States]:
     return lambda: {step: make_leaves(step, SIZES)}
+
+
+def rolled_back(path: Path) -> None:
+    with run_on(path) as run:
+        assert run.rollback(2) == [3, 4]
+
+
+def all_back(run: Run) -> None:
+    run.undo_rollback()
+    assert run.steps() == [1, 2, 3, 4]
+
+
+def gone_back(run: Run) -> None:
+    """Repeats the rollback, undoes it, and checks what came back."""
+    assert run.steps()[-1] in (2, 3, 4), "the newest one is of the old line"
+    run.rollback(2)
+    assert run.steps() == [1, 2]
+    assert {each.manifest.step for each in run.rolled_back()} == {3, 4}
+    run.save(2, sharing_states()[2])
+    all_back(run)
+    for step, leaves in sharing_states().items():
+        assert contents(run.load(step).leaves) == contents(leaves)
 
 
 CASES = {
@@ -87,6 +113,22 @@ CASES = {
         frozenset({2, 3, 4}),
         before=encoded,
         codec="shuffle-zstd",
+    ),
+    "rollback": Case(
+        lambda run: run.rollback(2), frozenset({1, 2}), before=sharing_states, follow=gone_back
+    ),
+    "undo": Case(
+        all_back,
+        frozenset({1, 2}),
+        before=sharing_states,
+        damage=rolled_back,
+        follow=all_back,
+    ),
+    "prune_rolled_back": Case(
+        lambda run: run.execute(plan_prune(run, None, Retention(), rolled_back=True).store),
+        frozenset({1, 2}),
+        before=sharing_states,
+        damage=rolled_back,
     ),
     "repair": Case(
         lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
@@ -118,6 +160,7 @@ def assert_whole(path: Path, case: Case) -> None:
     for step in report.good:
         assert contents(Run(path).load(step).leaves) == contents(states[step])
     with run_on(path) as run:
+        case.follow(run)
         repaired = repair(run).report
         assert case.kept <= set(repaired.good)
         assert [p for p in repaired.problems if not p.name.startswith("quarantine/")] == []

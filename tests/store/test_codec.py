@@ -204,10 +204,10 @@ def test_fingerprints_and_states_are_those_of_a_run_without(
 def test_a_codec_that_comes_and_goes_writes_no_chunk_twice(
     tmp_path: Path, states: dict[int, dict[str, Leaf]]
 ) -> None:
-    for step, codec in enumerate((None, CODEC, None, CODEC)):
+    for number, codec in enumerate((None, CODEC, None, CODEC)):
         with run_on(tmp_path, codec=codec) as run:
-            run.save(step, states[1])
-            run.save(10 + step, states[2])
+            run.save(2 * number, states[1])
+            run.save(2 * number + 1, states[2])
     assert len(list((tmp_path / "packs").iterdir())) == 2
     assert {Run(tmp_path).manifest(step).format for step in Run(tmp_path).steps()} == {FORMAT}
     with run_on(tmp_path, codec=CODEC) as run:

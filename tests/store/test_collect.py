@@ -111,7 +111,7 @@ def test_orphans_go_only_when_every_manifest_is_readable(tmp_path: Path) -> None
     with filled(tmp_path) as run:
         run.storage.delete(manifest_name(3))
         run.storage.delete(manifest_name(4))
-        assert len(run.plan(Request(orphans_to=3)).orphans) == 0
+        assert len(run.plan(Request(orphans_to=3)).orphans) == 1, "the disk counts, not the memory"
     with run_on(tmp_path) as run:
         assert len(run.plan(Request(orphans_to=3)).orphans) == 1
         assert len(run.plan(Request(orphans_to=4)).orphans) == 2

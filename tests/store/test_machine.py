@@ -7,6 +7,7 @@ docs/FORMAT.md says.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -26,12 +27,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from perdure.errors import CorruptionError, StepExistsError, StepNotFoundError
+from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, check
 from perdure.store.format import CODEC_FORMAT
 from perdure.testing.servers import ObjectServer
 
-STEPS = st.integers(0, 12)
+AHEAD = st.integers(-3, 3)
 SEEDS = st.integers(0, 5)
 SIZES = (700, 40, 0)
 
@@ -60,6 +61,8 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.place = self.make()
         self.model: dict[int, State] = {}
+        # What rollbacks set aside, in that order: the predecessor and the checkpoint itself.
+        self.aside: list[tuple[tuple[int, State], tuple[int, State]]] = []
         self.undo: tuple[str, bytes, bytes] | None = None
         self.codec: str | None = None
         self.run = self.opened()
@@ -89,21 +92,68 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ rules
 
-    @rule(step=STEPS, seed=SEEDS)
-    def save(self, step: int, seed: int) -> None:
+    @rule(ahead=AHEAD, seed=SEEDS)
+    def save(self, ahead: int, seed: int) -> None:
         leaves = state_of(seed)
+        step = self.step(ahead)
         damaged = self.damaged()
-        if step in self.model and step not in damaged and self.model[step] != contents(leaves):
-            with pytest.raises(StepExistsError):
+        if self.is_refused(step, contents(leaves), damaged):
+            with pytest.raises(HistoryError, match="one line of steps"):
                 self.run.save(step, leaves)
+            self.seen["refused"] += 1
             return
         try:
             self.seen["encoded"] += self.run.save(step, leaves).format == CODEC_FORMAT
-        except StepExistsError:
-            # Only its pack is damaged: the manifest still tells what was saved.
+        except HistoryError:
+            # Only its pack is damaged: the manifest still tells what was saved. Or only its manifest
+            # is, and newer ones are there.
             assert step in damaged
             return
         self.model[step] = contents(leaves)
+
+    def step(self, ahead: int) -> int:
+        """A step around the newest one."""
+        return max(0, max(self.model, default=0) + ahead)
+
+    def is_refused(self, step: int, state: State, damaged: set[int]) -> bool:
+        if step not in self.model:
+            return step < max(self.model, default=0)
+        return step not in damaged and self.model[step] != state
+
+    @precondition(lambda self: self.model and self.undo is None)
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        newer = [at for at in sorted(self.model) if at > step]
+        assert self.run.rollback(step) == newer
+        self.put_aside(step)
+
+    def put_aside(self, step: int) -> None:
+        """What a rollback to `step` does to the model."""
+        for before, after in itertools.pairwise(sorted(self.model.items())):
+            if after[0] > step:
+                self.aside.append((before, after))
+                del self.model[after[0]]
+                self.seen["rolled back"] += 1
+
+    @precondition(lambda self: self.undo is None)
+    @rule()
+    def undo_a_rollback(self) -> None:
+        newest = max(self.model.items(), key=lambda each: each[0], default=None)
+        line = []
+        while found := [each for each in self.aside if each[0] == newest]:
+            line.append(found[-1])
+            newest = found[-1][1]
+        if not line and self.aside:
+            with pytest.raises(HistoryError, match="nothing was brought back"):
+                self.run.undo_rollback()
+            return
+        assert self.run.undo_rollback() == [after[0] for _, after in line]
+        self.seen["undone"] += len(line)
+        for each in line:
+            # The last one that is equal to it.
+            del self.aside[len(self.aside) - 1 - self.aside[::-1].index(each)]
+            self.model.update([each[1]])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -244,10 +294,11 @@ class LocalMachine(Machine):
         (self.place / name).write_bytes(data)
 
     @precondition(lambda self: self.undo is None)
-    @rule(step=STEPS, seed=SEEDS, at=st.integers(0, 16))
-    def crash_in_a_save(self, step: int, seed: int, at: int) -> None:
+    @rule(ahead=AHEAD, seed=SEEDS, at=st.integers(0, 16))
+    def crash_in_a_save(self, ahead: int, seed: int, at: int) -> None:
         leaves = state_of(seed)
-        with contextlib.suppress(StepExistsError):
+        step = self.step(ahead)
+        with contextlib.suppress(HistoryError):
             if self.crashed(at, lambda run: run.save(step, leaves)) and step not in self.model:
                 if step not in Run(self.place).steps():
                     return
@@ -263,6 +314,15 @@ class LocalMachine(Machine):
             step not in Run(self.place).steps()
         ):
             del self.model[step]
+
+    @precondition(lambda self: self.undo is None and self.model)
+    @rule(data=st.data(), at=st.integers(0, 20))
+    def crash_in_a_rollback(self, data: st.DataObject, at: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        if self.crashed(at, lambda run: run.rollback(step)):
+            assert set(Run(self.place).steps()) >= {at for at in self.model if at <= step}
+            self.run.rollback(step)
+        self.put_aside(step)
 
     def crashed(self, at: int, action: Any) -> bool:
         """Whether `action` was cut off ahead of its operation number `at`; then opens afresh."""
@@ -344,16 +404,16 @@ def explore(
 
 def test_a_disk_agrees_with_a_dict() -> None:
     seen = explore(LocalMachine, 40, 20)
-    assert min(seen["crash"], seen["damage"], seen["encoded"]) > 0
+    assert min(seen["crash"], seen["damage"], seen["encoded"], seen["undone"]) > 0
 
 
 def test_memory_agrees_with_a_dict() -> None:
     seen = explore(MemoryMachine, 100, 25)
-    assert min(seen["damage"], seen["encoded"]) > 0
+    assert min(seen["damage"], seen["encoded"], seen["refused"], seen["undone"]) > 0
 
 
 def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:
-    assert explore(on_s3(s3), 4, 10)["damage"] > 0
+    assert explore(on_s3(s3), 6, 12)["damage"] > 0
 
 
 def test_the_machine_sees_a_store_that_loses_a_checkpoint() -> None:

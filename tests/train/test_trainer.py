@@ -194,10 +194,9 @@ def test_a_second_trainer_in_the_same_place_is_refused_and_harms_nothing(tmp_pat
 
         def after_step(self, trainer: Trainer, logs: Any) -> None:
             if trainer.step == 6:
-                # The lock belongs to the process, so the second writer is one of another storage.
                 with pytest.raises(LockedError) as caught, CheckpointManager(storage) as manager:
                     manager.claim()
-                assert "another process writes here" in str(caught.value)
+                assert "this process already has a manager" in str(caught.value)
                 with pytest.raises(LockedError):
                     problem.trainer(storage).train(STEPS)
                 self.refused += 1

@@ -10,7 +10,9 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, SupportsFloat
 
@@ -20,7 +22,7 @@ from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
 from perdure.checkpoint.recipe import allowed, check_group, check_resume
 from perdure.checkpoint.retention import Retention, ranked
-from perdure.checkpoint.together import load_together, save_together
+from perdure.checkpoint.together import by_chief, load_together, save_together
 from perdure.errors import (
     PruneError,
     SaveError,
@@ -106,9 +108,13 @@ class CheckpointManager:
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
         self._arena = Arena()
-        self.preemption = PreemptionFlag(describe=self._newest)
+        # Weakly: the signal's handler must not keep a manager, and its lock, that nobody else has.
+        newest = weakref.WeakMethod(self._newest)
+        self.preemption = PreemptionFlag(describe=lambda: text() if (text := newest()) else "")
         self._notes: list[str] = []
         self._told: set[str] = set()
+        # A save above this step is new; None until the processes have agreed on it.
+        self._highest: int | None = None
 
     @property
     def directory(self) -> str:
@@ -181,7 +187,9 @@ class CheckpointManager:
         `metrics` are recorded with it, for retention and for people. Returns as soon as `state` may
         change again; the checkpoint is durable once `wait_until_finished` or `close` returns. Raises
         what the save before this one raised (or warns, see `ManagerOptions`), and `LockedError` when
-        another process writes there (in a group: at the next call).
+        another process writes there (in a group: at the next call). A step at or below the newest
+        committed one is decided in this call: equal bits succeed, everything else raises
+        `HistoryError`, because the checkpoints of a run are one line of steps (see `rollback`).
 
         In a group every process calls this at the same steps with its own copy of the state, writes
         its share, and comes out with the same result; copies that differ raise `StateError`.
@@ -197,7 +205,10 @@ class CheckpointManager:
             except SaveError as error:
                 self._tolerate(error)
                 return False
+        is_new = self._is_new(step)
         self._submit(step, state, metrics)
+        if not is_new:
+            self._settle(wait=True)
         beat("step", step)
         return True
 
@@ -281,10 +292,35 @@ class CheckpointManager:
         if self._processes.is_chief:
             self._run.begin_writing()
 
+    def rollback(self, step: int) -> list[int]:
+        """Go back to the checkpoint of `step` for good: newer ones are set aside.
+
+        They can be brought back by `perdure rollback RUN --undo` until something newer is saved, and
+        are removed by `perdure prune RUN --rolled-back`. The live state does not change: restore it
+        afterwards. Durable on return; after a crash the call can be repeated. In a group every process
+        calls this.
+
+        Args:
+            step: A committed step, whose checkpoint is read and verified first.
+
+        Returns:
+            The steps that were set aside, oldest first; empty if `step` is the newest.
+
+        Raises:
+            StepNotFoundError: `step` is not committed.
+            CorruptionError: its checkpoint is damaged.
+            HistoryError: a newer step is pinned.
+            LockedError: another process writes there.
+        """
+        self._settle(wait=True)
+        self._highest = None
+        return by_chief(self._processes, lambda: self._run.rollback(step))
+
     def delete(self, step: int) -> None:
         """Delete one checkpoint. Raises `StepNotFoundError` where there is none, `StoreError` for a
         pinned one."""
         self._settle(wait=True)
+        self._highest = None
         if self._processes.is_chief and not self._run.delete([step]):
             self._run.manifest(step)
 
@@ -314,6 +350,22 @@ class CheckpointManager:
         leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
+
+    def _is_new(self, step: int) -> bool:
+        """Whether `step` is above every committed one, so that a save of it continues the run.
+
+        The answer only decides whether the call waits for the save, which decides by itself. The first
+        call, and the first after a restore, a rollback or a deletion, is a collective.
+        """
+        if self._highest is None:
+            newest = -1
+            if self._processes.is_chief:
+                with suppress(StoreError):  # the save finds the same, and raises it
+                    newest = max(self._run.steps(), default=-1)
+            self._highest = int(self._processes.gather(b"%d" % newest)[0])
+        is_new = step > self._highest
+        self._highest = max(step, self._highest)
+        return is_new
 
     def _release(self) -> None:
         self._arena.release()
@@ -372,6 +424,7 @@ class CheckpointManager:
     def _restore(self, step: int | None, like: Any) -> Restored | None:
         beat("restore")
         self._settle(wait=True)
+        self._highest = None
         self._check_group()
         loaded = load_together(self._run, self._processes, step)
         if loaded is None:

@@ -39,22 +39,38 @@ def candidates(held: Contents) -> list[Candidate]:
 
 
 def plan_prune(
-    run: Run, max_to_keep: int | None, retention: Retention, saved: int | None = None
+    run: Run,
+    max_to_keep: int | None,
+    retention: Retention,
+    saved: int | None = None,
+    *,
+    rolled_back: bool = False,
 ) -> PrunePlan:
     """What a prune would do. Changes nothing.
 
     With `saved`, the step of the save just done, it leaves alone what a save in progress may be
-    writing and moves only what is worth it; without, it takes everything that nobody needs.
+    writing and moves only what is worth it; without, it takes everything that nobody needs. Neither
+    that step nor the newest one goes, whatever the rules say. With `rolled_back`, what rollbacks set
+    aside goes, too.
     """
-    held = run.contents()
-    verdicts = tuple(decide(candidates(held), max_to_keep, retention))
-    gone = frozenset(verdict.step for verdict in verdicts if not verdict.keep)
     after_a_save = saved is not None
+    held = run.contents(fresh=not after_a_save)
+    newest = max(held.manifests, default=None)
+    verdicts = tuple(
+        Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
+        if not verdict.keep and verdict.step in (saved, newest)
+        else verdict
+        for verdict in decide(candidates(held), max_to_keep, retention)
+    )
+    gone = frozenset(verdict.step for verdict in verdicts if not verdict.keep)
     request = Request(
         steps=gone,
         orphans_to=saved if saved is not None else MAX_STEP,
         compact_from=COMPACT_FROM if after_a_save else 0,
         everywhere=not after_a_save,
+        quarantined=frozenset(each.name for each in run.rolled_back())
+        if rolled_back
+        else frozenset(),
     )
     return PrunePlan(verdicts, plan_collect(held, request))
 

@@ -6,7 +6,7 @@ group come out of a call with the same outcome. What one of them cannot do, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
@@ -39,6 +39,7 @@ class _Outcome(Struct):
     kind: str | None = None
     text: str = ""
     step: int | None = None
+    steps: tuple[int, ...] = ()
 
 
 class _Part(Struct):
@@ -113,6 +114,21 @@ def load_together(run: Run, processes: Processes, step: int | None) -> Loaded | 
             f"process {processes.index} does not see the run directory that the chief restores from; "
             f"all processes need one shared directory. {error}"
         ) from error
+
+
+def by_chief(processes: Processes, action: Callable[[], list[int]]) -> list[int]:
+    """What `action` returns in the chief, in every process; what it raises there, all raise."""
+    if not processes.is_chief:
+        outcome = _decode(processes.broadcast(None), _Outcome)
+        _follow(outcome)
+        return list(outcome.steps)
+    try:
+        steps = action()
+    except PerdureError as error:
+        _tell(processes, _Outcome(type(error).__name__, str(error)))
+        raise
+    _tell(processes, _Outcome(steps=tuple(steps)))
+    return steps
 
 
 def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:

@@ -32,14 +32,25 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
                 "fingerprint": manifest.fingerprint,
             }
         )
+    aside = opened.rolled_back()
     if as_json:
-        quarantined = opened.quarantined()
+        names = {each.name for each in aside}
+        quarantined = [name for name in opened.quarantined() if name not in names]
         document(
             {
                 "run": opened.where,
                 "checkpoints": rows,
                 "damaged": damaged,
                 "quarantined": quarantined,
+                "rolled_back": [
+                    {
+                        "step": each.manifest.step,
+                        "rolled_back_to": each.note.rolled_back_to,
+                        "when": each.note.found,
+                        "name": each.name,
+                    }
+                    for each in aside
+                ],
             }
         )
     else:
@@ -50,6 +61,8 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
                 for r in rows
             ],
         )
+        for each in aside:
+            click.echo(f"step {each.manifest.step} is set aside: {each.note.reason}")
         for bad in damaged:
             click.echo(f"step {bad['step']} is damaged: {bad['error']}", err=True)
     ctx.exit(1 if damaged else 0)

@@ -15,6 +15,7 @@ from perdure.checkpoint.prune import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.store import Run
+from perdure.store.format import PACKS
 
 
 @click.command("prune")
@@ -25,6 +26,7 @@ from perdure.store import Run
 @click.option("--best-metric", type=str, help="Keep also the best ones by this metric.")
 @click.option("--best-mode", type=click.Choice(["max", "min"]), default="max", show_default=True)
 @click.option("--best-to-keep", type=int, default=1, show_default=True)
+@click.option("--rolled-back", is_flag=True, help="Remove also what rollbacks set aside.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @json_option
 @click.pass_context
@@ -37,6 +39,7 @@ def command(
     best_metric: str | None,
     best_mode: Literal["max", "min"],
     best_to_keep: int,
+    rolled_back: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -52,7 +55,7 @@ def command(
     with opened:
         if not dry_run:
             opened.begin_writing()
-        plan = plan_prune(opened, max_to_keep, retention)
+        plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
         if not as_json:
             _print(plan)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
@@ -74,16 +77,18 @@ def _print(plan: PrunePlan) -> None:
         click.echo("")
     store = plan.store
     for label, names in (
-        ("delete ", store.packs),
-        ("orphan ", store.orphans),
-        ("compact", store.compact),
+        ("delete ", store.quarantined),
+        ("delete ", [PACKS + name for name in store.packs]),
+        ("orphan ", [PACKS + name for name in store.orphans]),
+        ("compact", [PACKS + name for name in store.compact]),
     ):
         for name in names:
-            click.echo(f"{label}  packs/{name}")
+            click.echo(f"{label}  {name}")
     if store.held_back:
         click.echo(f"packs stay: {store.held_back}")
+    going = len(store.steps) + len(store.quarantined)
     click.echo(
-        f"{len(store.steps)} checkpoints go; {size_text(store.freed)} given back, "
+        f"{going} checkpoints go; {size_text(store.freed)} given back, "
         f"{size_text(store.copied)} copied, {len(store.rewrite)} manifests replaced"
     )
 

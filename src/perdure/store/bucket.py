@@ -194,8 +194,11 @@ class Bucket:
         except FileNotFoundError:
             return
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """Names under `prefix`, each once. A listing that breaks off goes on where it was."""
+    def list(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Names under `prefix`, each once, with their version tags ("" if the store tells none).
+
+        A listing that breaks off continues at the place that it had reached.
+        """
         last = broke_at = None
         while True:
             try:
@@ -203,7 +206,7 @@ class Bucket:
                     for entry in batch:
                         last = entry["path"]
                         if last.rstrip("/") != prefix.rstrip("/"):
-                            yield last
+                            yield last, entry.get("e_tag") or ""
                 return
             except self._api.exceptions.BaseError as error:
                 failed = self._translated(error, "listing", prefix)

@@ -7,7 +7,7 @@ answered; creating one where there is none is the commit.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from perdure.store.bucket import Bucket, CloudOptions
@@ -76,7 +76,10 @@ class CloudStorage:
         return self._bucket.head(name)["size"]
 
     def list(self, prefix: str) -> Iterator[str]:
-        return self._bucket.list(prefix)
+        return (name for name, _ in self._bucket.list(prefix))
+
+    def versions(self, prefix: str) -> Mapping[str, str]:
+        return dict(self._bucket.list(prefix))
 
     def move(self, name: str, target: str) -> None:
         self._check_lock()

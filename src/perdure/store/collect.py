@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
-from perdure.store.contents import Contents
+from perdure.store.contents import Contents, reason_name
 from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
 from perdure.store.storage import Storage
 
@@ -32,19 +32,21 @@ class Request:
     later ones may belong to a save in progress. `compact_from`: packs that are mostly dead are
     compacted when that gives back at least so many bytes; None leaves them. `everywhere` looks at
     every pack for that, otherwise only at those that a checkpoint being deleted reads from.
+    `quarantined` are names of manifests in quarantine that go.
     """
 
     steps: frozenset[int] = frozenset()
     orphans_to: int = -1
     compact_from: int | None = None
     everywhere: bool = False
+    quarantined: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class CollectPlan:
-    """What will happen, in this order: manifests of `steps` go, then `packs` and `orphans`; then the
-    live chunks of `compact` are copied into one new pack, the manifests of `rewrite` are replaced by
-    ones that read from there, and the packs of `compact` go.
+    """What will happen, in this order: manifests of `steps` and those of `quarantined` go, then `packs`
+    and `orphans`; then the live chunks of `compact` are copied into one new pack, the manifests of
+    `rewrite` are replaced by ones that read from there, and the packs of `compact` go.
 
     `freed` bytes are given back, `copied` of them are written again first. `held_back` says why
     packs that nobody needs stay.
@@ -59,11 +61,12 @@ class CollectPlan:
     freed: int = 0
     copied: int = 0
     held_back: str | None = None
+    quarantined: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.steps or self.packs or self.orphans or self.compact)
+        return not (self.steps or self.packs or self.orphans or self.compact or self.quarantined)
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,18 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
             f"changed. Unpin them first."
         )
     steps = tuple(sorted(gone))
+    set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
     if blind := sorted(held.unreadable.keys() - gone):
         why = (
             f"the manifest of step {blind[0]} cannot be read and may need any pack: "
             f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
         )
-        return CollectPlan(request, steps, held_back=why)
+        return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
-    in_quarantine = _named(held.quarantined)
+    in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
     needed = _named(kept.values()) | in_quarantine
     touched = _named(held.manifests[step] for step in gone if step in held.manifests)
+    touched |= _named(held.quarantined[name] for name in set_aside)
     packs = sorted((touched - needed) & held.packs.keys())
     orphans, why = _orphans(held, request, touched | needed)
     candidates = (needed - in_quarantine) & held.packs.keys()
@@ -114,13 +119,20 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
         freed=old - copied,
         copied=copied,
         held_back=why,
+        quarantined=set_aside,
     )
 
 
 def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
-    """Carry out a plan that was made from `held`. After a crash at any point, plan again."""
+    """Carry out a plan that was made from `held`, which was read under the lock just now.
+
+    After a crash at any point, plan again.
+    """
     for step in plan.steps:
         storage.delete(manifest_name(step))
+    for name in plan.quarantined:
+        storage.delete(name)
+        storage.delete(reason_name(name))
     for name in (*plan.packs, *plan.orphans):
         storage.delete(PACKS + name)
     if not plan.compact:

@@ -206,7 +206,7 @@ def _read_direct(path: str, offset: int, target: memoryview) -> int:
 
 
 def _open_direct(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | _O_DIRECT, 0o644)
     except OSError as error:

@@ -41,6 +41,9 @@ TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
+HEAD_BYTES = _DIGEST_BYTES
+"""The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
+
 _MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
 
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from perdure.store.bucket import Bucket, version_of
 from perdure.store.format import TEMP_SUFFIX
+from perdure.store.storage import LostLock
 
 RENEWALS_PER_LEASE = 3
 
@@ -88,11 +89,11 @@ class Lease:
         threading.Thread(target=self._keep, name="perdure-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise `OSError` unless the lock is still ours; asks the store only when it may not be."""
+        """Raise `LostLock` unless the lock is still ours; asks the store only when it may not be."""
         if self._lost is None and _steady() - self._renewed > self._mine.lease_seconds:
             self.renew()
         if self._lost is not None:
-            raise OSError(
+            raise LostLock(
                 errno.ESTALE,
                 f"the lock was taken over by {self._lost.strip()} when this process had not renewed "
                 f"it for {self._mine.lease_seconds:g} s; nothing more is written. Stop one of the two",

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from perdure.store.direct import StagedWriter, read_at
+from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
 
 STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes go through the staging buffers."""
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_held: dict[tuple[int, int] | None, bytes] = {}
-_held_guard = threading.Lock()
 
 
 def _nothing(operation: str, path: str) -> None:
@@ -39,12 +36,15 @@ class LocalStorage:
     ) -> None:
         self.where = os.fspath(root)
         self._before = before
+        self._lock: FileLock | None = None
 
     def create(self, name: str, size: int) -> LocalSink:
+        self.check_lock()
         self._make_parent(name)
         return LocalSink(self, name, size)
 
     def replace(self, name: str, data: bytes) -> None:
+        self.check_lock()
         self._make_parent(name)
         temporary = self.path(name) + TEMP_SUFFIX
         try:
@@ -74,6 +74,7 @@ class LocalStorage:
         return iter([prefix + entry.name for entry in entries if entry.is_file()])
 
     def move(self, name: str, target: str) -> None:
+        self.check_lock()
         self._make_parent(target)
         self._link(self.path(name), self.path(target))
         self.sync_parent(target)
@@ -83,6 +84,7 @@ class LocalStorage:
         self.sync_parent(name)
 
     def delete(self, name: str) -> None:
+        self.check_lock()
         self.step("unlink", self.path(name))
         try:
             os.unlink(self.path(name))
@@ -92,42 +94,27 @@ class LocalStorage:
 
     @contextmanager
     def lock(self, name: str, owner: bytes) -> Iterator[None]:
-        # POSIX record locks: gone with the process, and not inherited by a forked data worker that
-        # outlives it. They do not exclude threads of one process, so `_held` does that.
         self._make_parent(name)
-        path = self.path(name)
-        with _held_guard:
-            # Asked before opening: closing any descriptor of a locked file would drop the lock.
-            if (holder := _held.get(_identity(path))) is not None:
-                raise BlockingIOError(errno.EAGAIN, holder.decode(errors="replace"), path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                said = os.pread(fd, 4096, 0).decode(errors="replace")
-                os.close(fd)
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise BlockingIOError(errno.EAGAIN, said, path) from None
-                raise
-            identity = _identity(path)
-            _held[identity] = owner
-        # Names of its own: one that is never left ends with Python, when the module's are gone.
-        guard, held, close = _held_guard, _held, os.close
+        lock = acquire(self.path(name), owner)
+        self._lock = lock
         try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, owner, 0)
             yield
         finally:
-            with guard:
-                held.pop(identity, None)
-                close(fd)
+            self._lock = None
+            lock.release()
 
     def free_bytes(self) -> int | None:
+        self.check_lock()
         status = os.statvfs(self.where)
         return status.f_bavail * status.f_frsize
 
     def path(self, name: str) -> str:
         return os.path.join(self.where, name)
+
+    def check_lock(self) -> None:
+        """Raise `LostLock` if this object took the writer's lock and does not hold it any more."""
+        if self._lock is not None:
+            self._lock.check()
 
     def step(self, operation: str, path: str) -> None:
         """Announce the operation that comes next."""
@@ -144,7 +131,9 @@ class LocalStorage:
     def write_synced(self, path: str, data: bytes) -> None:
         """Write a whole new file and sync it."""
         self.step("open", path)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+        )
         try:
             view = memoryview(data)
             while view:
@@ -157,6 +146,7 @@ class LocalStorage:
 
     def link(self, temporary: str, name: str) -> None:
         """Give a finished temporary file its name, unless that is taken; durable on return."""
+        self.check_lock()
         self._link(temporary, self.path(name))
         with contextlib.suppress(FileNotFoundError):
             self.step("unlink", temporary)
@@ -239,11 +229,3 @@ class LocalSink:
         if self._staged is not None:
             self._staged.close()
         self._storage.remove_quietly(self._temporary)
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino

@@ -1,13 +1,16 @@
 """`Run`: one run directory, its checkpoints, and the one writer that it may have.
 
-Owns the order of operations of a save, a restore, a quarantine and a delete. Readers take no lock
-and never change anything; the first change takes the writer's lock and keeps it until `close`.
+Owns the order of operations of a save, a restore, a quarantine, a rollback and a delete. Readers take
+no lock and never change anything; the first change takes the writer's lock and keeps it until `close`.
+Invariant: committed checkpoints are one line of steps, and a save only adds to its end.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,6 +21,7 @@ import msgspec
 
 from perdure.errors import (
     CorruptionError,
+    HistoryError,
     LockedError,
     NoGoodCheckpointError,
     PruneError,
@@ -47,6 +51,7 @@ from perdure.store.contents import (
 )
 from perdure.store.drill import drilled_clock
 from perdure.store.format import (
+    HEAD_BYTES,
     LOCK,
     MANIFESTS,
     MARKER,
@@ -71,8 +76,16 @@ from perdure.store.format import (
 )
 from perdure.store.leaf import Leaf
 from perdure.store.marker import is_marked
+from perdure.store.rollback import (
+    RolledBack,
+    finish_moves,
+    put_aside,
+    put_back,
+    returning,
+    rolled_back,
+)
 from perdure.store.room import require_room
-from perdure.store.storage import Storage, create_whole
+from perdure.store.storage import LostLock, Storage, create_whole
 from perdure.store.urls import open_storage
 from perdure.store.writer import Held, Written, write_pack
 
@@ -94,6 +107,9 @@ class Run:
 
     `codec` ("shuffle-zstd") is for the chunks that this object will write; whoever reads finds out by
     itself. Raises `StoreError` where its library is missing.
+
+    It belongs to the process that made it: in a forked child every change raises `LockedError`. A
+    closed `Run` may be used again; its next change takes the lock again.
     """
 
     def __init__(
@@ -108,7 +124,9 @@ class Run:
         self.storage: Storage = open_storage(where)
         self._clock = drilled_clock(clock)
         self._catalog = Catalog(self.storage)
-        self._unsure: set[int] = set()
+        self._pid = os.getpid()
+        # Steps that this writer made durable since it took the lock.
+        self._durable: set[int] = set()
         self._lock = ExitStack()
         self._writing = self._ready = False
         self._marked = is_marked(self.storage, create=create)
@@ -191,6 +209,7 @@ class Run:
         The first writer makes the directory a run directory; each one clears what a crashed writer
         left half written. May be called often.
         """
+        self.check_process()
         if self._ready:
             return
         self.claim()
@@ -200,6 +219,7 @@ class Run:
                 self._marked = True
             for name in self.leftovers():
                 self.storage.delete(name)
+            finish_moves(self.storage)
         except OSError as error:
             self.close()
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
@@ -211,27 +231,43 @@ class Run:
         What takes time is left to `begin_writing`, so that a training loop can ask for the lock
         itself and leave the rest to the background. May be called often.
         """
+        self.check_process()
         if self._writing:
             return
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": time_text(self._clock()),
+            "process": _process_token(),
         }
+        text = json.dumps(owner).encode() + b"\n"
         try:
-            self._lock.enter_context(self.storage.lock(LOCK, json.dumps(owner).encode() + b"\n"))
+            try:
+                self._lock.enter_context(self.storage.lock(LOCK, text))
+            except BlockingIOError as error:
+                if _own_lock(error) is None:
+                    raise
+                # One that nothing refers to any more, such as that of a notebook cell that ran before,
+                # is released when the collector finds it. A save under way refers to its own.
+                gc.collect()
+                self._lock.enter_context(self.storage.lock(LOCK, text))
         except BlockingIOError as error:
-            raise LockedError(
-                f"{self.where}: another process writes here: {(error.strerror or '').strip()}. "
-                f"Nothing was changed. Stop that process, or use another run directory; the "
-                f"processes of one group share a writer when the manager is given "
-                f"`processes=strategy.processes`."
-            ) from None
+            raise LockedError(self._locked(error)) from None
         except OSError as error:
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
         self._writing = True
         # What was read before may have been changed by the writer in between.
         self._catalog.forget()
+        self._durable.clear()
+
+    def check_process(self) -> None:
+        """Raise `LockedError` in a process that was forked from the one that made this object."""
+        if os.getpid() != self._pid:
+            raise LockedError(
+                f"{self.where}: opened in process {self._pid}, and used in process {os.getpid()}, "
+                f"which was forked from it. Nothing was changed. Save in the process that opened it, "
+                f"or open another run directory in this one."
+            )
 
     def save(
         self,
@@ -244,9 +280,10 @@ class Run:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
-        with equal bits returns the manifest that is there, with those `metrics` added that it lacks;
-        with other bits it raises `StepExistsError`. Any failure raises `SaveError` and leaves every
-        earlier checkpoint as it was.
+        with equal bits returns the manifest that is there, made durable, with those `metrics` added
+        that it lacks; with other bits it raises `StepExistsError`. A step below the newest one that is
+        not there raises `HistoryError`. Any failure raises `SaveError` and leaves every earlier
+        checkpoint as it was.
 
         `write`, given the chunks that are held, makes the others durable in place of this process: a
         group shares them out. It is called at most once, and not at all for a step that is there.
@@ -272,12 +309,7 @@ class Run:
             if (present := self._same_step(step, leaves)) is not None:
                 return self._with_metrics(present, metrics)
             require_room(self.storage, leaves, self._catalog.held())
-            held = self._catalog.held()
-            records, packs, located = (
-                write(held)
-                if write
-                else write_pack(self.storage, step, 0, leaves, held, self.encode)
-            )
+            records, packs, located = self._write(step, leaves, write)
             manifest = Manifest(
                 format=format_of(records),
                 step=step,
@@ -288,17 +320,42 @@ class Run:
                 packs=tuple(packs),
                 leaves=tuple(records),
             )
-            self._commit(manifest)
+            data = self._encoded(manifest)
+            create_whole(self.storage, manifest_name(step), data)
         except FileExistsError as error:
+            self._catalog.forget()
             raise LockedError(
                 f"{self.where}: step {step} was committed by another writer while this one was "
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
         except (OSError, UnreachableError) as error:
-            self._unsure.add(step)
+            self._catalog.forget()
             raise SaveError(self._save_failed(step, leaves, error)) from error
-        self._catalog.add(manifest, located)
+        self._catalog.add(manifest, data[:HEAD_BYTES], located)
+        self._durable.add(step)
         return manifest
+
+    def _write(
+        self,
+        step: int,
+        leaves: Mapping[str, Leaf],
+        write: Callable[[Mapping[str, Held]], Written] | None,
+    ) -> Written:
+        """Write the chunks that are not held; check that the packs of the others are still there."""
+        if write is not None:
+            written = write(self._catalog.held())
+            if not self._catalog.agrees(written[1]):
+                raise OSError("a pack has another size than its checkpoints say")
+            return written
+        try:
+            written = write_pack(self.storage, step, 0, leaves, self._catalog.held(), self.encode)
+            if self._catalog.agrees(written[1]):
+                return written
+        except FileNotFoundError:
+            pass
+        # A pack that was there when it was last looked at is gone: look again, and write what it held.
+        self._catalog.forget()
+        return write_pack(self.storage, step, 0, leaves, self._catalog.held(), self.encode)
 
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
@@ -310,12 +367,16 @@ class Run:
         self.execute(plan)
         return list(plan.steps)
 
-    def contents(self) -> Contents:
-        """What is held now: every manifest is read (once, while this is the writer), and no pack."""
+    def contents(self, *, fresh: bool = True) -> Contents:
+        """What is held now: every manifest that changed is read, and no pack.
+
+        Without `fresh` the writer takes a manifest that it read or wrote before for unchanged, which is
+        good enough for a plan; `execute` looks again.
+        """
         if not self._writing:
             self._catalog.forget()
         try:
-            return self._catalog.contents()
+            return self._catalog.contents(fresh=fresh)
         except OSError as error:
             raise PruneError(
                 f"{self.where}: cannot be listed: {error}. Nothing was changed; try again."
@@ -328,8 +389,9 @@ class Run:
     def execute(self, plan: CollectPlan) -> Collected:
         """Carry out a plan; every checkpoint that stays is readable at any instant.
 
-        Raises `StoreError` when the run directory changed since the plan was made (nothing is
-        deleted then), and `PruneError` when an operation failed in the middle: plan again then.
+        What goes is decided again from the manifests as they are now, under the lock. Raises
+        `StoreError` when the run directory changed since the plan was made (nothing is deleted then),
+        and `PruneError` when an operation failed in the middle: plan again then.
         """
         self.begin_writing()
         held = self.contents()
@@ -341,12 +403,18 @@ class Run:
             done = execute_collect(self.storage, held, plan)
         except OSError as error:
             self._catalog.forget()
+            advice = (
+                "Open the run directory again."
+                if isinstance(error, LostLock)
+                else "Repair the cause, then run `perdure prune` or continue training."
+            )
             raise PruneError(
                 f"{self.where}: deleting stopped in the middle: {error}. Every checkpoint that stays "
-                f"is readable. Mend the cause, then run `perdure prune` or go on training."
+                f"is readable. {advice}"
             ) from error
         for step in plan.steps:
             self._catalog.remove(step)
+            self._durable.discard(step)
         self._catalog.replace(done.replaced)
         return done
 
@@ -366,6 +434,121 @@ class Run:
         """The pinned steps."""
         return pinned_steps(self.storage)
 
+    def rollback(self, step: int, *, dry_run: bool = False) -> list[int]:
+        """Go back to the checkpoint of `step`: every newer one is set aside, the newest first.
+
+        They move to quarantine, where `undo_rollback` finds them and no prune touches them unless it is
+        asked to. After a crash at any point the newest checkpoint is one of the same line, and the call
+        can be repeated. Everything is durable on return.
+
+        Args:
+            step: A committed step. Its checkpoint is read and verified first.
+            dry_run: Check everything, take no lock and change nothing.
+
+        Returns:
+            The steps that were (or, in a dry run, would be) set aside, oldest first.
+
+        Raises:
+            StepNotFoundError: `step` is not committed.
+            CorruptionError: the checkpoint of `step` is damaged. Nothing was moved.
+            HistoryError: a newer step is pinned. Nothing was moved.
+            LockedError: another writer is at work.
+            SaveError: an operation failed in the middle; repeat the call.
+        """
+        if not dry_run:
+            self.begin_writing()
+        try:
+            if not dry_run:
+                finish_moves(self.storage)
+            steps = self.steps()
+            newer = [at for at in steps if at > step]
+            self._require_whole(step)
+            if pinned := sorted(self.pinned() & set(newer)):
+                raise HistoryError(
+                    f"{self.where}: steps {_shorten(pinned)} are newer than {step} and pinned; nothing "
+                    f"was moved. Unpin them first (`manager.unpin`)."
+                )
+            if newer and not dry_run:
+                line = {at: self._readable(at) for at in steps}
+                put_aside(self.storage, line, step, time_text(self._clock()))
+        except OSError as error:
+            raise self._stopped("the rollback", error) from error
+        finally:
+            if not dry_run:
+                self._catalog.forget()
+                self._durable.clear()
+        return newer
+
+    def undo_rollback(self, *, dry_run: bool = False) -> list[int]:
+        """Bring back the checkpoints that rollbacks set aside, as long as nothing newer was saved.
+
+        A checkpoint returns only behind the one that it followed. So two rollbacks in a row are both
+        undone, and a line that was left for another one stays where it is. After a crash at any point
+        the call can be repeated. Everything is durable on return.
+
+        Returns:
+            The steps that were (or, in a dry run, would be) brought back, oldest first; empty if
+            nothing is set aside.
+
+        Raises:
+            HistoryError: what is set aside does not continue the newest checkpoint.
+            LockedError: another writer is at work.
+            SaveError: an operation failed in the middle; repeat the call.
+        """
+        if not dry_run:
+            self.begin_writing()
+        try:
+            if not dry_run:
+                finish_moves(self.storage)
+            steps = self.steps()
+            candidates = self.rolled_back()
+            newest = self.manifest(steps[-1]) if steps else None
+            place = (newest.step, newest.fingerprint) if newest else None
+            line = returning(candidates, place)
+            if candidates and not line:
+                raise HistoryError(
+                    f"{self.where}: nothing was brought back: the newest checkpoint is "
+                    f"{f'step {newest.step}' if newest else 'gone'}, and what rollbacks set aside "
+                    f"continues {_follows(candidates)}. Go back there first (`perdure rollback "
+                    f"{self.where} STEP`)."
+                )
+            if not dry_run:
+                put_back(self.storage, line)
+        except OSError as error:
+            raise self._stopped("undoing the rollback", error) from error
+        finally:
+            if not dry_run:
+                self._catalog.forget()
+        return [each.manifest.step for each in line]
+
+    def rolled_back(self) -> list[RolledBack]:
+        """The checkpoints that rollbacks set aside, by their names in quarantine."""
+        return rolled_back(self.storage)
+
+    def _require_whole(self, step: int) -> None:
+        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+        try:
+            verify_leaves(self.storage, self.manifest(step))
+        except CorruptionError as error:
+            if isinstance(error.__cause__, ConnectionError):
+                raise UnreachableError(str(error)) from error
+            raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
+
+    def _readable(self, step: int) -> Manifest | None:
+        try:
+            return self.manifest(step)
+        except CorruptionError:
+            return None
+
+    def _stopped(self, what: str, error: OSError) -> StoreError:
+        if isinstance(error, ConnectionError):
+            return UnreachableError(f"{self.where}: {what} stopped: {error}. Repeat it.")
+        return SaveError(
+            f"{self.where}: {what} stopped in the middle: {error}. No checkpoint is lost; repeat it "
+            f"once the cause is repaired."
+        )
+
     def quarantine(self, step: int, reason: str) -> str:
         """Move a bad manifest out of the way, with the reason beside it; returns its new name.
 
@@ -373,6 +556,7 @@ class Run:
         """
         target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
+        self._durable.discard(step)
         return target
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
@@ -386,9 +570,16 @@ class Run:
         chunk that is needed is damaged, with the reason. The old packs stay where they are.
         """
         self.begin_writing()
-        done = compact(self.storage, self.contents().manifests, packs)
-        self._catalog.replace(done[0])
-        return done
+        needed = {
+            pack.name: f"step {each.manifest.step}, which was rolled back, reads from it"
+            for each in self.rolled_back()
+            for pack in each.manifest.packs
+        }
+        stay = {name: needed[name] for name in packs if name in needed}
+        movable = [name for name in packs if name not in stay]
+        replaced, damaged = compact(self.storage, self.contents().manifests, movable)
+        self._catalog.replace(replaced)
+        return replaced, {**damaged, **stay}
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
@@ -404,6 +595,8 @@ class Run:
     def close(self) -> None:
         """Give the writer's lock back. `SaveError` when not all could be brought to a second place."""
         self._writing = self._ready = False
+        if os.getpid() != self._pid:
+            return  # the lock, and what waits for it to end, are the parent's
         try:
             self._lock.close()
         except OSError as error:
@@ -424,35 +617,61 @@ class Run:
             raise SaveError(f"{self.where}: {name} cannot be moved aside: {error}.") from error
 
     def _same_step(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
-        try:
-            self.storage.size(manifest_name(step))
-        except FileNotFoundError:
+        """The manifest of `step` if these bits are committed, None if the step continues the run.
+
+        Raises `HistoryError` for everything else.
+        """
+        steps = committed_steps(self.storage)
+        if step not in steps:
+            if steps and step < steps[-1]:
+                why = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
+                raise HistoryError(self._refused(step, why, steps))
             return None
+        name = manifest_name(step)
         try:
             present = self.manifest(step)
         except CorruptionError as error:
+            if step < steps[-1]:
+                why = f"step {step} is older than step {steps[-1]}, and damaged ({error})"
+                raise HistoryError(self._refused(step, why, steps)) from error
             self.quarantine(step, str(error))
             return None
         rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
         found = fingerprint(rows)
-        if found == present.fingerprint:
-            from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
-
-            try:  # the manifest says what should be there; "saved" means that it is
-                verify_leaves(self.storage, present)
-            except CorruptionError as error:
-                self.quarantine(step, str(error))
-                return None
-            if step in self._unsure:
-                # The name is there, and the sync after it failed: nothing says that it is durable.
-                self.storage.replace(manifest_name(step), encode_manifest(present))
-                self._unsure.discard(step)
+        if found != present.fingerprint:
+            why = (
+                f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
+                f"{found[:16]}. A run that resumes exactly gives equal bits, so the recipe or the code "
+                f"changed, or this run started elsewhere"
+            )
+            raise StepExistsError(self._refused(step, why, steps))
+        if step in self._durable:
             return present
-        raise StepExistsError(
-            f"{self.where}: step {step} is committed with fingerprint {present.fingerprint[:16]}, this "
-            f"save has {found[:16]}. A run that resumes exactly gives equal bits, so the recipe or the "
-            f"code changed, or this run started elsewhere. Nothing was overwritten. Use another run "
-            f"directory, or delete that step first."
+        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+        try:  # the manifest says what should be there; "saved" means that it is
+            verify_leaves(self.storage, present)
+        except CorruptionError as error:
+            self.quarantine(step, str(error))
+            return None
+        # Its writer may have been killed, or failed, before the name was durable.
+        self.storage.replace(name, self.storage.read(name))
+        self._durable.add(step)
+        return present
+
+    def _refused(self, step: int, why: str, steps: list[int]) -> str:
+        """Why a save of `step` is refused, and the ways out."""
+        older = [at for at in steps if at < step]
+        ways = "save into another run directory"
+        if older:
+            ways = (
+                f"either set the newer checkpoints aside: `manager.rollback({older[-1]})` or `perdure "
+                f"rollback {self.where} {older[-1]}`; or continue from step {older[-1]} in another run "
+                f"directory: `perdure fork {self.where}@{older[-1]} NEW`"
+            )
+        return (
+            f"{self.where}: {why}. The checkpoints of a run are one line of steps; nothing was "
+            f"changed. To continue, {ways}."
         )
 
     def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
@@ -465,9 +684,6 @@ class Run:
         self._catalog.replace({manifest.step: manifest})
         return manifest
 
-    def _commit(self, manifest: Manifest) -> None:
-        create_whole(self.storage, manifest_name(manifest.step), self._encoded(manifest))
-
     def _encoded(self, manifest: Manifest) -> bytes:
         with collector_paused(len(manifest.leaves)):
             data = encode_manifest(manifest)
@@ -475,23 +691,42 @@ class Run:
             check_encoded(data, manifest, f"{self.where}: the manifest of this save")
         return data
 
+    def _locked(self, error: BlockingIOError) -> str:
+        if (since := _own_lock(error)) is not None:
+            return (
+                f"{self.where}: this process already has a manager (or a `Run`) open there, opened at "
+                f"{since}. Nothing was changed. Close it, or use it."
+            )
+        return (
+            f"{self.where}: another process writes here: {(error.strerror or '').strip()}. "
+            f"Nothing was changed. Stop that process, or use another run directory; the "
+            f"processes of one group share a writer when the manager is given "
+            f"`processes=strategy.processes`."
+        )
+
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()
         held = f"steps {_shorten(steps)}" if steps else "no checkpoint"
-        return (
-            f"{self.where}: expected a checkpoint of step {step}, found {held}. Ask for one there."
+        aside = any(each.manifest.step == step for each in self.rolled_back())
+        return f"{self.where}: expected a checkpoint of step {step}, found {held}. " + (
+            f"Step {step} was set aside by a rollback; `perdure rollback {self.where} --undo` brings "
+            f"it back."
+            if aside
+            else "Ask for one of those."
         )
 
     def _save_failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
+        if isinstance(error, LostLock):
+            return f"{self.where}: saving step {step} failed: {error}. It was not committed."
         try:
             steps = [at for at in self.steps() if at != step]
+            free = self.storage.free_bytes()
         except (OSError, UnreachableError):
             return (
                 f"{self.where}: saving step {step} failed: {error}. Every earlier checkpoint is as it "
                 f"was. Save again once the storage answers."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
-        free = self.storage.free_bytes()
         room = "" if free is None else f", free there: {free} bytes"
         last = (
             f"the last good checkpoint is step {steps[-1]}"
@@ -508,3 +743,29 @@ def _shorten(steps: list[int]) -> str:
     if len(steps) <= 8:
         return ", ".join(map(str, steps))
     return f"{', '.join(map(str, steps[:3]))} ... {', '.join(map(str, steps[-3:]))} ({len(steps)})"
+
+
+def _follows(candidates: Iterable[RolledBack]) -> str:
+    starts = {each.note.after for each in candidates} - {each.place for each in candidates}
+    steps = sorted({after[0] for after in starts if after is not None})
+    return f"step {_shorten(steps)}" if steps else "a checkpoint that is not there"
+
+
+_token: tuple[int, str] = (0, "")
+
+
+def _process_token() -> str:
+    """A random text that no other process has, forked children included."""
+    global _token
+    if _token[0] != os.getpid():
+        _token = os.getpid(), secrets.token_hex(8)
+    return _token[1]
+
+
+def _own_lock(error: BlockingIOError) -> str | None:
+    """Since when this process holds the lock that refused it; None if another one does."""
+    try:
+        owner = json.loads(error.strerror or "")
+        return str(owner["since"]) if owner["process"] == _process_token() else None
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -5,9 +5,13 @@ Names are relative, with `/` between parts. A backend knows nothing of packs or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
+
+
+class LostLock(OSError):
+    """The lock that a change needs is not held any more; the change was not made."""
 
 
 class Sink(Protocol):
@@ -72,7 +76,10 @@ class Storage(Protocol):
     def lock(self, name: str, owner: bytes) -> AbstractContextManager[None]:
         """Hold `name` against every other writer; released when the process dies.
 
-        Raises `BlockingIOError` whose `strerror` is the owner text of the holder.
+        Opening, reading or copying the run directory elsewhere in the process does not release it,
+        and a forked child does not hold it. While it is held, every change of this storage object
+        first checks that it still is, and raises `LostLock` otherwise. Raises `BlockingIOError`
+        whose `strerror` is the owner text of the holder.
         """
         ...
 
@@ -94,6 +101,15 @@ class StreamingStorage(Protocol):
         Yields the bytes of each as soon as they are there, fewer only at the end of the object.
         Raises what `Storage.read_into` raises.
         """
+        ...
+
+
+@runtime_checkable
+class VersionedStorage(Protocol):
+    """What a `Storage` also offers if a listing tells versions, so that nothing has to be read."""
+
+    def versions(self, prefix: str) -> Mapping[str, str]:
+        """Names under `prefix`, each with a text that differs for other bytes; "" if unknown."""
         ...
 
 

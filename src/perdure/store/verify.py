@@ -173,7 +173,7 @@ def examine(run: Run) -> Findings:
             needed |= {pack.name for pack in manifest.packs}
         blind |= manifest is None and error is not None
     held = run.contents()
-    for manifest in (*held.manifests.values(), *held.quarantined):
+    for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
@@ -222,8 +222,9 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, Corrupti
 def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in run.leftovers():
         yield Problem(name, "left by a writer that did not finish", False)
+    aside = {each.name: each.note.reason for each in run.rolled_back()}
     for name in run.quarantined():
-        yield Problem(name, "in quarantine", False)
+        yield Problem(name, aside.get(name, "in quarantine"), False)
     for step in sorted(run.pinned() - steps):
         yield Problem(f"step {step}", "is pinned, and is not there", False)
     for name in sorted(run.storage.list(MANIFESTS)):

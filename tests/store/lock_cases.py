@@ -1,0 +1,169 @@
+"""What a program does around a run directory that it writes to, and whether it stays the one writer.
+
+Shared by the tests and by `make proof-store`. Each case runs in a process of its own, because it forks:
+
+    python lock_cases.py CASE DIRECTORY [control]
+
+It ends with status 0 if the lock held. `control` locks as it must not be done, so that the case fails.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import contents, sharing_states
+
+from perdure import CheckpointManager
+from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention
+from perdure.errors import LockedError
+from perdure.store import Run, check, file_lock
+
+PRUNE = (sys.executable, "-m", "perdure.cli", "prune", "--max-to-keep", "3")
+TAKE = "import sys; from perdure.store import Run; Run(sys.argv[1]).begin_writing()"
+
+
+def filled(path: Path) -> Run:
+    run = Run(path, create=True)
+    for step, leaves in sharing_states().items():
+        run.save(step, leaves)
+    return run
+
+
+def another_process_is_refused(path: Path) -> None:
+    done = subprocess.run([*PRUNE, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1, done
+    assert "another process writes here" in done.stderr
+
+
+def another_process_may_write(path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", TAKE, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def all_is_there(run: Run, path: Path) -> None:
+    """Saves and prunes once more; every step that stays is as it was saved."""
+    run.save(5, sharing_states()[4])
+    execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
+    run.close()
+    assert check(Run(path)).problems == ()
+    for step, state in ((3, 3), (4, 4), (5, 4)):
+        assert contents(Run(path).load(step).leaves) == contents(sharing_states()[state])
+
+
+def copy(path: Path) -> None:
+    """A backup in the same process opens and closes every file, the lock among them."""
+    run = filled(path)
+    shutil.copytree(path, path.with_name("backup"))
+    another_process_is_refused(path)
+    all_is_there(run, path)
+
+
+def fork(path: Path) -> None:
+    """A forked child can neither save nor keep the lock once the parent has released it."""
+    run = filled(path)
+    manager = CheckpointManager(path.with_name("other"))
+    manager.save(1, {"a": 1})
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        refused = 0
+        for change in (
+            lambda: run.save(5, sharing_states()[1]),
+            lambda: run.delete([1]),
+            lambda: Run(path).save(5, sharing_states()[1]),
+            lambda: manager.claim(),
+        ):
+            try:
+                change()
+            except LockedError:
+                refused += 1
+        run.close()
+        os.read(begin, 1)  # lives until the parent closes the pipe
+        os._exit(refused)
+    os.close(begin)
+    another_process_is_refused(path)
+    assert run.steps() == [1, 2, 3, 4]
+    all_is_there(run, path)
+    another_process_may_write(path)
+    os.close(end)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    manager.close()
+
+
+def execute(path: Path) -> None:
+    """A program that was started meanwhile, and outlives the writer, holds nothing."""
+    run = filled(path)
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, close_fds=False) as started:
+        spawned = os.posix_spawn(sys.executable, [*waits[:2], "input()"], os.environ)
+        another_process_is_refused(path)
+        all_is_there(run, path)
+        another_process_may_write(path)
+        os.kill(spawned, 9)
+        os.waitpid(spawned, 0)
+        assert started.poll() is None, "it has outlived the writer"
+
+
+def two_managers(path: Path) -> None:
+    """The second one in a process is refused by name; it takes over from one that nobody has."""
+    first, second = CheckpointManager(path), CheckpointManager(path)
+    first.reached_preemption(1)
+    assert first.save(1, {"a": 1})
+    for _ in range(2):
+        with pytest.raises(LockedError, match="this process already has a manager"):
+            second.save(2, {"a": 2})
+    another_process_is_refused(path)
+    first.wait_until_finished()
+    first = CheckpointManager(path)  # a cell of a notebook that runs twice
+    assert first.save(2, {"a": 2})
+    first.close()
+    assert second.save(3, {"a": 3})
+    second.close()
+    assert check(Run(path)).good == (1, 2, 3)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "copy": copy,
+    "fork": fork,
+    "exec": execute,
+    "two managers": two_managers,
+}
+
+
+def holds(name: str, path: Path, control: bool = False) -> tuple[bool, str]:
+    """Whether the lock holds in a case, and what its process printed."""
+    command = [sys.executable, __file__, name, str(path), *(["control"] if control else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode == 0, done.stderr
+
+
+def _as_it_must_not_be_done(name: str) -> None:
+    def record_lock(fd: int) -> None:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def nothing(*_: object, **__: object) -> None:
+        """No check, or nothing closed in a child."""
+
+    if name == "fork":
+        file_lock._open_locks.add = nothing  # type: ignore[method-assign]
+    elif name == "exec":
+        os.O_CLOEXEC = 0
+        real = os.open
+        os.open = lambda *a, **k: [fd := real(*a, **k), os.set_inheritable(fd, True)][0]
+    else:
+        file_lock._lock = record_lock
+
+
+if __name__ == "__main__":
+    if sys.argv[3:] == ["control"]:
+        _as_it_must_not_be_done(sys.argv[1])
+    CASES[sys.argv[1]](Path(sys.argv[2]))

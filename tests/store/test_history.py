@@ -1,0 +1,411 @@
+"""One history, forward only: what a save refuses, rollback, undo, and what a prune leaves alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from helpers import Operations, contents, make_leaves, run_on, sharing_states
+
+from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention
+from perdure.cli import main
+from perdure.errors import (
+    CorruptionError,
+    HistoryError,
+    PruneError,
+    SaveError,
+    StepExistsError,
+    StepNotFoundError,
+    StoreError,
+)
+from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
+from perdure.store.format import manifest_name
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
+    return tmp_path / "run" if request.param == "local" else MemoryStorage()
+
+
+def filled(place: Path | MemoryStorage, *steps: int) -> Run:
+    run = run_on(place)
+    for step in steps:
+        run.save(step, make_leaves(step))
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[10] ^= 4
+    path.write_bytes(data)
+
+
+def perdure(*arguments: Any) -> dict[str, Any]:
+    done = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+# ------------------------------------------------------------ forward only
+
+
+@pytest.mark.parametrize("step", [0, 15, 20, 25])
+def test_a_step_at_or_below_the_newest_is_refused_with_the_ways_out(
+    place: Path | MemoryStorage, step: int
+) -> None:
+    with filled(place, 10, 20, 30) as run:
+        held = {name: run.storage.read(name) for name in run.storage.list("checkpoints/")}
+        with pytest.raises(HistoryError, match="one line of steps") as caught:
+            run.save(step, make_leaves(99))
+        if step > 10:
+            back = 10 if step <= 20 else 20
+            assert f"manager.rollback({back})" in str(caught.value)
+            assert f"perdure rollback {run.where} {back}" in str(caught.value)
+            assert f"perdure fork {run.where}@{back} NEW" in str(caught.value)
+        assert isinstance(caught.value, StepExistsError) == (step == 20)
+        assert {name: run.storage.read(name) for name in held} == held
+        assert len(list(run.storage.list("packs/"))) == 3, "nothing was written"
+        run.save(20, make_leaves(20))
+        run.save(31, make_leaves(31))
+        assert check(run).problems == ()
+
+
+def test_a_newest_checkpoint_that_went_to_quarantine_does_not_count(tmp_path: Path) -> None:
+    filled(tmp_path, 10, 20, 30).close()
+    flip(tmp_path / manifest_name(30))
+    with run_on(tmp_path) as run:
+        loaded = run.load_newest()
+        assert loaded is not None
+        for step, why in loaded.skipped:
+            run.quarantine(step, why)
+        run.save(25, make_leaves(25))
+        assert run.steps() == [10, 20, 25]
+
+
+def test_a_damaged_newest_step_is_saved_again_and_an_older_one_is_not(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2).close()
+    for step in (1, 2):
+        flip(tmp_path / manifest_name(step))
+    with run_on(tmp_path) as run:
+        with pytest.raises(HistoryError, match="step 1 is older than step 2, and damaged"):
+            run.save(1, make_leaves(1))
+        assert run.steps() == [1, 2]
+        run.save(2, make_leaves(7))
+        assert contents(run.load(2).leaves) == contents(make_leaves(7))
+        assert len(run.quarantined()) == 1
+
+
+# ------------------------------------------------------------ durable before it is reported
+
+
+def test_a_step_whose_writer_was_killed_before_the_sync_is_made_durable_by_a_repeated_save(
+    tmp_path: Path,
+) -> None:
+    filled(tmp_path, 1, 2).close()
+    done = Operations()
+    with run_on(tmp_path, done) as run:
+        run.save(2, make_leaves(2))
+        at = done.done.index(("rename", "000000000002.json"))
+        assert ("fsync", "000000000002.json.tmp") in done.done[:at]
+        assert ("fsync_dir", "checkpoints") in done.done[at:]
+        count = len(done.done)
+        run.save(2, make_leaves(2))
+        run.save(3, make_leaves(3))
+        assert [op for op, name in done.done[count:] if name.startswith("000000000002")] == []
+
+
+def test_a_save_whose_directory_sync_failed_is_synced_by_the_next(tmp_path: Path) -> None:
+    filled(tmp_path, 1).close()
+    broken = Operations(
+        fail=lambda _, op, path: (
+            OSError(errno.EIO, "Input/output error")
+            if op == "fsync_dir" and path.endswith("checkpoints") and not broken.fired
+            else None
+        )
+    )
+    with run_on(tmp_path, broken) as run:
+        with pytest.raises(SaveError, match="Input/output error"):
+            run.save(2, make_leaves(2))
+        assert broken.fired == 1
+        count = len(broken.done)
+        run.save(2, make_leaves(2))
+        assert ("fsync_dir", "checkpoints") in broken.done[count:]
+
+
+def test_a_step_that_this_writer_saved_is_not_read_back(
+    place: Path | MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(place, 1, 2) as run:
+        read: list[str] = []
+        real = run.storage.read_into
+        monkeypatch.setattr(
+            run.storage, "read_into", lambda name, *a: [read.append(name), real(name, *a)][1]
+        )
+        run.save(2, make_leaves(2))
+        assert [name for name in read if name.startswith("packs/")] == []
+        run.close()
+        run.save(2, make_leaves(2))
+        assert [name for name in read if name.startswith("packs/")] != [], "another session reads"
+
+
+# ------------------------------------------------------------ the disk decides
+
+
+def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_the_disk(
+    place: Path | MemoryStorage,
+) -> None:
+    storage = LocalStorage(place) if isinstance(place, Path) else place
+    run = Run(storage, create=True)
+    for step, leaves in sharing_states().items():
+        run.save(step, leaves)
+    other = Run(LocalStorage(place) if isinstance(place, Path) else storage)
+    other._writing = other._ready = True  # a second writer, as if there were no lock
+    execute_prune(other, plan_prune(other, 3, Retention()))
+    run.save(5, sharing_states()[4])
+    execute_prune(run, plan_prune(run, None, Retention()))
+    assert check(Run(storage)).problems == ()
+    assert run.steps() == [2, 3, 4, 5]
+    for step, state in ((2, 2), (3, 3), (4, 4), (5, 4)):
+        assert contents(run.load(step).leaves) == contents(sharing_states()[state])
+
+
+def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_path: Path) -> None:
+    run = run_on(tmp_path)
+    for step, leaves in sharing_states().items():
+        run.save(step, leaves)
+    other = Run(tmp_path)
+    other._writing = other._ready = True
+    execute_prune(other, plan_prune(other, 3, Retention()))
+    plan = plan_prune(run, 3, Retention(), saved=4)
+    assert plan.store.orphans, "for what is remembered, nobody needs the new pack"
+    with pytest.raises(StoreError, match="changed since the plan was made; nothing was deleted"):
+        execute_prune(run, plan)
+    assert check(Run(tmp_path)).good == (2, 3, 4)
+    execute_prune(run, plan_prune(run, 3, Retention(), saved=4))
+    assert check(Run(tmp_path)).problems == ()
+
+
+def test_a_pack_that_was_cut_is_not_built_upon(tmp_path: Path) -> None:
+    shared = make_leaves(9, (50_000,))
+    with run_on(tmp_path) as run:
+        run.save(1, shared)
+        (pack,) = (tmp_path / "packs").iterdir()
+        pack.write_bytes(pack.read_bytes()[:-1])
+        run.save(2, {**shared, "own": make_leaves(2)["model/layer0"]})
+        assert contents(run.load(2).leaves)["model/layer0"] == contents(shared)["model/layer0"]
+        assert 2 in check(run).good
+
+
+def test_a_prune_leaves_the_newest_and_what_was_just_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_stay(candidates: Any, *_: Any) -> list[Any]:
+        return [verdict(candidate.step) for candidate in candidates]
+
+    def verdict(step: int) -> Any:
+        from perdure.checkpoint.retention import Verdict
+
+        return Verdict(step, False, "a rule of somebody's own")
+
+    monkeypatch.setattr("perdure.checkpoint.prune.decide", none_stay)
+    with filled(tmp_path, 1, 2, 3) as run:
+        plan = plan_prune(run, 1, Retention(), saved=2)
+        assert [(each.step, each.keep) for each in plan.verdicts] == [
+            (1, False),
+            (2, True),
+            (3, True),
+        ]
+        execute_prune(run, plan)
+        assert run.steps() == [2, 3]
+
+
+# ------------------------------------------------------------ rollback
+
+
+def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
+    place: Path | MemoryStorage,
+) -> None:
+    with filled(place, 10, 20, 30, 40) as run:
+        assert run.rollback(20, dry_run=True) == [30, 40]
+        assert run.steps() == [10, 20, 30, 40]
+        assert run.rollback(20) == [30, 40]
+        assert run.rollback(20) == []
+        assert run.steps() == [10, 20]
+        assert [each.note.rolled_back_to for each in run.rolled_back()] == [20, 20]
+        run.save(25, make_leaves(25))
+        assert check(run).ok
+        with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
+            run.load(30)
+        execute_prune(run, plan_prune(run, 1, Retention()))
+        for each in run.rolled_back():
+            for pack in each.manifest.packs:
+                assert run.storage.size(f"packs/{pack.name}") == pack.size
+
+
+def test_undo_brings_everything_back(place: Path | MemoryStorage) -> None:
+    with filled(place, 10, 20, 30, 40) as run:
+        assert run.undo_rollback() == [], "nothing is set aside"
+        run.rollback(30)
+        run.rollback(10)
+        assert run.steps() == [10]
+        assert run.undo_rollback(dry_run=True) == [20, 30, 40]
+        assert run.steps() == [10]
+        assert run.undo_rollback() == [20, 30, 40]
+        for step in (10, 20, 30, 40):
+            assert contents(run.load(step).leaves) == contents(make_leaves(step))
+        assert list(run.storage.list("quarantine/")) == []
+        assert check(run).problems == ()
+
+
+def test_undo_is_refused_once_something_newer_was_saved(place: Path | MemoryStorage) -> None:
+    with filled(place, 10, 20, 30) as run:
+        run.rollback(10)
+        run.save(15, make_leaves(15))
+        with pytest.raises(HistoryError, match=r"newest checkpoint is step 15.*continues step 10"):
+            run.undo_rollback()
+        run.rollback(10)
+        assert run.undo_rollback() == [15], "the line that was left last"
+        run.rollback(10)
+        run.storage.delete(next(e.name for e in run.rolled_back() if e.manifest.step == 15))
+        assert run.undo_rollback() == [20, 30]
+
+
+def test_a_rollback_to_what_cannot_be_restored_moves_nothing(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3).close()
+    flip(sorted((tmp_path / "packs").iterdir())[1])
+    with run_on(tmp_path) as run:
+        with pytest.raises(CorruptionError, match=r"step 2, leaf .*Nothing was moved"):
+            run.rollback(2)
+        with pytest.raises(StepNotFoundError, match="step 9"):
+            run.rollback(9)
+        run.pin(3)
+        with pytest.raises(HistoryError, match="steps 3 are newer than 1 and pinned"):
+            run.rollback(1)
+        assert run.steps() == [1, 2, 3]
+        run.unpin(3)
+        assert run.rollback(1) == [2, 3]
+        assert run.undo_rollback() == [2, 3]
+
+
+def test_a_damaged_newer_manifest_goes_aside_and_does_not_break_the_line(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3).close()
+    flip(tmp_path / manifest_name(2))
+    with run_on(tmp_path) as run:
+        assert run.rollback(1) == [2, 3]
+        assert run.undo_rollback() == [3]
+        assert contents(run.load(3).leaves) == contents(make_leaves(3))
+        assert len(run.quarantined()) == 1
+
+
+def test_prune_removes_on_request_what_was_rolled_back_and_nothing_that_is_damaged(
+    tmp_path: Path,
+) -> None:
+    shared = make_leaves(9)["model/layer0"]
+    with run_on(tmp_path) as run:
+        for step in (1, 2, 3, 4):
+            run.save(step, {"shared": shared, "own": make_leaves(step)["model/layer0"]})
+        run.quarantine(4, "looked at by hand")
+        run.rollback(1)
+    dry = perdure("prune", tmp_path, "--rolled-back", "--dry-run")
+    assert len(dry["quarantined"]) == 2
+    assert perdure("prune", tmp_path)["quarantined"] == []
+    assert len(list((tmp_path / "packs").iterdir())) == 4
+    assert perdure("prune", tmp_path, "--rolled-back")["quarantined"] == dry["quarantined"]
+    assert len(list((tmp_path / "packs").iterdir())) == 2
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+    with run_on(tmp_path) as run:
+        assert run.undo_rollback() == []
+        assert check(run).ok
+        assert contents(run.load(1).leaves)["shared"] == contents({"a": shared})["a"]
+
+
+def test_a_damaged_pack_that_a_rolled_back_checkpoint_needs_stays(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2).close()
+    with run_on(tmp_path) as run:
+        run.rollback(1)
+    pack = sorted((tmp_path / "packs").iterdir())[1]
+    good = pack.read_bytes()
+    flip(pack)
+    assert CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"]).exit_code == 1
+    pack.write_bytes(good)
+    with run_on(tmp_path) as run:
+        assert run.undo_rollback() == [2]
+        assert contents(run.load(2).leaves) == contents(make_leaves(2))
+
+
+def test_the_command_goes_back_and_forth_and_the_lists_say_so(tmp_path: Path) -> None:
+    filled(tmp_path, 10, 20, 30).close()
+    done = perdure("rollback", tmp_path, 10, "--dry-run")
+    assert (done["executed"], done["set_aside"], done["newest"]) == (False, [20, 30], 30)
+    done = perdure("rollback", tmp_path, 10)
+    assert (done["executed"], done["set_aside"], done["newest"]) == (True, [20, 30], 10)
+    listed = perdure("ls", tmp_path)
+    assert [(each["step"], each["rolled_back_to"]) for each in listed["rolled_back"]] == [
+        (20, 10),
+        (30, 10),
+    ]
+    assert listed["quarantined"] == []
+    shown = CliRunner().invoke(main, ["ls", str(tmp_path)]).output
+    assert "step 30 is set aside: rolled back to step 10" in shown
+    shown = CliRunner().invoke(main, ["show", str(tmp_path), "20"])
+    assert shown.exit_code == 2
+    assert f"perdure rollback {tmp_path} --undo" in shown.output
+    notes = [problem["what"] for problem in perdure("verify", tmp_path)["problems"]]
+    assert notes == ["rolled back to step 10"] * 2
+    assert perdure("rollback", tmp_path, "--undo")["brought_back"] == [20, 30]
+    assert perdure("ls", tmp_path)["rolled_back"] == []
+    for wrong in (["rollback", tmp_path], ["rollback", tmp_path, "10", "--undo"]):
+        assert CliRunner().invoke(main, [*map(str, wrong)]).exit_code == 2
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"name":"x"}', b'{"rolled_back_to":"a"}'])
+def test_a_note_that_cannot_be_read_makes_a_checkpoint_one_of_the_damaged(
+    tmp_path: Path, note: bytes
+) -> None:
+    with filled(tmp_path, 1, 2) as run:
+        run.rollback(1)
+        (name,) = (tmp_path / "quarantine").glob("*.reason.json")
+        name.write_bytes(note)
+        assert run.rolled_back() == []
+        assert run.undo_rollback() == []
+        run.execute(run.plan(Request(everywhere=True, compact_from=0, orphans_to=99)))
+        assert len(list((tmp_path / "packs").iterdir())) == 2
+        run.save(2, make_leaves(3))
+
+
+def test_a_rollback_on_a_full_disk_says_so_and_can_be_repeated(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3).close()
+    full = Operations(
+        fail=lambda _, op, path: (
+            OSError(errno.ENOSPC, "No space left on device")
+            if op == "link" and "000000000002" in path
+            else None
+        )
+    )
+    with run_on(tmp_path, full) as run, pytest.raises(SaveError, match="stopped in the middle"):
+        run.rollback(1)
+    assert full.fired
+    with run_on(tmp_path) as run:
+        assert run.steps() == [1, 2]
+        assert run.rollback(1) == [2]
+        assert run.undo_rollback() == [2, 3]
+
+
+def test_a_delete_that_is_refused_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with filled(tmp_path, 1, 2) as run:
+        run.storage.delete = _refuse  # type: ignore[method-assign]
+        with pytest.raises(PruneError, match="Every checkpoint that stays is readable"):
+            run.delete([1])
+
+
+def _refuse(name: str) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", name)
+
+
+def leaf(seed: int) -> Leaf:
+    return make_leaves(seed)["model/layer0"]

@@ -69,7 +69,7 @@ from perdure.store.format import (
     plain_metrics,
     time_text,
 )
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.marker import is_marked
 from perdure.store.room import require_room
 from perdure.store.storage import Storage, create_whole
@@ -82,7 +82,7 @@ class Loaded:
     """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable."""
 
     manifest: Manifest
-    leaves: dict[str, Leaf]
+    leaves: Leaves
     skipped: tuple[tuple[int, str], ...] = ()
 
 
@@ -279,7 +279,7 @@ class Run:
                 else write_pack(self.storage, step, 0, leaves, held, self.encode)
             )
             manifest = Manifest(
-                format=format_of(records),
+                format=format_of(records, containers_of(leaves)),
                 step=step,
                 created=time_text(self._clock()),
                 fingerprint=fingerprint_of(records),
@@ -287,6 +287,7 @@ class Run:
                 metrics=metrics,
                 packs=tuple(packs),
                 leaves=tuple(records),
+                containers=containers_of(leaves),
             )
             self._commit(manifest)
         except FileExistsError as error:

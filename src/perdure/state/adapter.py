@@ -18,6 +18,11 @@ class Spec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, leaf: Leaf) -> Spec:
+        """The spec of stored bytes."""
+        return cls(leaf.dtype, leaf.shape)
+
     def describe(self) -> str:
         """`float32[3,4]`, or `int` for a scalar."""
         return Leaf(self.dtype, self.shape, memoryview(b"")).describe().strip()
@@ -123,7 +128,11 @@ class Adapter(Protocol):
         ...
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
-        """An interior value. `stored` is not used any more."""
+        """An interior value.
+
+        `stored` is None while saving. While restoring it holds the checkpoint's leaves under this
+        value, for values whose structure follows what was stored.
+        """
         ...
 
 

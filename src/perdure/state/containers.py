@@ -108,7 +108,7 @@ def array_class(value: Any) -> str:
         elif value.requires_grad:
             name += ".requires_grad"
         return name if value.device.type == "cpu" else f"{name}@{value.device.type}"
-    return "jax.weak" if getattr(value, "weak_type", False) else "jax"
+    return "jax"
 
 
 def array_template(name: str, leaf: Leaf, like: Any) -> Any:
@@ -130,10 +130,10 @@ def array_template(name: str, leaf: Leaf, like: Any) -> Any:
         return tensor.requires_grad_(base == "torch.requires_grad")
     if base.startswith("jax"):
         jax = _library("jax")
-        dtype = leaf.dtype
+        dtype = leaf.dtype.rpartition(":")[2]
         if dtype.startswith("key<"):
             dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=base == "jax.weak")
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
     array = leaf_array(leaf)
     return array[()] if base == "numpy.generic" else array
 

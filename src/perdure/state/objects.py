@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, Difference, Names, Stateful
+from perdure.state.adapter import Adapter, Difference, Names, Spec, Stateful
 from perdure.state.builtin import key_name, plain_value
 from perdure.state.containers import (
     PLAIN,
@@ -24,7 +24,7 @@ from perdure.state.containers import (
     described,
     made,
 )
-from perdure.state.walk import Named, adapters, join, leaf_adapter, node_of, type_name
+from perdure.state.walk import Named, adapters, join, leaf_adapter, load_leaf, node_of, type_name
 from perdure.store.format import Container, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
@@ -88,7 +88,7 @@ class Collector:
             self._value(child, join(path, key))
 
     def _live(self, value: Any, path: str) -> None:
-        node = node_of(value, self._adapters)
+        node = node_of(value, path, self._adapters, None)
         self.live.append(path)
         if self._below is None:
             return
@@ -178,11 +178,11 @@ class Stored:
             if like is not _MISSING and array_class(like).split("@")[0] == arrays.split("@")[0]:
                 with _Quiet():
                     taken = leaf_adapter(like, self._adapters)
-                    if taken is not None and taken[1] == (leaf.dtype, leaf.shape):
+                    if taken is not None and taken[1] == Spec.of(leaf):
                         target = like
             chosen = leaf_adapter(target, self._adapters)
             assert chosen is not None
-            value = chosen[0].load(target, leaf)
+            value = load_leaf(chosen[0], target, leaf)
         return value.copy() if isinstance(value, np.ndarray) else value
 
     def _names(self, path: str, name: str) -> Iterator[tuple[str, str]]:

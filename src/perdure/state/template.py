@@ -22,10 +22,10 @@ class Template:
     objects: dict[str, Check] = field(default_factory=dict)
 
 
-def template_of(like: Any, path: str = "") -> Template:
-    """The template of a target; `path` is where it lies in the whole state."""
+def template_of(like: Any, stored: Mapping[str, Spec] | None = None, path: str = "") -> Template:
+    """The template of a target at `path` of a state; `stored` has the specs of a checkpoint."""
     template = Template()
-    _describe(like, path, adapters(), template)
+    _describe(like, path, adapters(), stored, template)
     return template
 
 
@@ -35,7 +35,7 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     An object with `load_state_dict` takes whatever leaves it has in the checkpoint, apart from what
     its own check refuses.
     """
-    found = {path: Spec(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
+    found = {path: Spec.of(leaf) for path, leaf in leaves.items()}
     lines: list[Difference] = []
     if template.objects:
         below: dict[str, dict[str, Leaf]] = {at: {} for at in template.objects}
@@ -128,14 +128,20 @@ def _object_above(path: str, objects: Mapping[str, object]) -> str | None:
     return at
 
 
-def _describe(value: Any, path: str, among: Sequence[Adapter], template: Template) -> None:
+def _describe(
+    value: Any,
+    path: str,
+    among: Sequence[Adapter],
+    stored: Mapping[str, Spec] | None,
+    template: Template,
+) -> None:
     with Named(path):
         if (leaf := leaf_adapter(value, among)) is not None:
             template.leaves[path] = leaf[1]
             return
-        node = node_of(value, among)
+        node = node_of(value, path, among, stored)
     if isinstance(node, Stateful):
         template.objects[path] = node.check()
         return
     for key, child in node.children:
-        _describe(child, join(path, key), among, template)
+        _describe(child, join(path, key), among, stored, template)

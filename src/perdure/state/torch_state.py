@@ -227,7 +227,7 @@ def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
                 if whole:
                     text = "a tensor" if spec is None else spec.describe()
                     lines.append(Difference(path, text, None))
-            elif spec is not None and spec != (leaf.dtype, leaf.shape):
+            elif spec is not None and spec != Spec.of(leaf):
                 lines.append(Difference(path, spec.describe(), leaf.describe()))
         if whole:
             lines += [

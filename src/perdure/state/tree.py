@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError
-from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.adapter import Adapter, Node, Spec, Stateful
 from perdure.state.arena import Arena
 from perdure.state.builtin import plain_value
 from perdure.state.objects import Collector, Stored, put
-from perdure.state.template import Template, differences, listed, mismatch, template_of
+from perdure.state.template import differences, listed, mismatch, template_of
 from perdure.state.walk import (
     Named,
     adapters,
     join,
     leaf_adapter,
+    load_leaf,
     name_error,
     node_of,
     type_name,
@@ -51,18 +52,19 @@ def snapshot(state: Any, into: Arena | None = None) -> Leaves:
         return (into or Arena()).hold(flatten(state))
 
 
-def restore(like: Any, leaves: Mapping[str, Leaf], template: Template | None = None) -> Any:
+def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     """`like` with the bits of `leaves`: new containers, in place for modules and optimizers.
 
     `like` gives structure, array kind, device and sharding; its values are not read. An object with
     `load_state_dict` is given the state that was stored, whatever its present one looks like, and has
-    to return the same bits afterwards. `template` is that of `like`, if the caller has it.
+    to return the same bits afterwards.
 
     Raises `MismatchError` that lists the differences in structure, dtype and shape by leaf path, and
     `StateError` with the path of an object that did not take its state. The target is what it was
     before then, unless the message names an object that it could not put back.
     """
-    if lines := differences(template or template_of(like), leaves):
+    specs = {path: Spec.of(leaf) for path, leaf in leaves.items()}
+    if lines := differences(template_of(like, specs), leaves):
         raise mismatch(lines, _REBUILD)
     changes: list[_Change] = []
     among = adapters()
@@ -70,8 +72,8 @@ def restore(like: Any, leaves: Mapping[str, Leaf], template: Template | None = N
     def build(like: Any, path: str) -> Any:
         with Named(path):
             if (leaf := leaf_adapter(like, among)) is not None:
-                return leaf[0].load(like, leaves[path])
-            node = node_of(like, among)
+                return load_leaf(leaf[0], like, leaves[path])
+            node = node_of(like, path, among, specs)
         if isinstance(node, Stateful):
             changes.append(_Change(path, node, stored.state(node, path)))
             return node.target
@@ -88,7 +90,7 @@ def restore(like: Any, leaves: Mapping[str, Leaf], template: Template | None = N
             {at: leaf for at, leaf in leaves.items() if f"{at}/".startswith(f"{path}/")},
             containers_of(leaves),
         )
-        if lines := differences(template_of(like, path), part):
+        if lines := differences(template_of(like, specs, path), part):
             raise mismatch(lines, _REBUILD)
         return build(like, path)
 
@@ -214,7 +216,7 @@ def _collect(
                 if leaf is not None:
                     break
             else:
-                node = node_of(value, among)
+                node = node_of(value, at, among, None)
                 if isinstance(node, Stateful):
                     below = lambda children, path: _collect(children, path, among, leaves)  # noqa: E731
                     Collector(among, leaves, below).collect(node, at)

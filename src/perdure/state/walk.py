@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,6 +12,7 @@ from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec, Stateful
 from perdure.state.builtin import Builtin
 from perdure.store.format import escape
+from perdure.store.leaf import Leaf
 
 # Before the built-in one, because what a framework registered (a dataclass with static fields) is
 # its own to take apart. Flax and Equinox before JAX for the same reason, and Keras before PyTorch,
@@ -31,10 +32,16 @@ def adapters() -> list[Adapter]:
     return [*loaded, _builtin]
 
 
-def node_of(value: Any, among: Sequence[Adapter]) -> Node | Stateful:
-    """The interior value; raises `UnsupportedLeafError` for a value that no adapter takes."""
+def node_of(
+    value: Any, path: str, among: Sequence[Adapter], stored: Mapping[str, Spec] | None
+) -> Node | Stateful:
+    """The interior value at `path`; raises `UnsupportedLeafError` for one that no adapter takes.
+
+    `stored` has the specs of the whole checkpoint while restoring.
+    """
+    below = None if stored is None else _Below(stored, path)
     for adapter in among:
-        if (node := adapter.node(value, None)) is not None:
+        if (node := adapter.node(value, below)) is not None:
             return node
     raise UnsupportedLeafError(
         f"a value of type {type_name(value)} has no exact form in a checkpoint. Give it `state_dict` "
@@ -50,6 +57,11 @@ def leaf_adapter(value: Any, among: Sequence[Adapter]) -> tuple[Adapter, Spec] |
     return None
 
 
+def load_leaf(adapter: Adapter, like: Any, leaf: Leaf) -> Any:
+    """An array such as `like` with the bits of `leaf`."""
+    return adapter.load(like, leaf)
+
+
 def type_name(value: Any) -> str:
     """`torch.nn.modules.linear.Linear`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
@@ -61,6 +73,24 @@ def join(path: str, key: str) -> str:
         return path
     part = key if key.isalnum() else escape(key)
     return f"{path}/{part}" if path else part
+
+
+class _Below(Mapping[str, Spec]):
+    """The part of a mapping under one path, made only when an adapter looks at it."""
+
+    def __init__(self, stored: Mapping[str, Spec], path: str) -> None:
+        self._stored = stored
+        self._prefix = f"{path}/" if path else ""
+
+    def __iter__(self) -> Iterator[str]:
+        cut = len(self._prefix)
+        return (path[cut:] for path in self._stored if path.startswith(self._prefix))
+
+    def __getitem__(self, key: str) -> Spec:
+        return self._stored[self._prefix + key]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Named:

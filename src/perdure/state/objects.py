@@ -131,6 +131,15 @@ class Stored:
             )
         return state
 
+    def digests(self, found: Stateful, path: str) -> dict[str, list[str]] | None:
+        """What tells the present state of an object from another one; None if it cannot be said."""
+        leaves = Leaves()
+        try:
+            Collector(self._adapters, leaves, None).collect(found, path)
+        except StateError:
+            return None
+        return {at: [leaf.dtype, str(leaf.shape), *leaf.hashes()] for at, leaf in leaves.items()}
+
     def differences(self, found: Stateful, path: str) -> list[Difference]:
         """How the state of an object differs from the one that was stored for it."""
         now = _Compared(self.leaves)

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Check, Difference, Names, Node, Spec, Stateful
-from perdure.state.objects import same
+from perdure.state.objects import copied, same
 from perdure.state.walk import join
 from perdure.store.leaf import Leaf
 
@@ -132,6 +132,21 @@ class _Module(Stateful):
 
     def check(self) -> Check:
         return _check_module(self.read(), whole=not self.can_fail)
+
+    def backup(self) -> Callable[[], object]:
+        before, undo = copied(self.read()), super().backup()
+
+        def put_back() -> None:
+            try:
+                undo()
+            finally:  # what the module's own code does with a value need not be what it did before
+                present = self.target.state_dict(keep_vars=True)
+                with torch.no_grad():
+                    for name, full in _real_names(self.target, present).items():
+                        if isinstance(old := before.get(name), torch.Tensor):
+                            present[full].copy_(old)
+
+        return put_back
 
     @property
     def can_fail(self) -> bool:  # type: ignore[override]

@@ -137,13 +137,14 @@ def _apply(changes: Sequence[_Change], stored: Stored) -> None:
     """
     unsure = [c for c in changes if isinstance(c.node, Stateful) and c.node.can_fail]
     sure = [c for c in changes if c not in unsure]
-    before: list[tuple[str, Callable[[], object]]] = []
+    before: list[tuple[_Change, Callable[[], object], object]] = []
     begun: list[str] = []
     try:
         for change in unsure:
             assert isinstance(change.node, Stateful)
             with Named(change.path), _Wrapped("a copy of its present state could not be made"):
-                before.append((change.path, change.node.backup()))
+                digests = stored.digests(change.node, change.path)
+                before.append((change, change.node.backup(), digests))
             change.carry_out()
         _compare(unsure, stored)
         for change in sure:
@@ -151,7 +152,7 @@ def _apply(changes: Sequence[_Change], stored: Stored) -> None:
             change.carry_out()
         _compare(sure, stored)
     except BaseException as error:
-        lost = begun + _put_back(before)
+        lost = begun + _put_back(before, stored)
         if isinstance(error, StateError):
             then = "Every object has the state that it had before."
             if lost:
@@ -163,14 +164,19 @@ def _apply(changes: Sequence[_Change], stored: Stored) -> None:
         raise
 
 
-def _put_back(before: Sequence[tuple[str, Callable[[], object]]]) -> list[str]:
+def _put_back(
+    before: Sequence[tuple[_Change, Callable[[], object], object]], stored: Stored
+) -> list[str]:
     """The paths of the objects that did not take their earlier state."""
     lost = []
-    for path, undo in reversed(before):
+    for change, undo, digests in reversed(before):
+        assert isinstance(change.node, Stateful)
         try:
             undo()
+            if stored.digests(change.node, change.path) != digests:
+                lost.append(change.path)
         except Exception:  # noqa: BLE001 - the error that led here is raised, and names this path
-            lost.append(path)
+            lost.append(change.path)
     return lost
 
 

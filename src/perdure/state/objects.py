@@ -117,9 +117,11 @@ class Stored:
         """The state to give to an object."""
         fresh = read(found, path)
         if isinstance(fresh, Names):
-            return {
+            older = {} if self.containers else self._containers_in(fresh, path, found.arrays)
+            return {name: value for name, value in older.values()} | {
                 name: self._value(at, fresh.get(name, _MISSING), found.arrays)
                 for at, name in self._names(path, "")
+                if not _below(at, tuple(older))
             }
         if path in self.containers or path in self.leaves:
             return self._value(path, fresh, found.arrays)
@@ -202,6 +204,17 @@ class Stored:
                 yield at, below
             else:
                 yield from self._names(at, below)
+
+    def _containers_in(self, fresh: Names, path: str, arrays: str) -> dict[str, tuple[str, Any]]:
+        """Lists and dicts among the values of a module, in a checkpoint without containers."""
+        values = {}
+        for name, value in fresh.items():
+            if described(value) is not None:
+                at = path
+                for part in name.split("."):
+                    at = join(at, part)
+                values[at] = (name, self._guessed(at, value, arrays))
+        return values
 
     def _guessed(self, path: str, like: Any, arrays: str) -> Any:
         """A value of a checkpoint that does not describe containers: of the kind that `like` has."""

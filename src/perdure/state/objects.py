@@ -118,7 +118,7 @@ class Stored:
         fresh = read(found, path)
         if isinstance(fresh, Names):
             older = {} if self.containers else self._containers_in(fresh, path, found.arrays)
-            return {name: value for name, value in older.values()} | {
+            return dict(older.values()) | {
                 name: self._value(at, fresh.get(name, _MISSING), found.arrays)
                 for at, name in self._names(path, "")
                 if not _below(at, tuple(older))

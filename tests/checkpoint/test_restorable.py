@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +117,6 @@ def test_an_unchanged_structure_is_not_compared_again(monkeypatch: pytest.Monkey
 
 
 def test_the_target_is_not_kept_alive(tmp_path: Path) -> None:
-    import gc
-    import weakref
-
-    class Array(np.ndarray):
-        pass
-
     with CheckpointManager(tmp_path) as manager:
         target = np.zeros(3)
         gone = weakref.ref(target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from perdure.store import Leaf
 
 class Holder:
     """Its state is its attributes, whatever they are."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -44,9 +48,10 @@ class CatMetric(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}value"] = [v if keep_vars else v.detach() for v in self.value]
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
+        state, prefix = args[:2]
         self.value = state.pop(f"{prefix}value")
-        super()._load_from_state_dict(state, prefix, *rest)
+        super()._load_from_state_dict(*args)
 
 
 class Loader:
@@ -241,7 +246,7 @@ def test_a_python_scalar_may_change_its_kind(like: Any, saved: Any) -> None:
 
 
 def test_live_objects_in_the_state_of_an_object_are_restored_in_place() -> None:
-    def make(k: int) -> Holder:
+    def make(k: int) -> Any:
         params = {"w": jnp.full(2, float(k))}
         model = averaged(k)
         return Holder(model=model, opt=optax.adam(1e-3).init(params), params=params, log=[k] * k)

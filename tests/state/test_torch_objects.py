@@ -308,7 +308,7 @@ def test_a_lazy_module_is_refused_at_the_save_and_made_by_a_restore() -> None:
 def test_a_lazy_module_is_untouched_when_another_member_does_not_fit() -> None:
     old = torch.nn.LazyLinear(3)
     old(torch.ones(2, 4))
-    new = torch.nn.LazyLinear(3)
+    new: Any = torch.nn.LazyLinear(3)
     with pytest.raises(MismatchError, match="other/weight: expected"):
         restore(
             {"m": new, "other": torch.nn.Linear(1, 1)},
@@ -355,8 +355,8 @@ def test_a_module_of_the_users_that_is_called_module_keeps_its_name() -> None:
 
 
 def test_tied_weights_stay_tied_and_a_checkpoint_with_two_is_refused() -> None:
-    def make(k: float, *, tied: bool) -> torch.nn.Module:
-        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    def make(k: float, *, tied: bool) -> Any:
+        module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         torch.nn.init.constant_(module[0].weight, k)
         if tied:
             module[1].weight = module[0].weight
@@ -372,7 +372,7 @@ def test_tied_weights_stay_tied_and_a_checkpoint_with_two_is_refused() -> None:
 
 
 def test_parametrizations_and_buffers_follow_the_state_dict() -> None:
-    def make(k: int) -> torch.nn.Module:
+    def make(k: int) -> Any:
         torch.manual_seed(k)
         module = torch.nn.Sequential(
             torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3)),
@@ -404,9 +404,10 @@ def test_a_module_on_the_meta_device_is_refused_before_anything_changes() -> Non
 
 def test_a_module_that_converts_what_it_loads_is_not_restored_silently() -> None:
     class Converting(torch.nn.Linear):
-        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        def _load_from_state_dict(self, *args: Any) -> None:
+            state, prefix = args[:2]
             state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
-            super()._load_from_state_dict(state, prefix, *rest)
+            super()._load_from_state_dict(*args)
 
     other = torch.nn.Linear(2, 2)
     new = {"a": other, "b": Converting(2, 2)}

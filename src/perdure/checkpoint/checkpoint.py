@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import StepNotFoundError
-from perdure.state import flatten, unflatten
+from perdure.state import Members, flatten, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
 
 
-class Checkpoint:
+class Checkpoint(Members):
     """Groups what belongs together: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. It is itself a state, for `CheckpointManager.save` and `restore`:

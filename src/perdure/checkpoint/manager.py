@@ -21,9 +21,11 @@ from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
 from perdure.checkpoint.recipe import allowed, check_group, check_resume
+from perdure.checkpoint.restorable import Restorable
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.checkpoint.together import by_chief, load_together, save_together
 from perdure.errors import (
+    MismatchError,
     PruneError,
     SaveError,
     StepNotFoundError,
@@ -108,6 +110,7 @@ class CheckpointManager:
         self._processes: Processes = processes or SingleProcess()
         self._background = Background()
         self._arena = Arena()
+        self._restorable = Restorable()
         # Weakly: the signal's handler must not keep a manager, and its lock, that nobody else has.
         newest = weakref.WeakMethod(self._newest)
         self.preemption = PreemptionFlag(describe=lambda: text() if (text := newest()) else "")
@@ -190,6 +193,9 @@ class CheckpointManager:
         another process writes there (in a group: at the next call). A step at or below the newest
         committed one is decided in this call: equal bits succeed, everything else raises
         `HistoryError`, because the checkpoints of a run are one line of steps (see `rollback`).
+        The first save raises `MismatchError` if the state could not be restored into the target of
+        this manager's restore (without one: into the state itself); a later save warns once if that
+        has changed.
 
         In a group every process calls this at the same steps with its own copy of the state, writes
         its share, and comes out with the same result; copies that differ raise `StateError`.
@@ -248,7 +254,10 @@ class CheckpointManager:
         the template of the restore.
         """
         like = init() if callable(init) and not hasattr(init, "state_dict") else init
-        restored = self._restore(None, like) or Restored(like, 0)
+        restored = self._restore(None, like)
+        if restored is None:
+            self._restorable.expect(like)
+            restored = Restored(like, 0)
         beat("compile", restored.step)
         return restored
 
@@ -267,13 +276,14 @@ class CheckpointManager:
     ) -> NoReturn:
         """Save `state` as `step`, wait until it is durable, and leave with exit status 75.
 
-        Raises what the save raised, whatever `on_error` says: status 75 means that it is saved. A
+        Raises what the save raised, whatever `on_error` says: status 75 means that it is saved. A first
+        save that could not be restored into the target of the restore is a warning here. A
         `TerminationConfig` may name another way to leave.
         """
         beat("save", step)
         self._settle(wait=True)
         self.preemption.before_saving(step)
-        self._submit(step, state, metrics)
+        self._submit(step, state, metrics, leaving=True)
         self._background.wait()
         self.exit_preempted()
 
@@ -345,9 +355,22 @@ class CheckpointManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _submit(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        *,
+        leaving: bool = False,
+    ) -> None:
         self._check_group()
         leaves = snapshot(state, self._arena)
+        try:
+            self._restorable.check_first(f"{self.directory}: step {step}", state, leaves)
+        except MismatchError as error:
+            if not leaving:
+                raise
+            warnings.warn(str(error), stacklevel=4)  # better than to lose the state
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
 
@@ -382,6 +405,8 @@ class CheckpointManager:
 
     def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
         saving(step)
+        if note := self._restorable.changed(f"{self.directory}: step {step}", leaves):
+            self._notes.append(note)
         try:
             if self._processes.count == 1:
                 self._run.save(step, leaves, self._recipe, metrics)
@@ -432,6 +457,8 @@ class CheckpointManager:
         if self._processes.is_chief:
             self._set_aside(loaded)
         self._check_recipe(loaded)
+        if like is not None:
+            self._restorable.expect(like)
         state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
         return Restored(state, loaded.manifest.step)
 

@@ -18,16 +18,98 @@ class Spec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, leaf: Leaf) -> Spec:
+        """The spec of stored bytes."""
+        return cls(leaf.dtype, leaf.shape)
+
+    def describe(self) -> str:
+        """`float32[3,4]`, or `int` for a scalar."""
+        return Leaf(self.dtype, self.shape, memoryview(b"")).describe().strip()
+
 
 class Node(NamedTuple):
     """An interior value: its children by name, and how to make it again from new children.
 
-    A child with an empty name adds nothing to the path. `rebuild` may change the value in place
-    and return it (a torch module), or return a new one (a tuple).
+    A child with an empty name adds nothing to the path. `rebuild` returns a new value (a tuple), or
+    with `in_place` changes the value and cannot fail once its leaves fit (a Keras layer). What is
+    changed in place is changed last, after everything has been compared and built.
     """
 
     children: list[tuple[str, Any]]
     rebuild: Callable[[list[Any]], Any]
+    in_place: bool = False
+
+
+class Difference(NamedTuple):
+    """A path at which a target and a checkpoint differ: what each of them has there, if anything.
+
+    `reason` is set for a difference that is not one of structure, dtype or shape.
+    """
+
+    path: str
+    wanted: str | None = None
+    found: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        path = self.path or "(the state itself)"
+        if self.reason:
+            return f"{path}: {self.reason}"
+        if self.found is None:
+            return f"{path}: expected {self.wanted}, the checkpoint has no such leaf"
+        if self.wanted is None:
+            return f"{path}: the checkpoint has {self.found}, the target no such leaf"
+        return f"{path}: expected {self.wanted}, found {self.found}"
+
+
+Check = Callable[[Mapping[str, Leaf]], list[Difference]]
+"""The leaves below an object, by their paths from there -> what the object cannot take."""
+
+
+class Stateful:
+    """An object that returns its state and takes one back in place (`load_state_dict`).
+
+    It is given the state that was stored, whatever its own state looks like, and afterwards has to
+    return that state. Invariant of `check`: it changes nothing, and its result refers to no array.
+    """
+
+    arrays = "numpy"
+    """The class of the object's arrays if the checkpoint does not name another one."""
+
+    can_fail = True
+    """Whether `load` may fail although `check` found nothing. If so, `backup` is called before it."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def read(self) -> Any:
+        """The present state."""
+        return self.target.state_dict()
+
+    def load(self, state: Any) -> object:
+        """Take a state. It belongs to the object from here on."""
+        return self.target.load_state_dict(state)
+
+    def check(self) -> Check:
+        """What finds the leaves that the object cannot take."""
+        return lambda _: []
+
+    def adds(self, path: str) -> bool:
+        """Whether the object may have a leaf after the load that it was not given, such as a setting
+        that came with a newer version. `path` begins at the object."""
+        return False
+
+    def backup(self) -> Callable[[], object]:
+        """Keep the present state; returns the function that puts it back."""
+        from perdure.state.objects import copied
+
+        before = copied(self.read())
+        return lambda: self.load(before)
+
+
+class Names(dict[str, Any]):
+    """The state of a torch module: values by dotted name, which become nested leaf paths."""
 
 
 class Adapter(Protocol):
@@ -45,11 +127,11 @@ class Adapter(Protocol):
         """An array such as `like` (kind, device, sharding) with the bits of `leaf`."""
         ...
 
-    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
         """An interior value.
 
         `stored` is None while saving. While restoring it holds the checkpoint's leaves under this
-        value, for objects such as optimizers that create their state only when they are first used.
+        value, for values whose structure follows what was stored.
         """
         ...
 

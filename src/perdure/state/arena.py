@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Mapping
 
 from perdure.store.direct import copy_bytes
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.pools import map_ahead, pool
 from perdure.store.staging import pages
 
@@ -29,12 +29,12 @@ class Arena:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
-    def hold(self, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    def hold(self, leaves: Mapping[str, Leaf]) -> Leaves:
         """The same leaves, with a copy here of each that is not frozen.
 
         The copies of the call before are overwritten: nobody may use them any more.
         """
-        held = dict(leaves)
+        held = Leaves(leaves, containers_of(leaves))
         changing = []
         small = []
         for path, leaf in leaves.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, Spec
+from perdure.state.adapter import Node, Spec, Stateful
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.store.leaf import Leaf
 
@@ -100,6 +100,10 @@ class Beside:
     extras: Mapping[str, Any]
 
 
+class Members:
+    """Base of an object whose attributes are members of a state, each with its own path."""
+
+
 class Builtin:
     """The adapter that needs no framework."""
 
@@ -136,12 +140,12 @@ class Builtin:
             return array[()]
         return array.astype(like.dtype, copy=False)  # the byte order of the target
 
-    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
         if isinstance(value, Mapping):
             keys = list(value)
             return Node(
                 # A plain name is not asked about: there may be very many.
-                [(key if type(key) is str and key else _key_name(key), value[key]) for key in keys],
+                [(key if type(key) is str and key else key_name(key), value[key]) for key in keys],
                 lambda new: _same_mapping(value, dict(zip(keys, new, strict=True))),
             )
         fields = getattr(value, "_fields", None)
@@ -152,17 +156,28 @@ class Builtin:
             )
         if isinstance(value, (list, tuple)):
             return Node([(str(i), child) for i, child in enumerate(value)], type(value))
+        if isinstance(value, Members):
+            names = list(vars(value))
+            return Node(
+                [(name, getattr(value, name)) for name in names],
+                lambda new: vars(value).update(zip(names, new, strict=True)),
+                in_place=True,
+            )
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
-            return Node([("", value.state_dict())], lambda new: _loaded(value, new[0]))
+            return Stateful(value)
         if is_positioned(value):
-            return Node([("", position(value))], lambda new: reposition(value, new[0]))
+            return _Positioned(value)
         if isinstance(value, Beside):
             return Node(
                 [("", value.main), *value.extras.items()],
                 lambda new: Beside(new[0], dict(zip(value.extras, new[1:], strict=True))),
             )
         if isinstance(value, np.random.Generator):
-            return Node([("", value.bit_generator.state)], lambda new: _reseeded(value, new[0]))
+            return Node(
+                [("", value.bit_generator.state)],
+                lambda new: _reseeded(value, new[0]),
+                in_place=True,
+            )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if field.init]
             return Node(
@@ -172,7 +187,16 @@ class Builtin:
         return None
 
 
-def _key_name(key: object) -> str:
+def scalar_text(value: Any) -> tuple[str, str]:
+    """Kind and text of a Python scalar; raises TypeError for any other value."""
+    if type(value) not in _SCALARS:
+        raise TypeError(value)
+    name, text, _ = _SCALARS[type(value)]
+    return name, text(value)
+
+
+def key_name(key: object) -> str:
+    """A key of a mapping as text; raises `UnsupportedLeafError` for one that has no place in a path."""
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
         return str(key)
     raise UnsupportedLeafError(
@@ -189,9 +213,14 @@ def _same_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     return type(like)(new)  # type: ignore[call-arg]
 
 
-def _loaded(target: Any, state: Any) -> Any:
-    target.load_state_dict(state)
-    return target
+class _Positioned(Stateful):
+    """An iterator that can be put back (`get_state` and `set_state`)."""
+
+    def read(self) -> Any:
+        return position(self.target)
+
+    def load(self, state: Any) -> None:
+        reposition(self.target, state)
 
 
 def _reseeded(target: np.random.Generator, state: Any) -> np.random.Generator:

@@ -25,7 +25,9 @@ class FlaxState(ContainersOnly):
                 lambda new: type(value)(dict(zip(keys, new, strict=True))),
             )
         if isinstance(value, _OBJECTS):
-            return Node([("", nnx.state(value))], lambda new: _updated(value, new[0]))
+            return Node(
+                [("", nnx.state(value))], lambda new: _updated(value, new[0]), in_place=True
+            )
         return None
 
 

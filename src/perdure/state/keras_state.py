@@ -31,17 +31,25 @@ class KerasState(ContainersOnly):
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
         if isinstance(value, keras.Variable):
             return Node(
-                [("", read(value))], lambda new: _assigned(value, {"": value}, {"": new[0]})
+                [("", read(value))],
+                lambda new: _assigned(value, {"": value}, {"": new[0]}),
+                in_place=True,
             )
         if isinstance(value, keras.random.SeedGenerator):
             inner = value.state
             return Node(
-                [("", read(inner))], lambda new: _assigned(value, {"": inner}, {"": new[0]})
+                [("", read(inner))],
+                lambda new: _assigned(value, {"": inner}, {"": new[0]}),
+                in_place=True,
             )
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
             variables = named(value)
             values = {path: read(variable) for path, variable in variables.items()}
-            return Node([("", nest(values))], lambda new: _assigned(value, variables, flat(new[0])))
+            return Node(
+                [("", nest(values))],
+                lambda new: _assigned(value, variables, flat(new[0])),
+                in_place=True,
+            )
         return None
 
 

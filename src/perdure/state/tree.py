@@ -1,48 +1,49 @@
 """A state as `{leaf path: Leaf}`, and back into a template.
 
-Invariant of `restore`: nothing is changed, also not in place, before the whole template has been
-compared with the checkpoint.
+Invariant of `restore`: nothing is changed before the whole template has been compared with the
+checkpoint and every new value has been built; then either all objects are changed or none.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, Spec
+from perdure.errors import MismatchError, StateError
+from perdure.state.adapter import Adapter, Node, Spec, Stateful
 from perdure.state.arena import Arena
-from perdure.state.builtin import Builtin, plain_value
+from perdure.state.builtin import plain_value
+from perdure.state.objects import Collector, Stored, put
+from perdure.state.template import differences, listed, mismatch, template_of
+from perdure.state.walk import (
+    Named,
+    adapters,
+    join,
+    leaf_adapter,
+    load_leaf,
+    name_error,
+    node_of,
+    type_name,
+)
 from perdure.store.collector import collector_paused
-from perdure.store.leaf import Leaf
+from perdure.store.format import unescape
+from perdure.store.leaf import Leaf, Leaves, containers_of
 
-# Before the built-in one, because what a framework registered (a dataclass with static fields) is
-# its own to take apart. Flax and Equinox before JAX for the same reason, and Keras before PyTorch,
-# one of whose modules a Keras layer is on that backend.
-_FRAMEWORKS = {
-    "keras": "perdure.state.keras_state",
-    "flax.nnx": "perdure.state.flax_state",
-    "equinox": "perdure.state.equinox_state",
-    "jax": "perdure.state.jax_state",
-    "torch": "perdure.state.torch_state",
-}
+_REBUILD = "Build the target with the code that saved it, or restore without a target."
 
 
-def flatten(state: Any) -> dict[str, Leaf]:
+def flatten(state: Any) -> Leaves:
     """Every leaf of `state` by its path, sharing memory with the live arrays where it can.
 
     Paths join dict keys, field names and positions with `/`: `model/dense/kernel`. Raises
     `UnsupportedLeafError` naming the path of a value that has no exact form.
     """
-    leaves: dict[str, Leaf] = {}
-    _collect([("", state)], "", _adapters(), leaves)
+    leaves = Leaves()
+    _collect([("", state)], "", adapters(), leaves)
     return leaves
 
 
-def snapshot(state: Any, into: Arena | None = None) -> dict[str, Leaf]:
+def snapshot(state: Any, into: Arena | None = None) -> Leaves:
     """`flatten`, safe to use after `state` changes: whatever can change in place is copied.
 
     The copies lie in `into`, where they stay until the next snapshot into it, or in new memory.
@@ -54,20 +55,49 @@ def snapshot(state: Any, into: Arena | None = None) -> dict[str, Leaf]:
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     """`like` with the bits of `leaves`: new containers, in place for modules and optimizers.
 
-    `like` gives structure, array kind, device and sharding; its values are not read. Raises
-    `MismatchError` that lists every difference in structure, dtype and shape by leaf path; nothing
-    has been changed then.
+    `like` gives structure, array kind, device and sharding; its values are not read. An object with
+    `load_state_dict` is given the state that was stored, whatever its present one looks like, and has
+    to return the same bits afterwards.
+
+    Raises `MismatchError` that lists the differences in structure, dtype and shape by leaf path, and
+    `StateError` with the path of an object that did not take its state. The target is what it was
+    before then, unless the message names an object that it could not put back.
     """
-    stored = {path: Spec(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
-    wanted = {path: _spec(path, value, adapter) for path, value, adapter in _walk(like, "", stored)}
-    if lines := differences(wanted, stored):
-        raise MismatchError(
-            f"the target and the checkpoint differ in {len(lines)} "
-            f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was changed:\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nBuild the target with the code that saved it, or restore without a target."
+    specs = {path: Spec.of(leaf) for path, leaf in leaves.items()}
+    if lines := differences(template_of(like, specs), leaves):
+        raise mismatch(lines, _REBUILD)
+    changes: list[_Change] = []
+    among = adapters()
+
+    def build(like: Any, path: str) -> Any:
+        with Named(path):
+            if (leaf := leaf_adapter(like, among)) is not None:
+                return load_leaf(leaf[0], like, leaves[path])
+            node = node_of(like, path, among, specs)
+        if isinstance(node, Stateful):
+            changes.append(_Change(path, node, stored.state(node, path)))
+            return node.target
+        children = [build(child, join(path, key)) for key, child in node.children]
+        if node.in_place:
+            changes.append(_Change(path, node, children))
+            return like
+        with Named(path), _Wrapped(f"a {type_name(like)} could not be rebuilt from its parts"):
+            return node.rebuild(children)
+
+    def build_inside(like: Any, path: str) -> Any:
+        """A live value in the state of an object: strict, as outside of objects."""
+        part = Leaves(
+            {at: leaf for at, leaf in leaves.items() if f"{at}/".startswith(f"{path}/")},
+            containers_of(leaves),
         )
-    return _rebuild(like, "", leaves, stored)
+        if lines := differences(template_of(like, specs, path), part):
+            raise mismatch(lines, _REBUILD)
+        return build(like, path)
+
+    stored = Stored(leaves, build_inside)
+    restored = build(like, "")
+    _apply(changes, stored)
+    return restored
 
 
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
@@ -77,54 +107,108 @@ def unflatten(leaves: Mapping[str, Leaf]) -> Any:
         *parents, last = path.split("/")
         at = root
         for part in parents:
-            at = at.setdefault(_unescape(part), {})
-        at[_unescape(last)] = plain_value(leaf)
+            at = at.setdefault(unescape(part), {})
+        at[unescape(last)] = plain_value(leaf)
     return root[""] if root.keys() == {""} else root
 
 
-def differences(wanted: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
-    """One line for each leaf that differs, in path order; empty when they fit."""
-    lines = []
-    for path in sorted(wanted.keys() | found.keys()):
-        if path not in found:
-            lines.append(f"{path}: expected {_text(wanted[path])}, the checkpoint has no such leaf")
-        elif path not in wanted:
-            lines.append(
-                f"{path}: the checkpoint has {_text(found[path])}, the target no such leaf"
-            )
-        elif not fits(wanted[path], found[path]):
-            lines.append(f"{path}: expected {_text(wanted[path])}, found {_text(found[path])}")
-    return lines
+class _Change(NamedTuple):
+    """What one object will be given: its state, or the children of a node that changes in place."""
+
+    path: str
+    node: Node | Stateful
+    new: Any
+
+    def carry_out(self) -> None:
+        if isinstance(self.node, Node):
+            with Named(self.path), _Wrapped("its value could not be set"):
+                self.node.rebuild(self.new)
+            return
+        name = type_name(self.node.target)
+        with Named(self.path), _Wrapped(f"a {name} did not take the state that was stored"):
+            self.node.load(self.new)
 
 
-def fits(wanted: Spec, found: Spec) -> bool:
-    """Whether a stored leaf can take a place in a target.
+def _apply(changes: Sequence[_Change], stored: Stored) -> None:
+    """Change the objects in place: all of them, or none.
 
-    Equal, or a number of Python's where the checkpoint has a zero-dimensional array of that kind: a
-    counter that starts as `0` comes out of the first compiled step as an array.
+    Objects whose load may fail come first, each with a copy of its state from before. What comes
+    last (modules, generators) cannot fail, so that no copy of a model is needed.
     """
-    kinds = {"py:int": ("int", "uint"), "py:float": ("float", "bfloat"), "py:bool": ("bool",)}
-    return wanted == found or (
-        found.shape == () and found.dtype.startswith(kinds.get(wanted.dtype, ("/",)))
-    )
+    unsure = [c for c in changes if isinstance(c.node, Stateful) and c.node.can_fail]
+    sure = [c for c in changes if c not in unsure]
+    before: list[tuple[_Change, Callable[[], object], object]] = []
+    begun: list[str] = []
+    try:
+        for change in unsure:
+            assert isinstance(change.node, Stateful)
+            with Named(change.path), _Wrapped("a copy of its present state could not be made"):
+                digests = stored.digests(change.node, change.path)
+                before.append((change, change.node.backup(), digests))
+            change.carry_out()
+        _compare(unsure, stored)
+        for change in sure:
+            begun.append(change.path)
+            change.carry_out()
+        _compare(sure, stored)
+    except BaseException as error:
+        lost = begun + _put_back(before, stored)
+        if isinstance(error, StateError):
+            then = "Every object has the state that it had before."
+            if lost:
+                then = (
+                    f"These hold a mixture of old and new values: {', '.join(lost)}. Restore again "
+                    f"before you go on training."
+                )
+            error.args = (f"{error} {then}",)
+        raise
 
 
-def _text(spec: Spec) -> str:
-    return Leaf(spec.dtype, spec.shape, memoryview(b"")).describe().strip()
+def _put_back(
+    before: Sequence[tuple[_Change, Callable[[], object], object]], stored: Stored
+) -> list[str]:
+    """The paths of the objects that did not take their earlier state."""
+    lost = []
+    for change, undo, digests in reversed(before):
+        assert isinstance(change.node, Stateful)
+        try:
+            undo()
+            if stored.digests(change.node, change.path) != digests:
+                lost.append(change.path)
+        except Exception:  # noqa: BLE001 - the error that led here is raised, and names this path
+            lost.append(change.path)
+    return lost
 
 
-def _spec(path: str, value: Any, adapter: Adapter) -> Spec:
-    with _Named(path):
-        spec = adapter.spec(value)
-    assert spec is not None
-    return spec
+def _compare(changes: Sequence[_Change], stored: Stored) -> None:
+    for change in changes:
+        if not isinstance(change.node, Stateful):
+            continue
+        if lines := stored.differences(change.node, change.path):
+            name = type_name(change.node.target)
+            raise MismatchError(
+                f"{change.path}: a {name} took the state that was stored, and returns another one:\n"
+                f"{listed(lines)}\n"
+                f"What `load_state_dict` is given, `state_dict` has to return."
+            )
+
+
+class _Wrapped:
+    """Turns any other exception into a `StateError`, with the original as its cause."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, StateError):
+            raise StateError(f"{self._what}: {type(error).__name__}: {error}") from error
 
 
 def _collect(
-    children: Sequence[tuple[str, Any]],
-    path: str,
-    adapters: Sequence[Adapter],
-    leaves: dict[str, Leaf],
+    children: Sequence[tuple[str, Any]], path: str, among: Sequence[Adapter], leaves: Leaves
 ) -> None:
     # The loop of the user stands still here. So one call decides what a value is and gives its
     # bytes, and only a value that holds others costs a call of this function.
@@ -132,126 +216,20 @@ def _collect(
     at = path
     try:
         for key, value in children:
-            at = prefix + key if key.isalnum() else _join(path, key)
-            for adapter in adapters:
+            at = prefix + key if key.isalnum() else join(path, key)
+            for adapter in among:
                 leaf = adapter.leaf(value)
                 if leaf is not None:
                     break
             else:
-                _collect(_node(value, adapters, None).children, at, adapters, leaves)
+                node = node_of(value, at, among, None)
+                if isinstance(node, Stateful):
+                    below = lambda children, path: _collect(children, path, among, leaves)  # noqa: E731
+                    Collector(among, leaves, below).collect(node, at)
+                else:
+                    _collect(node.children, at, among, leaves)
                 continue
-            if at in leaves:
-                raise UnsupportedLeafError(
-                    f"two leaves have the path {at!r}; rename one of the keys."
-                )
-            leaves[at] = leaf
+            put(leaves, at, leaf)
     except StateError as error:
-        _name(error, at)
+        name_error(error, at)
         raise
-
-
-def _walk(
-    value: Any, path: str, stored: Mapping[str, Spec] | None
-) -> Iterator[tuple[str, Any, Adapter]]:
-    adapter, node = _classify(value, path, stored)
-    if node is None:
-        yield path, value, adapter
-        return
-    for key, child in node.children:
-        yield from _walk(child, _join(path, key), stored)
-
-
-def _rebuild(like: Any, path: str, leaves: Mapping[str, Leaf], stored: Mapping[str, Spec]) -> Any:
-    adapter, node = _classify(like, path, stored)
-    with _Named(path):
-        if node is None:
-            return adapter.load(like, leaves[path])
-        return node.rebuild(
-            [_rebuild(child, _join(path, key), leaves, stored) for key, child in node.children]
-        )
-
-
-def _classify(
-    value: Any, path: str, stored: Mapping[str, Spec] | None
-) -> tuple[Adapter, Node | None]:
-    adapters = _adapters()
-    with _Named(path):
-        for adapter in adapters:
-            if adapter.spec(value) is not None:
-                return adapter, None
-        below = None if stored is None else _Below(stored, path)
-        return adapters[-1], _node(value, adapters, below)
-
-
-def _node(value: Any, adapters: Sequence[Adapter], below: Mapping[str, Spec] | None) -> Node:
-    for adapter in adapters:
-        if (node := adapter.node(value, below)) is not None:
-            return node
-    raise UnsupportedLeafError(
-        f"a value of type {type(value).__module__}.{type(value).__qualname__} has no exact form in "
-        f"a checkpoint. Give it `state_dict` and `load_state_dict`, turn it into arrays and "
-        f"scalars, or leave it out of the state."
-    )
-
-
-def _adapters() -> list[Adapter]:
-    loaded = [_load(module) for name, module in _FRAMEWORKS.items() if name in sys.modules]
-    return [*loaded, _builtin]
-
-
-_builtin = Builtin()
-
-
-@cache
-def _load(module: str) -> Adapter:
-    return import_module(module).ADAPTER
-
-
-class _Below(Mapping[str, Spec]):
-    """The part of a mapping under one path, made only when an adapter looks at it."""
-
-    def __init__(self, stored: Mapping[str, Spec], path: str) -> None:
-        self._stored = stored
-        self._prefix = f"{path}/" if path else ""
-
-    def __iter__(self) -> Iterator[str]:
-        cut = len(self._prefix)
-        return (path[cut:] for path in self._stored if path.startswith(self._prefix))
-
-    def __getitem__(self, key: str) -> Spec:
-        return self._stored[self._prefix + key]
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _Named:
-    """Puts the leaf path in front of a `StateError` that comes from below."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StateError):
-            _name(error, self._path)
-
-
-def _name(error: StateError, path: str) -> None:
-    if not hasattr(error, "path"):
-        error.path = path  # type: ignore[attr-defined]
-        if not isinstance(error, MismatchError):
-            error.args = (f"{path or '(the state itself)'}: {error}",)
-
-
-def _join(path: str, key: str) -> str:
-    if not key:
-        return path
-    part = key if key.isalnum() else key.replace("%", "%25").replace("/", "%2F")
-    return f"{path}/{part}" if path else part
-
-
-def _unescape(part: str) -> str:
-    return part.replace("%2F", "/").replace("%25", "%")

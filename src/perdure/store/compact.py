@@ -187,7 +187,7 @@ def _replace(
         )
     packs = tuple(there[name] for name in numbers)
     renewed = msgspec.structs.replace(
-        manifest, format=format_of(leaves), packs=packs, leaves=tuple(leaves)
+        manifest, format=format_of(leaves, manifest.containers), packs=packs, leaves=tuple(leaves)
     )
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -23,6 +23,8 @@ from perdure.errors import CorruptionError, FormatVersionError
 FORMAT = 1
 CODEC_FORMAT = 2
 """Of manifests and packs with encoded chunks; all others stay as every reader knows them."""
+STRUCTURE_FORMAT = 3
+"""Of manifests that say more of a state than its leaves (`Manifest.containers`)."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
@@ -52,6 +54,12 @@ Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash = Annotated[str, Meta(min_length=64, max_length=64)]
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$")]
+Arrays = Annotated[
+    str,
+    Meta(
+        pattern=r"^(numpy(\.generic)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)$"
+    ),
+]
 RecipeValue = str | int | float | bool
 T = TypeVar("T")
 
@@ -110,8 +118,45 @@ class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
     size: Natural
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one checkpoint is made of. Its file is the commit."""
+class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """What the state of an object has at one path, so that the value can be built without the object.
+
+    `keys` has the keys of a mapping in their order; a mapping without it has the keys of its paths,
+    as strings in code point order. `arrays` is the class of the arrays here and below. `type` names a
+    class whose values only a live object of that class can rebuild.
+    """
+
+    kind: Literal[
+        "dict",
+        "OrderedDict",
+        "defaultdict",
+        "Counter",
+        "list",
+        "tuple",
+        "deque",
+        "set",
+        "frozenset",
+        "torch.Size",
+        "array",
+        "object",
+    ]
+    keys: tuple[str | int, ...] | None = None
+    arrays: Arrays | None = None
+    factory: Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"] | None = None
+    maxlen: Natural | None = None
+    type: str | None = None
+
+
+MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+"""The kinds of containers that have keys. Others have numbered elements, or are no containers."""
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one checkpoint is made of. Its file is the commit.
+
+    `containers` describes the states of objects with `load_state_dict`, by path. It is covered by the
+    digest and not by the fingerprint.
+    """
 
     format: Natural
     step: Natural
@@ -121,6 +166,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float | None]
     packs: tuple[PackRecord, ...]
     leaves: tuple[LeafRecord, ...]
+    containers: dict[str, Container] = msgspec.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -313,6 +359,8 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
                 )
         if leaf.size is not None:
             _check_lengths(manifest.format, leaf, leaf.size, where)
+    if manifest.containers:
+        _check_containers(manifest, where)
     actual = fingerprint_of(manifest.leaves)
     if actual != manifest.fingerprint:
         raise CorruptionError(
@@ -342,8 +390,10 @@ def array_record(
     return msgspec.structs.replace(record, size=nbytes)
 
 
-def format_of(leaves: Iterable[LeafRecord]) -> int:
-    """The format of a manifest with these leaves: the lowest that can say it."""
+def format_of(leaves: Iterable[LeafRecord], containers: Mapping[str, Container]) -> int:
+    """The format of a manifest with these leaves and containers: the lowest that can say it."""
+    if containers:
+        return STRUCTURE_FORMAT
     return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
 
 
@@ -406,10 +456,10 @@ def _manifest(body: bytes, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
     except ValueError:  # also what a newer format looks like, which has to be said as such
-        _check_version(body, where)
+        _check_version(body, where, STRUCTURE_FORMAT)
         manifest = _decode(body, Manifest, where)
-    if manifest.format > CODEC_FORMAT:
-        _check_version(body, where)
+    if manifest.format > STRUCTURE_FORMAT:
+        _check_version(body, where, STRUCTURE_FORMAT)
     hashes = [chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks]
     _check_hashes([manifest.fingerprint, *hashes], where)
     return manifest
@@ -434,11 +484,70 @@ def _check_lengths(version: int, leaf: LeafRecord, size: int, where: str) -> Non
         )
 
 
-def _check_version(data: bytes, where: str) -> int:
+def _check_containers(manifest: Manifest, where: str) -> None:
+    """Raise unless the containers and the leaves are one tree."""
+    leaves = {leaf.path for leaf in manifest.leaves}
+    children = children_of([*leaves, *manifest.containers])
+    wrong = [
+        f"{path!r} ({container.kind})"
+        for path, container in manifest.containers.items()
+        if not _is_sound(container, path in leaves, children.get(path, ()))
+    ]
+    if wrong or manifest.format < STRUCTURE_FORMAT:
+        raise CorruptionError(
+            f"{where}: format {manifest.format}: the containers do not fit the leaves: "
+            f"{', '.join(wrong[:5]) or 'expected none in this format'}."
+        )
+
+
+def _is_sound(container: Container, is_leaf: bool, below: Collection[str]) -> bool:
+    """Whether a container can have these children, given as the last parts of their paths."""
+    kind, keys = container.kind, container.keys
+    if kind in ("array", "object"):
+        named = container.arrays if kind == "array" else container.type
+        extras = (keys, container.factory, container.maxlen)
+        return named is not None and extras == (None,) * 3 and (is_leaf or kind == "object")
+    if (
+        is_leaf
+        or (keys is not None and kind not in MAPPINGS)
+        or (container.factory is not None and kind != "defaultdict")
+        or (container.maxlen is not None and kind != "deque")
+    ):
+        return False
+    if keys is not None:
+        return len(keys) == len(below) and {escape(str(key)) for key in keys} == set(below)
+    return kind in MAPPINGS or set(map(str, range(len(below)))) == set(below)
+
+
+def children_of(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The last parts of the paths below each path, in the order in which they are met first."""
+    children: dict[str, dict[str, None]] = {}
+    for path in paths:
+        while path:
+            parent, _, last = path.rpartition("/")
+            known = children.setdefault(parent, {})
+            if last in known:
+                break
+            known[last] = None
+            path = parent
+    return {path: list(parts) for path, parts in children.items()}
+
+
+def escape(key: str) -> str:
+    """A key as a part of a path."""
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+def unescape(part: str) -> str:
+    """The inverse of `escape`."""
+    return part.replace("%2F", "/").replace("%25", "%")
+
+
+def _check_version(data: bytes, where: str, newest: int = CODEC_FORMAT) -> int:
     version = _decode(data, _Header, where).format
-    if version > CODEC_FORMAT:
+    if version > newest:
         raise FormatVersionError(
-            f"{where}: written in format {version}; this perdure reads up to format {CODEC_FORMAT}. "
+            f"{where}: written in format {version}; this perdure reads up to format {newest}. "
             f"Nothing was changed. Install a newer perdure to use it."
         )
     return version

@@ -1,10 +1,12 @@
-"""`Leaf`: the one value that crosses between the live state and the store."""
+"""`Leaf` and `Leaves`: what crosses between the live state and the store."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
-from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
+from perdure.store.format import SCALAR_PREFIX, Container, chunk_spans, hash_bytes
 
 
 # `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.
@@ -46,3 +48,24 @@ class Leaf(Struct, frozen=True, gc=False):
     def copy(self) -> Leaf:
         """The same leaf over memory of its own."""
         return Leaf(self.dtype, self.shape, memoryview(bytes(self.data)), frozen=True)
+
+
+class Leaves(dict[str, Leaf]):
+    """The leaves of a state by path, and the containers of the objects in it.
+
+    `containers` is empty for a state without objects that have `load_state_dict`. A plain copy of the
+    dict (`dict(leaves)`) loses them.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Leaf] | None = None,
+        containers: Mapping[str, Container] | None = None,
+    ) -> None:
+        super().__init__(leaves or {})
+        self.containers = dict(containers or {})
+
+
+def containers_of(leaves: Mapping[str, Leaf]) -> dict[str, Container]:
+    """The containers that come with some leaves; none for a plain mapping."""
+    return leaves.containers if isinstance(leaves, Leaves) else {}

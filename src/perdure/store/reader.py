@@ -18,7 +18,7 @@ from functools import partial
 from perdure.errors import CorruptionError, StepNotFoundError
 from perdure.store.codec import decode
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Leaves
 from perdure.store.staging import pages
 from perdure.store.storage import Storage, StreamingStorage
 
@@ -51,7 +51,7 @@ class _Read:
 
 def load_leaves(
     storage: Storage, manifest: Manifest, wanted: Callable[[str], bool] | None = None
-) -> dict[str, Leaf]:
+) -> Leaves:
     """Read and verify the leaves of `manifest` (those whose path `wanted` accepts).
 
     Touches only the chunks of those leaves. Raises `CorruptionError` naming leaf, pack, offset,
@@ -63,7 +63,13 @@ def load_leaves(
         raise StepNotFoundError(
             f"{storage.where}: step {manifest.step} has no leaf that was asked for; it has {held}..."
         )
-    leaves: dict[str, Leaf] = {}
+    leaves = Leaves(
+        containers={
+            path: container
+            for path, container in manifest.containers.items()
+            if wanted is None or wanted(path)
+        }
+    )
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
     for record in records:
         if record.text is not None:

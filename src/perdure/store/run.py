@@ -74,7 +74,7 @@ from perdure.store.format import (
     plain_metrics,
     time_text,
 )
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.marker import is_marked
 from perdure.store.rollback import (
     RolledBack,
@@ -95,7 +95,7 @@ class Loaded:
     """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable."""
 
     manifest: Manifest
-    leaves: dict[str, Leaf]
+    leaves: Leaves
     skipped: tuple[tuple[int, str], ...] = ()
 
 
@@ -311,7 +311,7 @@ class Run:
             require_room(self.storage, leaves, self._catalog.held())
             records, packs, located = self._write(step, leaves, write)
             manifest = Manifest(
-                format=format_of(records),
+                format=format_of(records, containers_of(leaves)),
                 step=step,
                 created=time_text(self._clock()),
                 fingerprint=fingerprint_of(records),
@@ -319,6 +319,7 @@ class Run:
                 metrics=metrics,
                 packs=tuple(packs),
                 leaves=tuple(records),
+                containers=containers_of(leaves),
             )
             data = self._encoded(manifest)
             create_whole(self.storage, manifest_name(step), data)

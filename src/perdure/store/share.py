@@ -22,7 +22,7 @@ from perdure.store.format import (
     chunk_spans,
     hash_bytes,
 )
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, containers_of
 from perdure.store.storage import Storage
 from perdure.store.writer import Held, Written, write_pack
 
@@ -114,6 +114,8 @@ def leaf_digests(
             parts.append(hashed.get(number) or hash_bytes(data))
             number += 1
         digests[path] = hash_bytes("".join(parts).encode())
+    for path, container in containers_of(leaves).items():
+        digests[f"{path} (structure)"] = hash_bytes(msgspec.json.encode(container))
     return digests
 
 

@@ -1,0 +1,157 @@
+"""The values inside of an object's state as entries of a manifest, and back without the object.
+
+Plain containers (dict, list, tuple, ...) are rebuilt from their entry and their elements. An array is
+rebuilt as an array of the library that it came from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.builtin import key_name, leaf_array, scalar_text
+from perdure.store.format import MAPPINGS, Container, escape, unescape
+from perdure.store.leaf import Leaf
+
+_SEQUENCES: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    deque: "deque",
+    set: "set",
+    frozenset: "frozenset",
+}
+_FACTORIES: dict[Any, str] = {
+    each: each.__name__ for each in (bool, dict, float, int, list, set, str, tuple)
+}
+_MAKE: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+PLAIN = Container("dict")
+"""A dict whose keys are strings in code point order; it needs no entry."""
+
+
+def described(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
+    """The entry of a plain container and its elements by the part that they add to the path.
+
+    None for every other value: a subclass has methods and fields that nobody else can rebuild.
+    """
+    kind = type(value)
+    if kind is dict:
+        return Container("dict", keys=_keys(value)), _items(value)
+    if kind is OrderedDict or kind is Counter:
+        return Container(kind.__name__, keys=_keys(value)), _items(value)  # type: ignore[arg-type]
+    if kind is defaultdict:
+        if value.default_factory is not None and value.default_factory not in _FACTORIES:
+            raise UnsupportedLeafError(
+                f"a defaultdict whose factory is {value.default_factory!r} has no exact form; expected "
+                f"one of {', '.join(_FACTORIES.values())}, or a plain dict."
+            )
+        factory: Any = _FACTORIES.get(value.default_factory)
+        return Container("defaultdict", keys=_keys(value), factory=factory), _items(value)
+    if kind is set or kind is frozenset:
+        try:
+            value = sorted(value, key=scalar_text)
+        except TypeError:
+            raise UnsupportedLeafError(
+                "a set of values other than Python scalars has no exact form; use a list."
+            ) from None
+    if kind in _SEQUENCES:
+        entry = Container(_SEQUENCES[kind], maxlen=getattr(value, "maxlen", None))  # type: ignore[arg-type]
+        return entry, [(str(i), child) for i, child in enumerate(value)]
+    if kind.__qualname__ == "Size" and kind.__module__ == "torch":
+        return Container("torch.Size"), [(str(i), child) for i, child in enumerate(value)]
+    return None
+
+
+def made(container: Container, parts: Sequence[str], element: Callable[[Any, str], Any]) -> Any:
+    """The container of an entry; `element` gives the value for a key and its part of the path."""
+    kind = container.kind
+    if kind in MAPPINGS:
+        keys = container.keys
+        if keys is None:
+            keys = sorted(unescape(part) for part in parts)
+        items = {key: element(key, escape(str(key))) for key in keys}
+        if kind == "defaultdict":
+            names = {name: factory for factory, name in _FACTORIES.items()}
+            return defaultdict(names.get(container.factory), items)
+        return items if kind == "dict" else _MAKE[kind](items)
+    values = [element(i, str(i)) for i in range(len(parts))]
+    if kind == "deque":
+        return deque(values, container.maxlen)
+    if kind == "torch.Size":
+        return sys.modules["torch"].Size(values)
+    return _MAKE[kind](values)
+
+
+def array_class(value: Any) -> str:
+    """The class of an array, as an entry names it. The device of a tensor is part of it."""
+    if isinstance(value, np.generic):
+        return "numpy.generic"
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        name = "torch"
+        if isinstance(value, torch.nn.Parameter):
+            name += ".Parameter" if value.requires_grad else ".Parameter.frozen"
+        elif value.requires_grad:
+            name += ".requires_grad"
+        return name if value.device.type == "cpu" else f"{name}@{value.device.type}"
+    return "jax"
+
+
+def array_template(name: str, leaf: Leaf, like: Any) -> Any:
+    """What an adapter loads `leaf` into to get an array of the class `name`.
+
+    A tensor takes the device of `like`, the tensor that the object has there itself, if it has one.
+    """
+    base, _, device = name.partition("@")
+    if base.startswith("torch"):
+        torch = _library("torch")
+        if isinstance(like, torch.Tensor) and not like.is_meta:
+            place = like.device
+        else:
+            backend = getattr(torch, device, None) if device else None
+            place = device if backend is not None and backend.is_available() else "cpu"
+        tensor = torch.empty(0, dtype=getattr(torch, leaf.dtype), device=place)
+        if base.startswith("torch.Parameter"):
+            return torch.nn.Parameter(tensor, requires_grad=not base.endswith(".frozen"))
+        return tensor.requires_grad_(base == "torch.requires_grad")
+    if base.startswith("jax"):
+        jax = _library("jax")
+        dtype = leaf.dtype.rpartition(":")[2]
+        if dtype.startswith("key<"):
+            dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    array = leaf_array(leaf)
+    return array[()] if base == "numpy.generic" else array
+
+
+def _library(name: str) -> Any:
+    if name not in sys.modules:
+        raise StateError(
+            f"the checkpoint has an array of {name} here: import {name} before the restore."
+        )
+    return sys.modules[name]
+
+
+def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
+    keys = list(value)
+    if all(type(key) is str for key in keys) and all(a < b for a, b in pairwise(keys)):
+        return None
+    return tuple(keys)
+
+
+def _items(value: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    return [(key if type(key) is str and key else key_name(key), value[key]) for key in value]

@@ -1,0 +1,183 @@
+"""A manager finds out at the first save what its program could never restore."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perdure import CheckpointManager
+from perdure.checkpoint.restorable import Restorable
+from perdure.errors import CorruptionError, MismatchError
+from perdure.state import flatten, snapshot
+from perdure.store import Run
+from perdure.store.format import hash_bytes, manifest_name
+
+
+class Growing:
+    def __init__(self) -> None:
+        self.history: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": list(self.history)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history = state["history"]
+
+
+def test_a_state_that_does_not_fit_the_target_of_the_restore_is_refused_at_the_first_save(
+    tmp_path: Path,
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize({"w": np.zeros(2, np.float32), "log": []})
+        state["w"] = state["w"].astype(np.float64)
+        state["log"].append(0.5)
+        with pytest.raises(MismatchError, match="could never be restored") as caught:
+            manager.save(1, state)
+        assert "step 1" in str(caught.value)
+        assert "log/0: the checkpoint has float, the target no such leaf" in str(caught.value)
+        assert "w: expected float32[2], found float64[2]" in str(caught.value)
+        manager.wait_until_finished()
+        assert manager.all_steps() == []
+        assert manager.save(1, {"w": np.ones(2, np.float32), "log": []})
+
+
+def test_the_target_of_an_earlier_checkpoint_counts_too(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.zeros(2)})
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore(like={"w": np.zeros(2)})
+        with pytest.raises(MismatchError, match=r"w: expected float64\[2\], found float64\[3\]"):
+            manager.save(2, {"w": np.zeros(3)})
+        assert manager.save(2, state)
+
+
+def test_what_fits_is_saved_without_a_word(tmp_path: Path) -> None:
+    grown = Growing()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter])
+    with CheckpointManager(tmp_path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.restore_or_initialize({"g": grown, "o": optimizer, "best": None, "step": 0})
+        for step in (1, 2):
+            grown.history.append(step)
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+            manager.save(step, {"g": grown, "o": optimizer, "best": 0.5, "step": np.int64(step)})
+        manager.wait_until_finished()
+    fresh = {"g": Growing(), "o": torch.optim.Adam([parameter]), "best": None, "step": 0}
+    with CheckpointManager(tmp_path) as manager:
+        restored = manager.restore(like=fresh).state
+    assert restored["g"].history == [1, 2]
+    assert restored["best"] == 0.5
+
+
+def test_a_structure_that_changes_later_is_one_warning(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"w": np.zeros(2)})
+        manager.save(1, {"w": np.zeros(2)})
+        manager.save(2, {"w": np.zeros(2), "more": 1})
+        with pytest.warns(UserWarning, match="more: the checkpoint has int") as caught:
+            manager.wait_until_finished()
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(3, {"w": np.zeros(2), "more": 2})
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_leaving_saves_it_all_the_same(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"w": np.zeros(2)})
+        with pytest.warns(UserWarning, match="could never be restored"), pytest.raises(SystemExit):
+            manager.save_and_exit(1, {"w": np.zeros(3)})
+        assert manager.all_steps() == [1]
+
+
+def test_an_unchanged_structure_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    from perdure.checkpoint import restorable
+
+    real = restorable.differences
+    monkeypatch.setattr(restorable, "differences", lambda *a: compared.append(a) or real(*a))
+    state = {"w": np.zeros(2)}
+    check = Restorable()
+    check.expect(state)
+    check.check_first("here", state, flatten(state))
+    for _ in range(3):
+        assert check.changed("here", flatten(state)) is None
+    assert len(compared) == 1
+
+
+def test_the_target_is_not_kept_alive(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        target = np.zeros(3)
+        gone = weakref.ref(target)
+        manager.restore_or_initialize({"w": target})
+        del target
+        gc.collect()
+        assert gone() is None
+
+
+def test_the_containers_of_a_state_lie_in_the_manifest(tmp_path: Path) -> None:
+    grown = Growing()
+    grown.history = [1, {"b": (2,), "a": None}]
+    with Run(tmp_path, create=True) as run:
+        plain = run.save(1, snapshot({"x": np.ones(3)}))
+        manifest = run.save(2, snapshot({"g": grown, "x": np.ones(3)}))
+        assert (plain.format, manifest.format) == (1, 3)
+        assert run.manifest(2).containers == manifest.containers == flatten({"g": grown}).containers
+        assert run.load(2).leaves.containers == manifest.containers
+        assert not run.load(2, lambda path: path == "x").leaves.containers
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"tree"}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"list","keys":["0","1"]}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"list","factory":"int"}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"list","maxlen":3}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"array","arrays":"numpy"}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"object"}'),
+        (b'"g/history":{"kind":"list"}', b'"g/history":{"kind":"list","arrays":"os.system"}'),
+        (b'"g/history":{"kind":"list"}', b'"g":{"kind":"list"}'),
+        (b'"keys":["b","a"]', b'"keys":["b"]'),
+        (b'"keys":["b","a"]', b'"keys":["b","b"]'),
+        (b'"keys":["b","a"]', b'"keys":["b","a","c"]'),
+        (b'"keys":["b","a"]', b'"keys":["b",true]'),
+        (b'"format":3', b'"format":2'),
+    ],
+)
+def test_containers_that_do_not_fit_are_damage(tmp_path: Path, old: bytes, new: bytes) -> None:
+    grown = Growing()
+    grown.history = [1, {"b": (2,), "a": None}]
+    with Run(tmp_path, create=True) as run:
+        run.save(2, snapshot({"g": grown}))
+    name = tmp_path / manifest_name(2)
+    data = name.read_bytes()
+    body = b"{" + data[77:].replace(old, new, 1)
+    assert body[1:] != data[77:]
+    name.write_bytes(b'{"digest":"' + hash_bytes(body).encode() + b'",' + body[1:])
+    with pytest.raises(CorruptionError):
+        Run(tmp_path).load(2)
+
+
+def test_a_compaction_keeps_the_containers(tmp_path: Path) -> None:
+    grown = Growing()
+    grown.history = [torch.ones(20_000)]
+    with Run(tmp_path, create=True) as run:
+        state = {"g": grown, "x": np.arange(2_000_000)}
+        run.save(1, snapshot(state))
+        kept = run.save(2, snapshot({"g": grown, "x": np.ones(1)}))
+        run.evacuate([pack.name for pack in kept.packs])
+        assert run.manifest(2).packs != kept.packs
+        assert run.manifest(2).containers == kept.containers
+        assert run.manifest(2).format == 3

@@ -1,0 +1,418 @@
+"""PyTorch's optimizers, modules and parameters come back with every bit, class and flag."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
+from perdure.state import flatten, restore, snapshot
+from perdure.store.leaf import Leaves
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+)
+
+
+def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    leaves = state if isinstance(state, Leaves) else flatten(state)
+    return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
+
+
+class Problem:
+    """Two parameters (two-dimensional ones, because Muon takes no other) and an optimizer of them."""
+
+    def __init__(self, name: str, dtype: torch.dtype, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.sparse = name == "SparseAdam"
+        shapes = [(4, 3), (2, 4)]
+        self.parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+        groups = [{"params": [p]} for p in self.parameters]
+        single = name == "LBFGS"
+        self.optimizer = getattr(torch.optim, name)(
+            self.parameters if single else groups, **options
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"parameters": list(self.parameters), "optimizer": self.optimizer}
+
+    def step(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        noise = [torch.randn(p.shape, generator=generator) for p in self.parameters]
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            for parameter, shift in zip(self.parameters, noise, strict=True):
+                gradient = (parameter.detach().float() - shift).to(parameter.dtype)
+                parameter.grad = gradient.to_sparse() if self.sparse else gradient
+            return torch.stack([p.detach().float().square().sum() for p in self.parameters]).sum()
+
+        self.optimizer.step(closure)
+
+    def take(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, state["parameters"], strict=True):
+                parameter.copy_(value)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_resumes_with_the_bits_of_an_uninterrupted_run(
+    name: str, dtype: torch.dtype, steps: int
+) -> None:
+    whole, resumed = Problem(name, dtype, 1), Problem(name, dtype, 2)
+    for number in range(steps):
+        whole.step(number)
+    saved = snapshot(whole.state())
+    resumed.take(restore(resumed.state(), saved))
+    assert bits(resumed.state()) == bits(saved)
+    for number in range(steps, steps + 2):
+        whole.step(number)
+        resumed.step(number)
+    assert bits(resumed.state()) == bits(whole.state())
+    assert bits(whole.state()) != bits(saved), "the control: the steps change something"
+
+
+def test_every_optimizer_is_tried() -> None:
+    assert {"LBFGS", "Adam", "AdamW", "SGD", "Adafactor", "SparseAdam"} <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_state_of_an_optimizer_keeps_its_own_dtype(dtype: torch.dtype) -> None:
+    def make() -> Problem:
+        return Problem("Adam", torch.bfloat16, 1)
+
+    old, new = make(), make()
+    old.step(0)
+    for state in old.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(dtype) + 1e-3
+    restore(new.state(), snapshot(old.state()))
+    for parameter, other in zip(old.parameters, new.parameters, strict=True):
+        one, two = old.optimizer.state[parameter], new.optimizer.state[other]
+        assert two["exp_avg"].dtype == dtype
+        assert torch.equal(one["exp_avg"], two["exp_avg"])
+
+
+def test_the_state_of_a_channels_last_parameter_keeps_the_memory_format() -> None:
+    weight = torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    old, new = torch.optim.Adam([weight]), torch.optim.Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    old.step()
+    restore(new, snapshot(old))
+    assert new.state[weight]["exp_avg"].stride() == old.state[weight]["exp_avg"].stride()
+    assert bits(new) == bits(old)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"capturable": True}, {"amsgrad": True}])
+def test_flags_of_an_optimizer_come_from_the_checkpoint(options: dict[str, bool]) -> None:
+    old, new = Problem("Adam", torch.float32, 1, **options), Problem("Adam", torch.float32, 2)
+    if "capturable" not in options:  # which a CPU cannot step with
+        old.step(0)
+    restore({"optimizer": new.optimizer}, snapshot({"optimizer": old.optimizer}))
+    assert bits(new.optimizer) == bits(old.optimizer)
+    assert all(new.optimizer.param_groups[0][name] is value for name, value in options.items())
+
+
+def test_an_optimizer_state_of_an_older_torch_gets_the_settings_that_it_lacks() -> None:
+    old, new = Problem("Adam", torch.float32, 1), Problem("Adam", torch.float32, 2)
+    old.step(0)
+    saved = snapshot(old.state())
+    for group in (0, 1):
+        for name in ("decoupled_weight_decay", "fused"):
+            del saved[f"optimizer/param_groups/{group}/{name}"]
+        entry = saved.containers[f"optimizer/param_groups/{group}"]
+        assert entry.keys is not None
+        keys = tuple(k for k in entry.keys if k not in ("decoupled_weight_decay", "fused"))
+        saved.containers[f"optimizer/param_groups/{group}"] = type(entry)("dict", keys=keys)
+    new.take(restore(new.state(), saved))
+    assert new.optimizer.param_groups[0]["decoupled_weight_decay"] is False
+    assert bits(new.state()) == bits(old.state())
+
+
+def test_a_setting_that_a_scheduler_left_in_the_groups_is_restored() -> None:
+    old, new = Problem("SGD", torch.float32, 1, lr=1), Problem("SGD", torch.float32, 2, lr=1)
+    torch.optim.lr_scheduler.LambdaLR(old.optimizer, lambda step: 0.5**step)
+    restore({"optimizer": new.optimizer}, snapshot({"optimizer": old.optimizer}))
+    assert new.optimizer.param_groups[0]["initial_lr"] == 1
+    assert bits(new.optimizer) == bits(old.optimizer)
+
+
+def test_a_learning_rate_that_starts_as_an_integer_and_its_scheduler_resume() -> None:
+    def make(seed: int) -> tuple[Problem, Any]:
+        problem = Problem("SGD", torch.float32, seed, lr=1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(problem.optimizer, lambda step: 0.9**step)
+        return problem, schedule
+
+    def steps(problem: Problem, schedule: Any, first: int) -> None:
+        for number in range(first, first + 2):
+            problem.step(number)
+            schedule.step()
+
+    (whole, schedule), (resumed, other) = make(1), make(2)
+    steps(whole, schedule, 0)
+    resumed.take(
+        restore(
+            {**resumed.state(), "schedule": other},
+            snapshot({**whole.state(), "schedule": schedule}),
+        )
+    )
+    steps(whole, schedule, 2)
+    steps(resumed, other, 2)
+    assert isinstance(resumed.optimizer.param_groups[0]["lr"], float)
+    assert bits({**resumed.state(), "s": other}) == bits({**whole.state(), "s": schedule})
+
+
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 2
+    ),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_resumes(name: str) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        problem = Problem("SGD", torch.float32, seed, lr=0.5, momentum=0.9)
+        return {"optimizer": problem.optimizer, "schedule": SCHEDULERS[name](problem.optimizer)}
+
+    old, new = make(1), make(2)
+    for _ in range(3):
+        old["optimizer"].step()
+        old["schedule"].step()
+    restore(new, snapshot(old))
+    for state in (old, new):
+        state["optimizer"].step()
+        state["schedule"].step()
+    assert bits(new) == bits(old)
+
+
+def test_an_optimizer_of_other_groups_does_not_fit_and_nothing_changes() -> None:
+    old, new = Problem("SGD", torch.float32, 1, lr=0.5), Problem("LBFGS", torch.float32, 2)
+    before = bits(new.optimizer)
+    with pytest.raises(MismatchError, match=r"o/param_groups: expected groups of \[2\] parameters"):
+        restore({"o": new.optimizer}, snapshot({"o": old.optimizer}))
+    assert bits(new.optimizer) == before
+
+
+def test_a_parameter_in_a_dict_stays_one_and_gradients_stay_required() -> None:
+    def make(k: float) -> dict[str, torch.Tensor]:
+        return {
+            "parameter": torch.nn.Parameter(torch.full((2,), k)),
+            "frozen": torch.nn.Parameter(torch.full((2,), k), requires_grad=False),
+            "leaf": torch.full((2,), k, requires_grad=True),
+            "plain": torch.full((2,), k),
+        }
+
+    restored = restore(make(1.0), snapshot(make(2.0)))
+    assert bits(restored) == bits(make(2.0))
+    for name, value in make(1.0).items():
+        assert type(restored[name]) is type(value), name
+        assert restored[name].requires_grad is value.requires_grad, name
+        assert restored[name].is_leaf
+
+
+class Named(torch.Tensor):
+    """A subclass with a method, and with what somebody puts on it."""
+
+
+def test_a_tensor_subclass_keeps_its_class_or_is_refused() -> None:
+    value = torch.ones(2).as_subclass(Named)
+    assert (
+        type(restore({"x": torch.zeros(2).as_subclass(Named)}, snapshot({"x": value}))["x"])
+        is Named
+    )
+    value.scale = 3  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedLeafError, match=r"x: a tensor of the class .*Named has more"):
+        flatten({"x": value})
+
+
+class Extra(torch.nn.Module):
+    """A module with extra state of every kind."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), float(k)))
+        self.extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == "refuse":
+            raise RuntimeError("not this one")
+        self.extra = state
+
+
+EXTRAS = [
+    {"scale": torch.tensor(2.0), "history": [1, 2.5], "k": {1: b"\0\xff", "deep": {"a": ()}}},
+    {"a": 1, "b": {"c": 2}},
+    [torch.ones(2), None],
+    torch.arange(3),
+    b"bytes",
+    7,
+    None,
+    {},
+    "text",
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=repr)
+@pytest.mark.parametrize("fresh", [None, {"other": [1]}, [2]], ids=repr)
+def test_extra_state_of_any_structure_comes_back(extra: Any, fresh: Any) -> None:
+    old, new = torch.nn.Sequential(Extra(1)), torch.nn.Sequential(Extra(2))
+    old[0].extra, new[0].extra = extra, fresh
+    restore({"m": new}, snapshot({"m": old}))
+    assert bits(new) == bits(old)
+    assert repr(new[0].extra) == repr(extra)
+
+
+def test_extra_state_that_is_refused_changes_nothing() -> None:
+    old = {"a": torch.nn.Linear(2, 2), "b": Extra(1), "c": torch.nn.Linear(2, 2), "n": [1]}
+    new = {"a": torch.nn.Linear(2, 2), "b": Extra(2), "c": torch.nn.Linear(2, 2), "n": [2]}
+    old["b"].extra = "refuse"
+    before = bits(new)
+    with pytest.raises(StateError, match=r"b: a .*Extra did not take the state") as caught:
+        restore(new, snapshot(old))
+    assert "not this one" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert bits(new) == before != bits(old)
+
+
+def test_a_lazy_module_is_refused_at_the_save_and_made_by_a_restore() -> None:
+    with pytest.raises(UnsupportedLeafError, match="m/0/weight: a lazy parameter without a shape"):
+        flatten({"m": torch.nn.Sequential(torch.nn.LazyLinear(3))})
+    old = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    old(torch.ones(2, 4))
+    new = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    restore({"m": new}, snapshot({"m": old}))
+    assert bits(new) == bits(old)
+    assert torch.equal(new.eval()(torch.ones(2, 4)), old.eval()(torch.ones(2, 4)))
+
+
+def test_a_lazy_module_is_untouched_when_another_member_does_not_fit() -> None:
+    old = torch.nn.LazyLinear(3)
+    old(torch.ones(2, 4))
+    new: Any = torch.nn.LazyLinear(3)
+    with pytest.raises(MismatchError, match="other/weight: expected"):
+        restore(
+            {"m": new, "other": torch.nn.Linear(1, 1)},
+            snapshot({"m": old, "other": torch.nn.Linear(2, 1)}),
+        )
+    assert new.has_uninitialized_params()
+
+
+def test_the_names_of_wrappers_are_no_part_of_a_path() -> None:
+    def plain(k: int) -> torch.nn.Module:
+        torch.manual_seed(k)
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def inner_compiled(k: int) -> torch.nn.Module:
+        module = plain(k)
+        module[1] = torch.compile(module[1], backend="eager")  # type: ignore[index]
+        return module
+
+    kinds = {
+        "plain": plain,
+        "compiled": lambda k: torch.compile(plain(k), backend="eager"),
+        "parallel": lambda k: torch.nn.DataParallel(plain(k)),
+        "both": lambda k: torch.compile(torch.nn.DataParallel(plain(k)), backend="eager"),
+        "inner": inner_compiled,
+    }
+    expected = bits({"m": plain(1)})
+    for saved in kinds.values():
+        assert bits({"m": saved(1)}) == expected
+        for target in kinds.values():
+            new = target(2)
+            restore({"m": new}, snapshot({"m": saved(1)}))
+            assert bits({"m": new}) == expected
+
+
+def test_a_module_of_the_users_that_is_called_module_keeps_its_name() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)
+
+    assert set(flatten(Holder())) == {"module/weight", "module/bias"}
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    assert set(flatten(averaged)) == {"n_averaged", "module/weight", "module/bias"}
+
+
+def test_tied_weights_stay_tied_and_a_checkpoint_with_two_is_refused() -> None:
+    def make(k: float, *, tied: bool) -> Any:
+        module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        torch.nn.init.constant_(module[0].weight, k)
+        if tied:
+            module[1].weight = module[0].weight
+        return module
+
+    new = make(2.0, tied=True)
+    restore({"m": new}, snapshot({"m": make(1.0, tied=True)}))
+    assert new[1].weight is new[0].weight  # type: ignore[index]
+    before = bits(new)
+    with pytest.raises(MismatchError, match="m/1/weight: is one tensor with 0/weight"):
+        restore({"m": new}, snapshot({"m": make(3.0, tied=False)}))
+    assert bits(new) == before
+
+
+def test_parametrizations_and_buffers_follow_the_state_dict() -> None:
+    def make(k: int) -> Any:
+        torch.manual_seed(k)
+        module = torch.nn.Sequential(
+            torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3)),
+            torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)),
+            torch.nn.BatchNorm1d(3),
+        )
+        module.register_buffer("lost", torch.full((1,), float(k)), persistent=False)
+        module(torch.randn(4, 3))
+        return module
+
+    old, new = make(1), make(2)
+    restore(new, snapshot(old))
+    assert bits(new) == bits(old)
+    assert new.lost.item() == 2.0
+    x = torch.ones(2, 3)
+    assert torch.equal(new.eval()(x), old.eval()(x))
+
+
+def test_a_module_on_the_meta_device_is_refused_before_anything_changes() -> None:
+    with torch.device("meta"):
+        meta = torch.nn.Linear(2, 2)
+    other = torch.nn.Linear(2, 2)
+    before = bits(other)
+    saved = snapshot({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    with pytest.raises(MismatchError, match="b/weight: is on the meta device"):
+        restore({"a": other, "b": meta}, saved)
+    assert bits(other) == before
+
+
+def test_a_module_that_converts_what_it_loads_is_not_restored_silently() -> None:
+    class Converting(torch.nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            state, prefix = args[:2]
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+            super()._load_from_state_dict(*args)
+
+    other = torch.nn.Linear(2, 2)
+    new = {"a": other, "b": Converting(2, 2)}
+    before = bits(new)
+    saved = snapshot({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    with pytest.raises(MismatchError, match=r"b/weight: stored .* the object has other bits"):
+        restore(new, saved)
+    assert bits(new) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any, Literal
 
 import keras
@@ -111,8 +112,23 @@ class ModelCheckpoint(MonitorCallback):
         elif more:
             saved[members.ATTRIBUTES] = more
         numbers = {name: each for name, each in logs.items() if np.ndim(each) == 0}
-        manager.save(step, saved, numbers, force=True)
+        if not self._was_pruned(manager, step):
+            manager.save(step, saved, numbers, force=True)
         self._last = step
+
+    def _was_pruned(self, manager: CheckpointManager, step: int) -> bool:
+        """Whether a `fit` before this one was beyond `step` and let its checkpoint go: a resumed `fit`
+        begins at its backup. Steps that are still there are compared bit for bit."""
+        steps = manager.all_steps()
+        if not steps or step >= steps[-1] or step in steps:
+            return False
+        warnings.warn(
+            f"{manager.directory}: step {step} is not saved: an earlier fit reached step {steps[-1]} "
+            f"there, and its checkpoint of step {step} is gone. A resumed fit saves again from step "
+            f"{steps[-1]} on; for another training use another directory.",
+            stacklevel=2,
+        )
+        return True
 
     def _open(self) -> CheckpointManager:
         if self.monitor_op is None:

@@ -221,6 +221,22 @@ def test_the_best_value_is_part_of_a_backup(tmp_path: Path) -> None:
         assert one.manifest(step).fingerprint == other.manifest(step).fingerprint
 
 
+def test_a_resumed_fit_does_not_save_what_was_pruned_again_and_says_so(tmp_path: Path) -> None:
+    def others(where: str) -> Any:
+        return lambda: [ModelCheckpoint(tmp_path / where, "gone", save_freq=1, max_to_keep=1)]
+
+    train(None, callbacks=others("whole"))
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), callbacks=others("parts"), save_freq="epoch")
+    with pytest.warns(
+        UserWarning, match=r"step [56] is not saved: an earlier fit reached step [67]"
+    ):
+        train(tmp_path / "run", callbacks=others("parts"), save_freq="epoch")
+    one, other = Run(tmp_path / "whole"), Run(tmp_path / "parts")
+    assert one.steps() == other.steps() == [12]
+    assert one.manifest(12).fingerprint == other.manifest(12).fingerprint
+
+
 @pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": 2.0}])
 def test_model_checkpoint_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unrecognized save_freq"):

@@ -141,8 +141,9 @@ class ModelCheckpoint(MonitorCallback):
         elif more:
             saved[members.ATTRIBUTES] = more
         metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}
-        self._print(f"{message} step {step} to {manager.directory}")
-        manager.save(step, saved, metrics, force=True)
+        if not self._was_pruned(manager, step):
+            self._print(f"{message} step {step} to {manager.directory}")
+            manager.save(step, saved, metrics, force=True)
         self._last_step = step
 
     def _can_compare(self, value: Any) -> bool:
@@ -158,6 +159,20 @@ class ModelCheckpoint(MonitorCallback):
     def _print(self, message: str) -> None:
         if self.verbose > 0:
             io_utils.print_msg(f"\nEpoch {self._epoch + 1}: {message}")
+
+    def _was_pruned(self, manager: CheckpointManager, step: int) -> bool:
+        """Whether a `fit` before this one was beyond `step` and let its checkpoint go: a resumed `fit`
+        begins at its backup. Steps that are still there are compared bit for bit."""
+        steps = manager.all_steps()
+        if not steps or step >= steps[-1] or step in steps:
+            return False
+        warnings.warn(
+            f"{manager.directory}: step {step} is not saved: an earlier fit reached step {steps[-1]} "
+            f"there, and its checkpoint of step {step} is gone. A resumed fit saves again from step "
+            f"{steps[-1]} on; for another training use another directory.",
+            stacklevel=2,
+        )
+        return True
 
     def _open(self) -> CheckpointManager:
         if self.monitor_op is None:

@@ -8,12 +8,13 @@ While a manifest is unreadable no pack goes. Nothing else is ever deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
 from perdure.store.contents import Contents
+from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
 from perdure.store.storage import Storage
 
@@ -69,7 +70,8 @@ class CollectPlan:
 @dataclass(frozen=True)
 class Collected:
     """What an execution did: manifests that were replaced, and packs that were left uncompacted
-    because a chunk in them is damaged or there is no room for the copy, with the reason."""
+    because a chunk in them is damaged or cannot be read, or because there is no room for the copy,
+    with the reason."""
 
     replaced: Mapping[int, Manifest]
     left: Mapping[str, str]
@@ -85,11 +87,14 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
             f"changed. Unpin them first."
         )
     steps = tuple(sorted(gone))
-    if blind := sorted(held.unreadable.keys() - gone):
+    if not held.unknown and (blind := sorted(held.unreadable.keys() - gone)):
         why = (
             f"the manifest of step {blind[0]} cannot be read and may need any pack: "
             f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
         )
+        return CollectPlan(request, steps, held_back=why)
+    if held.unknown:
+        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
         return CollectPlan(request, steps, held_back=why)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
     in_quarantine = _named(held.quarantined)
@@ -117,8 +122,13 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
     )
 
 
-def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
-    """Carry out a plan that was made from `held`. After a crash at any point, plan again."""
+def execute_collect(
+    storage: Storage, held: Contents, plan: CollectPlan, found: Callable[[DamagedChunk], None]
+) -> Collected:
+    """Carry out a plan that was made from `held`. After a crash at any point, plan again.
+
+    `found` is called with each damaged chunk that a compaction finds.
+    """
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in (*plan.packs, *plan.orphans):
@@ -133,12 +143,11 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
         )
         return Collected({}, dict.fromkeys(plan.compact, why))
     kept = {step: held.manifests[step] for step in plan.rewrite}
-    replaced, damaged = compact(storage, kept, plan.compact)
+    replaced, left = compact(storage, kept, plan.compact, found)
     for name in plan.compact:
-        if name not in damaged:
+        if name not in left:
             storage.delete(PACKS + name)
-    advice = "`perdure verify --repair` sets it aside."
-    return Collected(replaced, {name: f"{why} {advice}" for name, why in damaged.items()})
+    return Collected(replaced, left)
 
 
 def _orphans(held: Contents, request: Request, mentioned: set[str]) -> tuple[list[str], str | None]:

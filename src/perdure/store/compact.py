@@ -7,12 +7,12 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from perdure.errors import CorruptionError
 from perdure.store.codec import is_intact
+from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
     PACKS,
     Chunk,
@@ -57,16 +57,20 @@ def relocated_size(live: Mapping[str, LiveChunks]) -> int:
 
 
 def compact(
-    storage: Storage, manifests: Mapping[int, Manifest], packs: Iterable[str]
+    storage: Storage,
+    manifests: Mapping[int, Manifest],
+    packs: Iterable[str],
+    found: Callable[[DamagedChunk], None],
 ) -> tuple[dict[int, Manifest], dict[str, str]]:
     """Move what `manifests` read from `packs` into one new pack, and replace those manifests.
 
     `manifests` must be every manifest that reads from them. Returns the new manifests by step, and
-    the packs that were left as they are because a chunk in them is damaged, with the reason. On
-    return the new pack and the manifests are durable.
+    the packs that were left as they are because a chunk in them is damaged or cannot be read, with
+    the reason; `found` is called with each damaged chunk. On return the new pack and the manifests
+    are durable.
     """
     chosen = sorted(packs)
-    damaged: dict[str, str] = {}
+    left: dict[str, str] = {}
     while chosen:
         live = live_chunks(manifests.values(), chosen)
         users = {
@@ -78,14 +82,19 @@ def compact(
             break
         try:
             moved = _copy(storage, max(users), live)
-        except _Damaged as error:
-            damaged[error.pack] = str(error)
+        except DamagedChunk as error:
+            found(error)
+            left[error.pack] = f"{error} `perdure verify --repair` sets it aside."
+            chosen.remove(error.pack)
+            continue
+        except _Unread as error:
+            left[error.pack] = str(error)
             chosen.remove(error.pack)
             continue
         return {
             step: _replace(storage, users[step], live, moved) for step in sorted(users)
-        }, damaged
-    return {}, damaged
+        }, left
+    return {}, left
 
 
 def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
@@ -105,8 +114,12 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
     )
 
 
-class _Damaged(CorruptionError):
-    """A chunk that should be copied is not what its manifest says."""
+class _Unread(Exception):
+    """A chunk that should be copied cannot be read; it may well be good."""
+
+    def __init__(self, message: str, pack: str) -> None:
+        super().__init__(message)
+        self.pack = pack
 
     def __init__(self, pack: str, message: str) -> None:
         super().__init__(message)
@@ -157,11 +170,13 @@ def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytea
         # An outage is no damage; the caller stops, and may come back.
         raise
     except OSError as error:
-        raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
+        if is_gone(error):
+            raise DamagedChunk(f"{where}: no such file.", name, offset) from error
+        raise _Unread(f"{where}: cannot be read: {error}.", name) from error
     if got != length:
-        raise _Damaged(name, f"{where}: expected {length} bytes, found {got}.")
+        raise DamagedChunk(f"{where}: expected {length} bytes, found {got}.", name, offset)
     if not is_intact(data, digest, size):
-        raise _Damaged(name, f"{where}: expected hash {digest}, found other bytes.")
+        raise DamagedChunk(f"{where}: expected hash {digest}, found other bytes.", name, offset)
     return data
 
 

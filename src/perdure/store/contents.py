@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from perdure.errors import CorruptionError
+from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -26,13 +27,17 @@ from perdure.store.storage import Storage
 from perdure.store.writer import Held
 
 
+REASON_SUFFIX = ".reason.json"
+
+
 @dataclass(frozen=True)
 class Contents:
     """A snapshot of names, manifests and sizes.
 
     `manifests` are the readable ones by step, `unreadable` the others with the reason;
-    `quarantined` the readable manifests in quarantine, `lost` the names there that are not readable;
-    `packs` the packs present with their sizes.
+    `quarantined` the readable manifests in quarantine, `lost` the names there that are damaged;
+    `packs` the packs present with their sizes. `unknown` says which manifests, of checkpoints and in
+    quarantine, could not be read for a reason other than damage: they may need any pack.
     """
 
     manifests: Mapping[int, Manifest]
@@ -41,6 +46,7 @@ class Contents:
     lost: tuple[str, ...]
     packs: Mapping[str, int]
     pinned: frozenset[int]
+    unknown: tuple[str, ...] = ()
 
 
 class Catalog:
@@ -50,13 +56,31 @@ class Catalog:
         self._storage = storage
         self._manifests: dict[int, Manifest] = {}
         self._unread: dict[int, str] = {}
+        self._unknown: dict[int, str] = {}
         self._held: dict[str, Held] | None = None
+        self._notes_read = False
+        self.damaged: dict[str, str] = {}
+        """Packs in which damage was found, with the reason: by this process, or by an earlier writer
+        that left a note. No save depends on a chunk in them."""
+        self.bad: dict[tuple[str, int], str] = {}
+        """(pack, offset) of chunks that this process found damaged, with the reason."""
 
     def forget(self) -> None:
         """Read everything again: another writer was there, or an operation stopped in the middle."""
         self._held = None
+        self._notes_read = False
         self._manifests = {}
         self._unread = {}
+        self._unknown = {}
+
+    def distrust(self, error: DamagedChunk) -> None:
+        """A chunk is damaged: whatever lies in its pack is written again by the saves that need it."""
+        self.bad[error.pack, error.offset] = str(error)
+        self.damaged.setdefault(error.pack, str(error))
+        if self._held is not None:
+            self._held = {
+                digest: at for digest, at in self._held.items() if at.pack != error.pack
+            }
 
     def add(self, manifest: Manifest, located: Mapping[str, Held]) -> None:
         """A checkpoint was committed, and its new chunks lie there."""
@@ -73,12 +97,14 @@ class Catalog:
         """The manifest of a step is gone."""
         self._manifests.pop(step, None)
         self._unread.pop(step, None)
+        self._unknown.pop(step, None)
         self._held = None
 
     def held(self) -> dict[str, Held]:
-        """Chunks of readable checkpoints whose packs are there in full."""
+        """Chunks of readable checkpoints whose packs are there in full and not known as damaged."""
         if self._held is None:
             self._read()
+            self._read_notes()
             self._held = dict(self._chunks())
         return self._held
 
@@ -86,14 +112,18 @@ class Catalog:
         """A snapshot of everything."""
         self._read()
         whole, lost = [], []
+        unknown = list(self._unknown.values())
         for name in quarantined(self._storage):
             if name.endswith(".json"):
                 try:
                     whole.append(decode_manifest(self._storage.read(name), name))
                 except ConnectionError:
                     raise
-                except (CorruptionError, OSError):
+                except CorruptionError:
                     lost.append(name)
+                except OSError as error:
+                    if not is_gone(error):
+                        unknown.append(f"{name}: {error}")
         packs = {}
         for name in self._storage.list(PACKS):
             if not name.endswith(TEMP_SUFFIX):
@@ -106,6 +136,7 @@ class Catalog:
             lost=tuple(lost),
             packs=packs,
             pinned=pinned_steps(self._storage),
+            unknown=tuple(unknown),
         )
 
     def _read(self) -> None:
@@ -118,15 +149,29 @@ class Catalog:
             try:
                 self._manifests[step] = decode_manifest(self._storage.read(name), where, step)
                 self._unread.pop(step, None)
+                self._unknown.pop(step, None)
             except FileNotFoundError:
                 continue
             except ConnectionError:
-                # An outage is no damage, and says nothing about what is there.
+                # Nobody answers: the next manifest would not be there either.
                 raise
             except OSError as error:
-                self._unread[step] = f"{where}: cannot be read: {error}."
+                self._unread[step] = self._unknown[step] = f"{where}: cannot be read: {error}."
             except CorruptionError as error:
                 self._unread[step] = str(error)
+
+    def _read_notes(self) -> None:
+        """Which packs an earlier writer found damaged."""
+        if self._notes_read:
+            return
+        for name in self._storage.list(QUARANTINE):
+            if name.endswith(REASON_SUFFIX):
+                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                    note = json.loads(self._storage.read(name))
+                    if note["name"].startswith(PACKS):
+                        pack = note["name"].removeprefix(PACKS)
+                        self.damaged.setdefault(pack, str(note["reason"]))
+        self._notes_read = True
 
     def _chunks(self) -> Iterator[tuple[str, Held]]:
         sizes: dict[str, int | None] = {}
@@ -136,6 +181,8 @@ class Catalog:
                     try:
                         sizes[pack.name] = self._storage.size(PACKS + pack.name)
                     except OSError:
+                        sizes[pack.name] = None
+                    if pack.name in self.damaged:
                         sizes[pack.name] = None
             for leaf in manifest.leaves:
                 for chunk in leaf.chunks:
@@ -160,7 +207,7 @@ def quarantined(storage: Storage) -> list[str]:
     return sorted(
         name
         for name in storage.list(QUARANTINE)
-        if not name.endswith((".reason.json", TEMP_SUFFIX))
+        if not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
     )
 
 
@@ -171,6 +218,12 @@ def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping
         n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
     )
     place = f"{QUARANTINE}{stem}-{number}"
-    storage.replace(f"{place}.reason.json", json.dumps(note).encode() + b"\n")
+    storage.replace(place + REASON_SUFFIX, json.dumps(note).encode() + b"\n")
     storage.move(name, place + suffix)
     return place + suffix
+
+
+def note_damage(storage: Storage, pack: str, note: Mapping[str, str]) -> None:
+    """Leave word in quarantine that a pack is damaged; the pack stays where it is."""
+    stem = f"{QUARANTINE}{pack.removesuffix('.pack')}"
+    storage.replace(f"{stem}-0{REASON_SUFFIX}", json.dumps(note).encode() + b"\n")

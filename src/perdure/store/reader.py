@@ -17,6 +17,7 @@ from functools import partial
 
 from perdure.errors import CorruptionError, StepNotFoundError
 from perdure.store.codec import decode
+from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
 from perdure.store.leaf import Leaf
 from perdure.store.staging import pages
@@ -55,7 +56,8 @@ def load_leaves(
     """Read and verify the leaves of `manifest` (those whose path `wanted` accepts).
 
     Touches only the chunks of those leaves. Raises `CorruptionError` naming leaf, pack, offset,
-    expected and found; nothing unverified is returned.
+    expected and found, and `UnreachableError` if a pack cannot be read; nothing unverified is
+    returned.
     """
     records = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not records:
@@ -65,11 +67,16 @@ def load_leaves(
         )
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
+    _require_packs(storage, manifest, records)
     for record in records:
         if record.text is not None:
             leaves[record.path] = Leaf(record.dtype, (), memoryview(record.text.encode()), True)
             continue
-        target = _memory(record.nbytes)
+        try:
+            target = _memory(record.nbytes)
+        except (MemoryError, OSError) as error:
+            what = f"{storage.where}: step {manifest.step}, leaf {record.path!r}"
+            raise read_error(error, f"{what} of {record.nbytes} bytes") from error
         leaves[record.path] = Leaf(record.dtype, record.shape, target, frozen=True)
         if len(record.chunks) == 1:
             parts.append((record, record.chunks[0], target))
@@ -123,6 +130,24 @@ def verify_leaves(storage: Storage, manifest: Manifest) -> None:
         if size >= VERIFY_BYTES or number == len(manifest.leaves):
             load_leaves(storage, manifest, part.__contains__)
             part, size = set(), 0
+
+
+def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
+    """Raise unless the packs of `records` have the sizes that the manifest states.
+
+    Before memory is taken for the leaves, because all their sizes rest on those.
+    """
+    if sum(record.nbytes for record in records) < INLINE_READ_BYTES:
+        return
+    for number in sorted({chunk.pack for record in records for chunk in record.chunks}):
+        pack = manifest.packs[number]
+        what = f"{storage.where}: step {manifest.step}: {PACKS}{pack.name}"
+        try:
+            size = storage.size(PACKS + pack.name)
+        except OSError as error:
+            raise read_error(error, what) from error
+        if size != pack.size:
+            raise DamagedChunk(f"{what}: expected {pack.size} bytes, found {size}.", pack.name, 0)
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -193,14 +218,11 @@ def _fetch(
         for read, data in zip(span, memory, strict=True):
             record, first, _ = read.parts[0]
             yield partial(_check, storage, manifest, read, data, next(filled))
-    except FileNotFoundError:
-        raise CorruptionError(
-            f"{_place(storage, manifest, record, first)}: expected a pack, found no such file."
-        ) from None
     except OSError as error:
-        raise CorruptionError(
-            f"{_place(storage, manifest, record, first)}: cannot be read: {error}."
-        ) from error
+        place = _place(storage, manifest, record, first)
+        if is_gone(error):
+            raise CorruptionError(f"{place}: expected a pack, found no such file.") from None
+        raise read_error(error, place) from error
 
 
 def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, got: int) -> None:
@@ -209,21 +231,19 @@ def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, g
     at = 0
     for record, chunk, target in job.parts:
         part = data[at : at + chunk.length]
+        wrong = None
         if at + chunk.length > got:
-            raise CorruptionError(
-                f"{_place(storage, manifest, record, chunk)}: expected {chunk.length} bytes, found "
-                f"{max(0, got - at)}; the pack is cut short."
-            )
-        if len(part) != len(target):
-            if (wrong := decode(part, chunk.hash, target)) is not None:
-                raise CorruptionError(f"{_place(storage, manifest, record, chunk)}: {wrong}.")
-        elif (found := hash_bytes(part)) != chunk.hash:
-            raise CorruptionError(
-                f"{_place(storage, manifest, record, chunk)}: expected hash {chunk.hash}, "
-                f"found {found}."
-            )
+            found = max(0, got - at)
+            wrong = f"expected {chunk.length} bytes, found {found}; the pack is cut short"
+        elif len(part) != len(target):
+            wrong = decode(part, chunk.hash, target)
+        elif (digest := hash_bytes(part)) != chunk.hash:
+            wrong = f"expected hash {chunk.hash}, found {digest}"
         elif not straight:
             target[:] = part
+        if wrong is not None:
+            place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
+            raise DamagedChunk(f"{place}: {wrong}.", pack, chunk.offset)
         at += chunk.length
 
 

@@ -46,6 +46,7 @@ from perdure.store.contents import (
     set_aside,
 )
 from perdure.store.drill import drilled_clock
+from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import (
     LOCK,
     MANIFESTS,
@@ -58,11 +59,11 @@ from perdure.store.format import (
     Manifest,
     RecipeValue,
     check_encoded,
+    checked_fingerprint,
     decode_manifest,
     encode_manifest,
     encode_marker,
     fingerprint,
-    fingerprint_of,
     format_of,
     manifest_name,
     pin_name,
@@ -122,24 +123,30 @@ class Run:
         """Committed steps, oldest first. Lists names and reads nothing."""
         try:
             return committed_steps(self.storage)
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: {error}.") from error
+        except OSError as error:
+            raise read_error(error, f"{self.where}: the list of its checkpoints") from error
 
     def manifest(self, step: int) -> Manifest:
-        """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
+        """The checked manifest of `step`.
+
+        Raises `StepNotFoundError`, `CorruptionError` if its bytes are damaged, and
+        `UnreachableError` if they cannot be read.
+        """
         name = manifest_name(step)
         try:
             data = self.storage.read(name)
         except FileNotFoundError:
             raise StepNotFoundError(self._no_such_step(step)) from None
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: step {step}: {error}.") from error
-        except OSError as error:
-            raise CorruptionError(f"{self.where}/{name}: cannot be read: {error}.") from error
+        except (OSError, MemoryError) as error:
+            raise read_error(error, f"{self.where}: step {step}: {name}") from error
         return decode_manifest(data, f"{self.where}/{name}", step)
 
     def load(self, step: int, wanted: Callable[[str], bool] | None = None) -> Loaded:
-        """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified."""
+        """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified.
+
+        Raises as `manifest` does. Later saves of this object write the chunks of a pack again in
+        which this finds damage.
+        """
         from perdure.store.reader import load_leaves  # numpy: not needed to list a run
 
         manifest = self.manifest(step)
@@ -147,20 +154,19 @@ class Run:
             try:
                 return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
             except CorruptionError as error:
-                # An outage is no damage: nothing may be passed over or set aside because of it.
-                if isinstance(error.__cause__, ConnectionError):
-                    raise UnreachableError(str(error)) from error
                 # A prune may have moved the chunks since the manifest was read; then it says so.
                 again = self.manifest(step)
                 if again == manifest:
+                    self._distrust(error)
                     raise
                 manifest = again
 
     def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
-        """The newest checkpoint that is whole, and why newer ones were passed over.
+        """The newest checkpoint that is whole, and why newer ones were skipped: they are damaged.
 
-        None where there is no checkpoint at all; `NoGoodCheckpointError` where there are some and
-        none is readable, because starting afresh then would throw a run away silently.
+        None if there is no checkpoint at all. Raises `NoGoodCheckpointError` if there are some and
+        all are damaged, because a fresh start would then throw a run away silently, and
+        `UnreachableError` if the newest one that is not damaged cannot be read.
         """
         skipped: dict[int, str] = {}
         # Steps that a prune takes away while this reads are not damaged; newer ones are there then.
@@ -278,11 +284,13 @@ class Run:
                 if write
                 else write_pack(self.storage, step, 0, leaves, held, self.encode)
             )
+            version = format_of(records)
+            new = f"{self.where}: the manifest of this save"
             manifest = Manifest(
-                format=format_of(records),
+                format=version,
                 step=step,
                 created=time_text(self._clock()),
-                fingerprint=fingerprint_of(records),
+                fingerprint=checked_fingerprint(version, packs, records, new),
                 recipe=recipe,
                 metrics=metrics,
                 packs=tuple(packs),
@@ -338,7 +346,7 @@ class Run:
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
         try:
-            done = execute_collect(self.storage, held, plan)
+            done = execute_collect(self.storage, held, plan, self._catalog.distrust)
         except OSError as error:
             self._catalog.forget()
             raise PruneError(
@@ -386,7 +394,7 @@ class Run:
         chunk that is needed is damaged, with the reason. The old packs stay where they are.
         """
         self.begin_writing()
-        done = compact(self.storage, self.contents().manifests, packs)
+        done = compact(self.storage, self.contents().manifests, packs, self._catalog.distrust)
         self._catalog.replace(done[0])
         return done
 
@@ -474,6 +482,10 @@ class Run:
             # Constructors check nothing: what cannot be read back must never be committed.
             check_encoded(data, manifest, f"{self.where}: the manifest of this save")
         return data
+
+    def _distrust(self, error: CorruptionError) -> None:
+        if isinstance(error, DamagedChunk):
+            self._catalog.distrust(error)
 
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()

@@ -8,7 +8,7 @@ While a manifest is unreadable no pack goes. Nothing else is ever deleted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from perdure.errors import StoreError
@@ -75,6 +75,7 @@ class Collected:
 
     replaced: Mapping[int, Manifest]
     left: Mapping[str, str]
+    damaged: tuple[DamagedChunk, ...] = ()
 
 
 def plan_collect(held: Contents, request: Request) -> CollectPlan:
@@ -122,13 +123,8 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
     )
 
 
-def execute_collect(
-    storage: Storage, held: Contents, plan: CollectPlan, found: Callable[[DamagedChunk], None]
-) -> Collected:
-    """Carry out a plan that was made from `held`. After a crash at any point, plan again.
-
-    `found` is called with each damaged chunk that a compaction finds.
-    """
+def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
+    """Carry out a plan that was made from `held`. After a crash at any point, plan again."""
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in (*plan.packs, *plan.orphans):
@@ -143,11 +139,14 @@ def execute_collect(
         )
         return Collected({}, dict.fromkeys(plan.compact, why))
     kept = {step: held.manifests[step] for step in plan.rewrite}
-    replaced, left = compact(storage, kept, plan.compact, found)
+    replaced, left = compact(storage, kept, plan.compact)
     for name in plan.compact:
         if name not in left:
             storage.delete(PACKS + name)
-    return Collected(replaced, left)
+    damaged = [error for error in left.values() if isinstance(error, DamagedChunk)]
+    advice = {error.pack: " `perdure verify --repair` sets it aside." for error in damaged}
+    why = {name: f"{error}{advice.get(name, '')}" for name, error in left.items()}
+    return Collected(replaced, why, tuple(damaged))
 
 
 def _orphans(held: Contents, request: Request, mentioned: set[str]) -> tuple[list[str], str | None]:

@@ -7,7 +7,7 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -57,20 +57,16 @@ def relocated_size(live: Mapping[str, LiveChunks]) -> int:
 
 
 def compact(
-    storage: Storage,
-    manifests: Mapping[int, Manifest],
-    packs: Iterable[str],
-    found: Callable[[DamagedChunk], None],
-) -> tuple[dict[int, Manifest], dict[str, str]]:
+    storage: Storage, manifests: Mapping[int, Manifest], packs: Iterable[str]
+) -> tuple[dict[int, Manifest], dict[str, DamagedChunk | UnreadChunk]]:
     """Move what `manifests` read from `packs` into one new pack, and replace those manifests.
 
     `manifests` must be every manifest that reads from them. Returns the new manifests by step, and
     the packs that were left as they are because a chunk in them is damaged or cannot be read, with
-    the reason; `found` is called with each damaged chunk. On return the new pack and the manifests
-    are durable.
+    the error. On return the new pack and the manifests are durable.
     """
     chosen = sorted(packs)
-    left: dict[str, str] = {}
+    left: dict[str, DamagedChunk | UnreadChunk] = {}
     while chosen:
         live = live_chunks(manifests.values(), chosen)
         users = {
@@ -82,13 +78,8 @@ def compact(
             break
         try:
             moved = _copy(storage, max(users), live)
-        except DamagedChunk as error:
-            found(error)
-            left[error.pack] = f"{error} `perdure verify --repair` sets it aside."
-            chosen.remove(error.pack)
-            continue
-        except _Unread as error:
-            left[error.pack] = str(error)
+        except (DamagedChunk, UnreadChunk) as error:
+            left[error.pack] = error
             chosen.remove(error.pack)
             continue
         return {
@@ -114,7 +105,7 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
     )
 
 
-class _Unread(Exception):
+class UnreadChunk(Exception):
     """A chunk that should be copied cannot be read; it may well be good."""
 
     def __init__(self, message: str, pack: str) -> None:
@@ -172,7 +163,7 @@ def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytea
     except OSError as error:
         if is_gone(error):
             raise DamagedChunk(f"{where}: no such file.", name, offset) from error
-        raise _Unread(f"{where}: cannot be read: {error}.", name) from error
+        raise UnreadChunk(f"{where}: cannot be read: {error}.", name) from error
     if got != length:
         raise DamagedChunk(f"{where}: expected {length} bytes, found {got}.", name, offset)
     if not is_intact(data, digest, size):

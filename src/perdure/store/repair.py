@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.collect import Request
-from perdure.store.format import MAX_STEP, PACKS
+from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.run import Run
 from perdure.store.verify import Report, examine
 
@@ -36,7 +36,8 @@ def repair(run: Run) -> Repaired:
     crashes are removed, and packs that nobody names, these only when every manifest is readable.
     Raises `LockedError` while a writer is at work, `PruneError` when an operation fails.
     """
-    actions = [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
+    actions = [] if run.is_marked else [f"wrote {MARKER} again: it was missing or damaged"]
+    actions += [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
     run.begin_writing()
     try:
         found = examine(run)

@@ -91,7 +91,9 @@ class Run:
     """A run directory at a path, at the URL of an object store, or on any `Storage`.
 
     With `create`, an empty or missing directory becomes a run directory at the first save; without
-    it, a path that holds none raises `NotARunError`. Raises `FormatVersionError` for a newer format.
+    it, a path that holds none raises `NotARunError`. With `repair`, a directory with checkpoints whose
+    marker is missing or damaged is opened, and its first writer writes the marker again; otherwise
+    `CorruptionError` says so. Raises `FormatVersionError` for a newer format.
 
     `codec` ("shuffle-zstd") is for the chunks that this object will write; whoever reads finds out by
     itself. Raises `StoreError` where its library is missing.
@@ -102,6 +104,7 @@ class Run:
         where: str | os.PathLike[str] | Storage,
         *,
         create: bool = False,
+        repair: bool = False,
         codec: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -112,7 +115,17 @@ class Run:
         self._unsure: set[int] = set()
         self._lock = ExitStack()
         self._writing = self._ready = False
-        self._marked = is_marked(self.storage, create=create)
+        self._marked = is_marked(self.storage, create=create, repair=repair)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the directory has its marker; without it, the first writer writes it."""
+        return self._marked
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this object holds the writer's lock."""
+        return self._writing
 
     @property
     def where(self) -> str:
@@ -346,7 +359,7 @@ class Run:
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
         try:
-            done = execute_collect(self.storage, held, plan, self._catalog.distrust)
+            done = execute_collect(self.storage, held, plan)
         except OSError as error:
             self._catalog.forget()
             raise PruneError(
@@ -356,6 +369,8 @@ class Run:
         for step in plan.steps:
             self._catalog.remove(step)
         self._catalog.replace(done.replaced)
+        for error in done.damaged:
+            self._catalog.distrust(error)
         return done
 
     def pin(self, step: int) -> None:
@@ -394,9 +409,9 @@ class Run:
         chunk that is needed is damaged, with the reason. The old packs stay where they are.
         """
         self.begin_writing()
-        done = compact(self.storage, self.contents().manifests, packs, self._catalog.distrust)
-        self._catalog.replace(done[0])
-        return done
+        replaced, left = compact(self.storage, self.contents().manifests, packs)
+        self._catalog.replace(replaced)
+        return replaced, {name: str(error) for name, error in left.items()}
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
@@ -503,7 +518,10 @@ class Run:
                 f"was. Save again once the storage answers."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
-        free = self.storage.free_bytes()
+        try:
+            free = self.storage.free_bytes()
+        except OSError:
+            free = None
         room = "" if free is None else f", free there: {free} bytes"
         last = (
             f"the last good checkpoint is step {steps[-1]}"

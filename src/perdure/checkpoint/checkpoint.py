@@ -85,6 +85,6 @@ def _load(run: Run, step: int | None, wanted: Callable[[str], bool] | None) -> L
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     for bad, reason in loaded.skipped:
         warnings.warn(
-            f"{run.where}: step {bad} is damaged and was passed over: {reason}", stacklevel=3
+            f"{run.where}: step {bad} is damaged and was skipped: {reason}", stacklevel=3
         )
     return loaded

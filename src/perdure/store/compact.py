@@ -7,7 +7,7 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,7 @@ from perdure.store.format import (
     pack_name,
 )
 from perdure.store.storage import Storage
+from perdure.store.writer import Held
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
@@ -82,8 +83,15 @@ def compact(
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
+        sizes = {moved.name: moved.size}
+
+        def place(
+            name: str, chunk: Chunk, live: Collection[str] = live, moved: _Moved = moved
+        ) -> Held | None:
+            return moved.at[chunk.hash] if name in live else None
+
         return {
-            step: _replace(storage, users[step], live, moved) for step in sorted(users)
+            step: _replace(storage, users[step], place, sizes) for step in sorted(users)
         }, left
     return {}, left
 
@@ -118,12 +126,12 @@ class UnreadChunk(Exception):
 
 
 class _Moved:
-    """The new pack: its record, and the (offset, length) of every chunk in it by hash."""
+    """The new pack: its record, and the place of every chunk in it by hash."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
-        self.at: dict[str, tuple[int, int]] = {}
+        self.at: dict[str, Held] = {}
 
 
 def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
@@ -138,7 +146,7 @@ def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved
                 if digest in moved.at or chunk not in wanted:
                     continue
                 sink.write(memoryview(_read(storage, name, offset, chunk)))
-                moved.at[digest] = moved.size, length
+                moved.at[digest] = Held(moved.name, moved.size, length)
                 moved.size += length
                 order.append(chunk)
         tail = _tail(order)
@@ -171,21 +179,61 @@ def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytea
     return data
 
 
+def rewrite(
+    storage: Storage,
+    manifests: Mapping[int, Manifest],
+    bad: Collection[tuple[str, int]],
+    known: Mapping[str, Held],
+) -> tuple[dict[int, Manifest], list[int]]:
+    """Let manifests read the chunks at `bad` places, (pack, offset), from where `known` has them.
+
+    Returns the new manifests by step, durable, and the steps that still need a chunk at such a place.
+    """
+    renewed: dict[int, Manifest] = {}
+    left: list[int] = []
+    for step, manifest in sorted(manifests.items()):
+        needed = {
+            chunk.hash
+            for leaf in manifest.leaves
+            for chunk in leaf.chunks
+            if (manifest.packs[chunk.pack].name, chunk.offset) in bad
+        }
+        places = {digest: known[digest] for digest in needed if digest in known}
+        if places:
+            sizes = {at.pack: storage.size(PACKS + at.pack) for at in places.values()}
+
+            def moved(
+                name: str, chunk: Chunk, places: Mapping[str, Held] = places
+            ) -> Held | None:
+                return places.get(chunk.hash) if (name, chunk.offset) in bad else None
+
+            renewed[step] = _replace(storage, manifest, moved, sizes)
+        if len(places) < len(needed):
+            left.append(step)
+    return renewed, left
+
+
 def _replace(
-    storage: Storage, manifest: Manifest, live: Mapping[str, LiveChunks], moved: _Moved
+    storage: Storage,
+    manifest: Manifest,
+    moved: Callable[[str, Chunk], Held | None],
+    sizes: Mapping[str, int],
 ) -> Manifest:
-    there = {pack.name: pack for pack in manifest.packs if pack.name not in live}
-    there[moved.name] = PackRecord(name=moved.name, size=moved.size)
+    """Replace a manifest by one that reads chunks from where `moved` says that they lie now.
+
+    `sizes` has the bytes of each pack that it may name.
+    """
+    there = {pack.name: pack for pack in manifest.packs}
+    there |= {name: PackRecord(name=name, size=size) for name, size in sizes.items()}
     numbers: dict[str, int] = {}
     leaves: list[LeafRecord] = []
     for leaf in manifest.leaves:
         chunks = []
         for chunk in leaf.chunks:
-            name, place = manifest.packs[chunk.pack].name, (chunk.offset, chunk.length)
-            if name in live:
-                name, place = moved.name, moved.at[chunk.hash]
-            number = numbers.setdefault(name, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, *place))
+            name = manifest.packs[chunk.pack].name
+            at = moved(name, chunk) or Held(name, chunk.offset, chunk.length)
+            number = numbers.setdefault(at.pack, len(numbers))
+            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
         leaves.append(
             leaf
             if leaf.text is not None

@@ -59,6 +59,8 @@ class Catalog:
         self._unknown: dict[int, str] = {}
         self._held: dict[str, Held] | None = None
         self._notes_read = False
+        self.noted: set[str] = set()
+        """Damaged packs for which there is a note in quarantine."""
         self.damaged: dict[str, str] = {}
         """Packs in which damage was found, with the reason: by this process, or by an earlier writer
         that left a note. No save depends on a chunk in them."""
@@ -171,6 +173,7 @@ class Catalog:
                     if note["name"].startswith(PACKS):
                         pack = note["name"].removeprefix(PACKS)
                         self.damaged.setdefault(pack, str(note["reason"]))
+                        self.noted.add(pack)
         self._notes_read = True
 
     def _chunks(self) -> Iterator[tuple[str, Held]]:

@@ -20,7 +20,7 @@ from perdure.store.codec import decode
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
 from perdure.store.leaf import Leaf
-from perdure.store.staging import pages
+from perdure.store.staging import give_buffer, pages, take_buffer
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4
@@ -132,6 +132,36 @@ def verify_leaves(storage: Storage, manifest: Manifest) -> None:
             part, size = set(), 0
 
 
+def damaged_chunks(
+    storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafRecord, Chunk, int]]
+) -> list[DamagedChunk]:
+    """Read `chunks` (leaf, chunk, its bytes) one after the other; an error for each damaged one.
+
+    Takes the memory of one chunk. Raises `UnreachableError` if one cannot be read.
+    """
+    buffer = take_buffer()
+    found: list[DamagedChunk] = []
+    try:
+        parts = [
+            (record, chunk, memoryview(buffer)[:size])  # each is done with before the next is read
+            for record, chunk, size in chunks
+        ]
+        reads = list(_grouped(parts))
+        while reads:
+            read = reads.pop(0)
+            try:
+                for check in _fetch(storage, manifest, [read]):
+                    check()
+            except DamagedChunk as error:
+                if len(read.parts) == 1:
+                    found.append(error)
+                else:  # which of them are damaged
+                    reads[:0] = [_Read([part], part[1].length) for part in read.parts]
+    finally:
+        give_buffer(buffer)
+    return found
+
+
 def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
     """Raise unless the packs of `records` have the sizes that the manifest states.
 
@@ -221,7 +251,10 @@ def _fetch(
     except OSError as error:
         place = _place(storage, manifest, record, first)
         if is_gone(error):
-            raise CorruptionError(f"{place}: expected a pack, found no such file.") from None
+            name = manifest.packs[first.pack].name
+            raise DamagedChunk(
+                f"{place}: expected a pack, found no such file.", name, first.offset
+            ) from None
         raise read_error(error, place) from error
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -36,11 +36,12 @@ from perdure.store.collect import (
     plan_collect,
 )
 from perdure.store.collector import SHORT_BYTES, collector_paused
-from perdure.store.compact import compact
+from perdure.store.compact import compact, rewrite
 from perdure.store.contents import (
     Catalog,
     Contents,
     committed_steps,
+    note_damage,
     pinned_steps,
     quarantined,
     set_aside,
@@ -60,6 +61,7 @@ from perdure.store.format import (
     RecipeValue,
     check_encoded,
     checked_fingerprint,
+    chunk_spans,
     decode_manifest,
     encode_manifest,
     encode_marker,
@@ -72,6 +74,7 @@ from perdure.store.format import (
 )
 from perdure.store.leaf import Leaf
 from perdure.store.marker import is_marked
+from perdure.store.reread import Cursor
 from perdure.store.room import require_room
 from perdure.store.storage import Storage, create_whole
 from perdure.store.urls import open_storage
@@ -113,6 +116,11 @@ class Run:
         self._clock = drilled_clock(clock)
         self._catalog = Catalog(self.storage)
         self._unsure: set[int] = set()
+        self._cursor = Cursor()
+        self._left: list[int] = []
+        self._deferred: set[int] = set()
+        self.notes: list[str] = []
+        """What saves found that the user should know; whoever passes it on empties it."""
         self._lock = ExitStack()
         self._writing = self._ready = False
         self._marked = is_marked(self.storage, create=create, repair=repair)
@@ -223,6 +231,7 @@ class Run:
             self.close()
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
         self._ready = True
+        self._quarantine_deferred()
 
     def claim(self) -> None:
         """Take the writer's lock and nothing more, or raise `LockedError` at once.
@@ -274,9 +283,14 @@ class Run:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
-        short = sum(len(leaf.data) for leaf in leaves.values()) <= SHORT_BYTES
-        with collector_paused(len(leaves) if short else 0):
-            return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
+        size = sum(len(leaf.data) for leaf in leaves.values())
+        with collector_paused(len(leaves) if size <= SHORT_BYTES else 0):
+            manifest, is_new = self._save(
+                step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write
+            )
+            if is_new:
+                self._check_shared(manifest, leaves, size)
+        return manifest
 
     def _save(
         self,
@@ -285,11 +299,12 @@ class Run:
         recipe: dict[str, RecipeValue],
         metrics: dict[str, float | None],
         write: Callable[[Mapping[str, Held]], Written] | None,
-    ) -> Manifest:
+    ) -> tuple[Manifest, bool]:
+        """The checkpoint, and whether it was not there before."""
         try:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
-                return self._with_metrics(present, metrics)
+                return self._with_metrics(present, metrics), False
             require_room(self.storage, leaves, self._catalog.held())
             held = self._catalog.held()
             records, packs, located = (
@@ -319,7 +334,7 @@ class Run:
             self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, located)
-        return manifest
+        return manifest, True
 
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
@@ -396,7 +411,16 @@ class Run:
         """
         target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
+        self._note_damage()
         return target
+
+    def defer_quarantine(self, step: int) -> None:
+        """Quarantine a step that was found damaged as soon as this object becomes the writer.
+
+        It is read again then, because another writer may have repaired it. A process that only reads
+        never becomes the writer, and changes nothing.
+        """
+        self._deferred.add(step)
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
         """Move a pack that no checkpoint needs out of the way; returns its new name."""
@@ -464,6 +488,7 @@ class Run:
             try:  # the manifest says what should be there; "saved" means that it is
                 verify_leaves(self.storage, present)
             except CorruptionError as error:
+                self._distrust(error)
                 self.quarantine(step, str(error))
                 return None
             if step in self._unsure:
@@ -497,6 +522,93 @@ class Run:
             # Constructors check nothing: what cannot be read back must never be committed.
             check_encoded(data, manifest, f"{self.where}: the manifest of this save")
         return data
+
+    def _quarantine_deferred(self) -> None:
+        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+        while self._deferred:
+            step = self._deferred.pop()
+            try:
+                verify_leaves(self.storage, self.manifest(step))
+            except CorruptionError as error:
+                self._distrust(error)
+                self.quarantine(step, str(error))
+            except (StepNotFoundError, UnreachableError):
+                continue
+
+    def _check_shared(
+        self, manifest: Manifest, leaves: Mapping[str, Leaf], nbytes: int
+    ) -> None:
+        """After a commit: read a part of the shared chunks again, and repair what is damaged.
+
+        Nothing here makes a save fail, because its checkpoint is committed already.
+        """
+        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
+
+        try:
+            if due := self._cursor.advance(manifest, nbytes):
+                found = damaged_chunks(self.storage, manifest, due)
+                for error in found:
+                    self._catalog.distrust(error)
+                if found:
+                    self._write_again(manifest, leaves)
+            if self._catalog.bad:
+                self._rewrite()
+        except (OSError, StoreError) as error:
+            self.notes = [
+                f"{self.where}: step {manifest.step} is committed, and a chunk that it shares with an "
+                f"earlier step could not be checked or repaired: {error}"
+            ]
+
+    def _write_again(self, manifest: Manifest, leaves: Mapping[str, Leaf]) -> None:
+        """Write the damaged chunks of a checkpoint again, from the state that was just saved."""
+        again: dict[str, Leaf] = {}
+        for record in manifest.leaves:
+            leaf = leaves.get(record.path)
+            if leaf is None or record.text is not None:
+                continue
+            spans = chunk_spans(len(leaf.data))
+            for chunk, (start, stop) in zip(record.chunks, spans, strict=True):
+                if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
+                    data = leaf.data[start:stop]
+                    again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
+        _, _, located = write_pack(self.storage, manifest.step, 0, again, {}, self.encode)
+        self._catalog.held().update(located)
+
+    def _rewrite(self) -> None:
+        """Let manifests read what was damaged from where it was written again."""
+        self._note_damage()
+        bad, held = self._catalog.bad, self._catalog.held()
+        renewed, left = rewrite(self.storage, self.contents().manifests, bad, held)
+        self._catalog.replace(renewed)
+        if renewed:
+            self.notes.append(
+                f"{self.where}: chunks were damaged that steps {_shorten(sorted(renewed))} need: "
+                f"{next(iter(bad.values()))} They were written again from the state in memory"
+                + (f"; steps {_shorten(left)} still lack others." if left else ".")
+            )
+        elif left and self._left != left:
+            self.notes.append(
+                f"{self.where}: steps {_shorten(left)} cannot be restored: "
+                f"{next(iter(bad.values()))} A save that holds the same bytes repairs them."
+            )
+        self._left = left
+        if not left:
+            bad.clear()
+
+    def _note_damage(self) -> None:
+        """Leave word of damaged packs for the next writer, which has not seen the damage itself."""
+        for pack, reason in self._catalog.damaged.items():
+            if pack not in self._catalog.noted:
+                note = {"name": PACKS + pack, "found": time_text(self._clock()), "reason": reason}
+                with suppress(OSError):  # this process knows it anyway
+                    note_damage(self.storage, pack, note)
+                    self._catalog.noted.add(pack)
+
+    def distrust_pack(self, pack: str, reason: str) -> None:
+        """A pack is damaged: no later save of this object depends on a chunk in it."""
+        self._catalog.damaged.setdefault(pack, reason)
+        self._catalog.forget()
 
     def _distrust(self, error: CorruptionError) -> None:
         if isinstance(error, DamagedChunk):

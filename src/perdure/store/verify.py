@@ -212,6 +212,8 @@ def examine(run: Run) -> Findings:
     for manifest in (*held.manifests.values(), *held.quarantined):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
+    for name, why in damaged.items():
+        run.distrust_pack(name, why)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}

@@ -120,10 +120,6 @@ class UnreadChunk(Exception):
         super().__init__(message)
         self.pack = pack
 
-    def __init__(self, pack: str, message: str) -> None:
-        super().__init__(message)
-        self.pack = pack
-
 
 class _Moved:
     """The new pack: its record, and the place of every chunk in it by hash."""

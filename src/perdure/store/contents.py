@@ -64,6 +64,8 @@ class Catalog:
         self.damaged: dict[str, str] = {}
         """Packs in which damage was found, with the reason: by this process, or by an earlier writer
         that left a note. No save depends on a chunk in them."""
+        self.suspects: set[str] = set()
+        """Those of them whose chunks were not all looked at since."""
         self.bad: dict[tuple[str, int], str] = {}
         """(pack, offset) of chunks that this process found damaged, with the reason."""
 
@@ -77,12 +79,18 @@ class Catalog:
 
     def distrust(self, error: DamagedChunk) -> None:
         """A chunk is damaged: whatever lies in its pack is written again by the saves that need it."""
-        self.bad[error.pack, error.offset] = str(error)
-        self.damaged.setdefault(error.pack, str(error))
+        if error.offset >= 0:
+            self.bad[error.pack, error.offset] = str(error)
+        self.distrust_pack(error.pack, str(error))
+
+    def distrust_pack(self, pack: str, reason: str) -> None:
+        """Something in a pack is damaged."""
+        if pack in self.damaged:
+            return
+        self.damaged[pack] = reason
+        self.suspects.add(pack)
         if self._held is not None:
-            self._held = {
-                digest: at for digest, at in self._held.items() if at.pack != error.pack
-            }
+            self._held = {digest: at for digest, at in self._held.items() if at.pack != pack}
 
     def add(self, manifest: Manifest, located: Mapping[str, Held]) -> None:
         """A checkpoint was committed, and its new chunks lie there."""
@@ -172,8 +180,8 @@ class Catalog:
                     note = json.loads(self._storage.read(name))
                     if note["name"].startswith(PACKS):
                         pack = note["name"].removeprefix(PACKS)
-                        self.damaged.setdefault(pack, str(note["reason"]))
                         self.noted.add(pack)
+                        self.distrust_pack(pack, str(note["reason"]))
         self._notes_read = True
 
     def _chunks(self) -> Iterator[tuple[str, Held]]:

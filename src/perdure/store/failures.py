@@ -45,7 +45,7 @@ _sleep = time.sleep
 
 
 class DamagedChunk(CorruptionError):
-    """A chunk in a pack is not what manifests say."""
+    """A chunk in a pack is not what manifests say; offset -1 stands for the pack as a whole."""
 
     def __init__(self, message: str, pack: str, offset: int) -> None:
         super().__init__(message)

@@ -177,7 +177,7 @@ def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafR
         except OSError as error:
             raise read_error(error, what) from error
         if size != pack.size:
-            raise DamagedChunk(f"{what}: expected {pack.size} bytes, found {size}.", pack.name, 0)
+            raise DamagedChunk(f"{what}: expected {pack.size} bytes, found {size}.", pack.name, -1)
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 
 from perdure.store.format import Chunk, LeafRecord, Manifest, pack_step
 
-PASS_SAVES = 256
+PASS_SAVES = 512
 
 
 class Cursor:

@@ -306,11 +306,8 @@ class Run:
             if (present := self._same_step(step, leaves)) is not None:
                 return self._with_metrics(present, metrics), False
             require_room(self.storage, leaves, self._catalog.held())
-            held = self._catalog.held()
             records, packs, located = (
-                write(held)
-                if write
-                else write_pack(self.storage, step, 0, leaves, held, self.encode)
+                write(self._catalog.held()) if write else self._write(step, leaves)
             )
             version = format_of(records)
             new = f"{self.where}: the manifest of this save"
@@ -330,11 +327,22 @@ class Run:
                 f"{self.where}: step {step} was committed by another writer while this one was "
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
+        except SaveError:
+            self._catalog.forget()  # a group failed, perhaps because a pack is gone
+            raise
         except (OSError, UnreachableError) as error:
             self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, located)
         return manifest, True
+
+    def _write(self, step: int, leaves: Mapping[str, Leaf]) -> Written:
+        while True:
+            try:
+                held = self._catalog.held()
+                return write_pack(self.storage, step, 0, leaves, held, self.encode)
+            except DamagedChunk as error:  # a pack is gone: its chunks are written again
+                self._catalog.distrust(error)
 
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
@@ -551,7 +559,9 @@ class Run:
                 for error in found:
                     self._catalog.distrust(error)
                 if found:
+                    self._examine_suspects()
                     self._write_again(manifest, leaves)
+            self._examine_suspects()
             if self._catalog.bad:
                 self._rewrite()
         except (OSError, StoreError) as error:
@@ -559,6 +569,27 @@ class Run:
                 f"{self.where}: step {manifest.step} is committed, and a chunk that it shares with an "
                 f"earlier step could not be checked or repaired: {error}"
             ]
+
+    def _examine_suspects(self) -> None:
+        """Find every damaged chunk that checkpoints need in packs in which one was found."""
+        if not self._catalog.suspects:
+            return
+        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
+
+        self._note_damage()
+        manifests = self.contents().manifests
+        suspects, seen = self._catalog.suspects, set(self._catalog.bad)
+        for manifest in manifests.values():
+            due = []
+            for leaf in manifest.leaves:
+                for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
+                    place = manifest.packs[chunk.pack].name, chunk.offset
+                    if place[0] in suspects and place not in seen:
+                        seen.add(place)
+                        due.append((leaf, chunk, size))
+            for error in damaged_chunks(self.storage, manifest, due):
+                self._catalog.distrust(error)
+        suspects.clear()
 
     def _write_again(self, manifest: Manifest, leaves: Mapping[str, Leaf]) -> None:
         """Write the damaged chunks of a checkpoint again, from the state that was just saved."""
@@ -577,7 +608,6 @@ class Run:
 
     def _rewrite(self) -> None:
         """Let manifests read what was damaged from where it was written again."""
-        self._note_damage()
         bad, held = self._catalog.bad, self._catalog.held()
         renewed, left = rewrite(self.storage, self.contents().manifests, bad, held)
         self._catalog.replace(renewed)
@@ -607,8 +637,7 @@ class Run:
 
     def distrust_pack(self, pack: str, reason: str) -> None:
         """A pack is damaged: no later save of this object depends on a chunk in it."""
-        self._catalog.damaged.setdefault(pack, reason)
-        self._catalog.forget()
+        self._catalog.distrust_pack(pack, reason)
 
     def _distrust(self, error: CorruptionError) -> None:
         if isinstance(error, DamagedChunk):

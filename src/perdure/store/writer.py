@@ -19,6 +19,7 @@ from msgspec import Struct
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.collector import collector_paused
 from perdure.store.direct import copy_bytes
+from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
     CHUNK_BYTES,
     PACKS,
@@ -88,6 +89,7 @@ def write_pack(
 
     `encode` makes what is stored of a chunk smaller where it can. No pack is written when every chunk
     is known already. On an error nothing stays but a temporary file that the next writer clears.
+    Raises `DamagedChunk` if a pack with known chunks is gone.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
@@ -304,10 +306,11 @@ def _records(
             left -= at.length
         size = len(leaf.data) if left else None
         records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
-    packs = [
-        PackRecord(
-            name=name, size=written.size if name == written.name else storage.size(PACKS + name)
-        )
-        for name in names
-    ]
+    packs = []
+    for name in names:
+        try:
+            size = written.size if name == written.name else storage.size(PACKS + name)
+        except FileNotFoundError as error:
+            raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
+        packs.append(PackRecord(name=name, size=size))
     return records, packs

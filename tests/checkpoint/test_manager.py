@@ -99,7 +99,9 @@ def test_restoring_without_a_template_gives_plain_values(tmp_path: Path) -> None
     assert load(tmp_path, 1)["w"].tobytes() == state(1)["w"].tobytes()
 
 
-def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save(
+    tmp_path: Path,
+) -> None:
     train(tmp_path, 3)
     flip(sorted((tmp_path / "packs").iterdir())[-1])
     with CheckpointManager(tmp_path) as manager:

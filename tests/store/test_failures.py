@@ -19,6 +19,7 @@ from perdure import CheckpointManager, load
 from perdure.cli import main
 from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
 from perdure.store import LocalStorage, Request, Run, check, repair
+from perdure.store.direct import read_at
 from perdure.store.format import MAX_STEP, manifest_name
 
 CODES = [
@@ -107,8 +108,8 @@ def test_a_read_that_fails_moves_nothing_and_restores_nothing_older(
             assert "restore its step by number" in str(caught.value)
         assert manager.restore(3).step == 3, "what was asked for by number"
         assert storage.fired >= 2
+        manager.save(4, newest)
         with pytest.raises(SaveError, match="step 4"):
-            manager.save(4, newest)
             manager.wait_until_finished()
         assert files(tmp_path) == before
         storage.part = ""
@@ -139,12 +140,10 @@ def test_an_error_that_passes_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     pauses: list[float],
 ) -> None:
-    import perdure.store.local as local
-
     filled(tmp_path)
     run = Run(tmp_path)
     left = [times]
-    real = local.read_at
+    real = read_at
 
     def failing(path: str, offset: int, target: memoryview) -> int:
         if left[0]:
@@ -152,7 +151,7 @@ def test_an_error_that_passes_is_tried_again(
             raise OSError(code, os.strerror(code), path)
         return real(path, offset, target)
 
-    monkeypatch.setattr(local, "read_at", failing)
+    monkeypatch.setattr("perdure.store.local.read_at", failing)
     loaded = run.load_newest()
     assert loaded is not None
     assert (loaded.manifest.step, loaded.skipped, left) == (4, (), [0])
@@ -173,8 +172,7 @@ def no_more_files() -> Iterator[None]:
         while True:
             try:
                 taken.append(os.open("/dev/null", os.O_RDONLY))
-            except OSError as error:
-                assert error.errno == errno.EMFILE
+            except OSError:
                 break
         yield
     finally:
@@ -290,7 +288,7 @@ def test_memory_that_is_lacking_is_no_damage(
         raise MemoryError
 
     monkeypatch.setattr("perdure.store.reader._memory", none)
-    with pytest.raises(UnreachableError, match="step 4, leaf .*out of memory.*Free memory"):
+    with pytest.raises(UnreachableError, match=r"step 4, leaf .*out of memory.*Free memory"):
         Run(tmp_path).load_newest()
 
 
@@ -406,14 +404,17 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
     tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "run"
-    with CheckpointManager(path) as manager:
-        manager.save(1, {"w": [1.0]})
+
+    def save(step: int) -> None:
+        manager.save(step, {"w": [float(step)]})
         manager.wait_until_finished()
+
+    with CheckpointManager(path) as manager:
+        save(1)
         happens(path)
         there = sorted(path.rglob("*")) if path.exists() else None
         with pytest.raises(SaveError, match=f"moved, deleted, unmounted or replaced.*{path}"):
-            manager.save(2, {"w": [2.0]})
-            manager.wait_until_finished()
+            save(2)
         for attempt in (manager.restore, lambda: manager.restore_or_initialize({"w": [0.0]})):
             with pytest.raises(UnreachableError, match="moved, deleted, unmounted or replaced"):
                 attempt()

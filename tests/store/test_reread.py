@@ -7,12 +7,12 @@ import errno
 from pathlib import Path
 
 import pytest
-from helpers import Crash, Operations, contents, make_leaves, run_on
+from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
 from perdure import CheckpointManager
 from perdure.errors import CorruptionError, NoGoodCheckpointError
 from perdure.store import Leaf, LocalStorage, Run, check
-from perdure.store.format import PACKS, manifest_name
+from perdure.store.format import PACKS, hash_each, manifest_name
 from perdure.store.reread import PASS_SAVES
 
 MIB = 1024 * 1024
@@ -341,21 +341,39 @@ def test_an_array_that_changes_between_hash_and_write_leaves_a_readable_checkpoi
     assert Run(tmp_path).load(1).leaves["aliased"].shape == leaf.shape
 
 
+def test_an_array_that_changes_between_hash_and_encoding_leaves_a_readable_checkpoint(
+    tmp_path: Path,
+) -> None:
+    memory = bytearray(repeated(make_leaves(5, (4096,)), 3000)["model/layer0"].data)
+    fired = []
+    with run_on(tmp_path, codec="shuffle-zstd") as run:
+        encode = run.encode
+        assert encode is not None
+
+        def late(data: memoryview, dtype: str, digest: str) -> memoryview:
+            memory[:] = bytes(len(memory))
+            fired.append(len(data))
+            return encode(data, dtype, digest)
+
+        run.encode = late
+        run.save(1, {"aliased": Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)})
+    assert fired
+    assert check(Run(tmp_path)).ok
+
+
 def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import perdure.store.writer as writer
-
     memory = bytearray(make_leaves(5, (4096,))["model/layer0"].data)
-    real, fired = writer.hash_each, []
+    fired = []
 
-    def hash_each(parts):
-        found = real(parts)
+    def late(parts: list[memoryview]) -> list[str]:
+        digests = hash_each(parts)
         memory[:] = bytes(len(memory))
-        fired.append(len(found))
-        return found
+        fired.append(len(digests))
+        return digests
 
-    monkeypatch.setattr(writer, "hash_each", hash_each)
+    monkeypatch.setattr("perdure.store.writer.hash_each", late)
     view = memoryview(memory)
     leaves = {f"part{at}": Leaf("uint8", (64,), view[at : at + 64]) for at in range(0, 4096, 64)}
     with run_on(tmp_path) as run:

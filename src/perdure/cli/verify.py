@@ -62,6 +62,8 @@ def _print(report: Report, mend: bool) -> None:
             else f"a restore takes step {newest}, the newest good one"
         )
     if any(problem.unread for problem in report.problems):
-        click.echo("nothing is known about what could not be read; remove the cause and verify again")
+        click.echo(
+            "nothing is known about what could not be read; remove the cause and verify again"
+        )
     if any(problem.harmful and not problem.unread for problem in report.problems) and not mend:
         click.echo("`perdure verify --repair` sets aside what is damaged")

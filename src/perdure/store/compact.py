@@ -90,9 +90,7 @@ def compact(
         ) -> Held | None:
             return moved.at[chunk.hash] if name in live else None
 
-        return {
-            step: _replace(storage, users[step], place, sizes) for step in sorted(users)
-        }, left
+        return {step: _replace(storage, users[step], place, sizes) for step in sorted(users)}, left
     return {}, left
 
 
@@ -198,9 +196,7 @@ def rewrite(
         if places:
             sizes = {at.pack: storage.size(PACKS + at.pack) for at in places.values()}
 
-            def moved(
-                name: str, chunk: Chunk, places: Mapping[str, Held] = places
-            ) -> Held | None:
+            def moved(name: str, chunk: Chunk, places: Mapping[str, Held] = places) -> Held | None:
                 return places.get(chunk.hash) if (name, chunk.offset) in bad else None
 
             renewed[step] = _replace(storage, manifest, moved, sizes)

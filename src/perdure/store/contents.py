@@ -26,7 +26,6 @@ from perdure.store.format import (
 from perdure.store.storage import Storage
 from perdure.store.writer import Held
 
-
 REASON_SUFFIX = ".reason.json"
 
 
@@ -216,9 +215,7 @@ def pinned_steps(storage: Storage) -> frozenset[int]:
 def quarantined(storage: Storage) -> list[str]:
     """Names of what is in quarantine: manifests, and packs that a repair set aside."""
     return sorted(
-        name
-        for name in storage.list(QUARANTINE)
-        if not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
+        name for name in storage.list(QUARANTINE) if not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
     )
 
 

@@ -291,7 +291,9 @@ def absolute_path(root: str | os.PathLike[str]) -> str:
     if text.startswith("~"):
         first = text.split("/")[0]
         if expanded == text:
-            raise StoreError(f"{text}: there is no user {first[1:]!r}. Write ./{text} for that name.")
+            raise StoreError(
+                f"{text}: there is no user {first[1:]!r}. Write ./{text} for that name."
+            )
         if os.path.lexists(first):
             raise StoreError(
                 f"{text}: a directory called {first!r} exists in {os.getcwd()}, so that the path has "

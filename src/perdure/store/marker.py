@@ -23,9 +23,7 @@ from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
 
-def is_marked(
-    storage: Storage, *, create: bool, repair: bool = False, again: bool = False
-) -> bool:
+def is_marked(storage: Storage, *, create: bool, repair: bool = False, again: bool = False) -> bool:
     """Whether the marker is there; False for a place in which the first writer may put it.
 
     That is an empty place with `create`, and with `repair` one that holds a readable manifest, beside

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from perdure.errors import CorruptionError, StepNotFoundError
+from perdure.errors import StepNotFoundError
 from perdure.store.codec import decode
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
@@ -163,21 +163,29 @@ def damaged_chunks(
 
 
 def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
-    """Raise unless the packs of `records` have the sizes that the manifest states.
+    """Raise unless the packs are long enough for the chunks of `records`.
 
-    Before memory is taken for the leaves, because all their sizes rest on those.
+    Before memory is taken for them, because a manifest may state any size; left out for a few bytes.
     """
     if sum(record.nbytes for record in records) < INLINE_READ_BYTES:
         return
-    for number in sorted({chunk.pack for record in records for chunk in record.chunks}):
-        pack = manifest.packs[number]
-        what = f"{storage.where}: step {manifest.step}: {PACKS}{pack.name}"
+    ends = dict.fromkeys(range(len(manifest.packs)), 0)
+    for record in records:
+        for chunk in record.chunks:
+            ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
+    for number, end in ends.items():
+        if not end:
+            continue
+        name = manifest.packs[number].name
+        what = f"{storage.where}: step {manifest.step}: {PACKS}{name}"
         try:
-            size = storage.size(PACKS + pack.name)
+            size = storage.size(PACKS + name)
         except OSError as error:
             raise read_error(error, what) from error
-        if size != pack.size:
-            raise DamagedChunk(f"{what}: expected {pack.size} bytes, found {size}.", pack.name, -1)
+        if size < end:
+            raise DamagedChunk(
+                f"{what}: expected at least {end} bytes, found {size}; the pack is cut short.", name, -1
+            )
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -544,9 +544,7 @@ class Run:
             except (StepNotFoundError, UnreachableError):
                 continue
 
-    def _check_shared(
-        self, manifest: Manifest, leaves: Mapping[str, Leaf], nbytes: int
-    ) -> None:
+    def _check_shared(self, manifest: Manifest, leaves: Mapping[str, Leaf], nbytes: int) -> None:
         """After a commit: read a part of the shared chunks again, and repair what is damaged.
 
         Nothing here makes a save fail, because its checkpoint is committed already.
@@ -565,10 +563,8 @@ class Run:
             if self._catalog.bad:
                 self._rewrite()
         except (OSError, StoreError) as error:
-            self.notes = [
-                f"{self.where}: step {manifest.step} is committed, and a chunk that it shares with an "
-                f"earlier step could not be checked or repaired: {error}"
-            ]
+            why = f"a chunk that it shares could not be checked or repaired: {error}"
+            self.notes = [f"{self.where}: step {manifest.step} is committed, but {why}"]
 
     def _examine_suspects(self) -> None:
         """Find every damaged chunk that checkpoints need in packs in which one was found."""

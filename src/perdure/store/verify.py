@@ -217,9 +217,7 @@ def examine(run: Run) -> Findings:
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
-    problems += [
-        Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())
-    ]
+    problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
     if not blind and not held.unknown:
         problems += [

@@ -174,9 +174,7 @@ class _Pack:
             self.written.size = at
             if self._sink is None:
                 self._sink = self._storage.create(PACKS + name, left)
-            self._sink.write(
-                together if len(parts) == len(copies) else memoryview(b"".join(parts))
-            )
+            self._sink.write(together if len(parts) == len(copies) else memoryview(b"".join(parts)))
 
     def commit(self) -> None:
         """Make the pack durable, if there is one."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
 from helpers import contents, run_on, sharing_states
 
-from perdure.errors import NoGoodCheckpointError
-from perdure.store import Manifest, Run, check
-from perdure.store.format import MANIFESTS, PACKS, step_of
+from perdure import CheckpointManager
+from perdure.errors import NoGoodCheckpointError, UnreachableError
+from perdure.store import LocalStorage, Manifest, Run, check
+from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
 
 FLIPS = 10_000
 TRUNCATIONS = 1_000
 BLOCKS = 1_000
 BLOCK = 512
+FAILURES = 1_000
+CODES = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ESTALE)
 
 
 def damage_rows(work: Path) -> Iterator[Row]:
@@ -35,6 +41,62 @@ def damage_rows(work: Path) -> Iterator[Row]:
         yield row(f"{what} in packs and manifests that the check finds", (f for f, _ in results))
         yield row(f"restores after {what} that took the newest good one", (r for _, r in results))
     yield row("control: the same files without damage pass the check", [check(patient.run).ok])
+    failing = [fails(patient, seed) for seed in range(FAILURES)]
+    yield row("reads that fail and are neither quarantined nor skipped", (f for f, _ in failing))
+    yield row("control: a flipped bit at the same place is both", (c for _, c in failing))
+
+
+class Failing(LocalStorage):
+    """Reads of one file fail."""
+
+    def __init__(self, path: Path, name: str, code: int) -> None:
+        super().__init__(path)
+        self.name, self.code, self.fired = name, code, 0
+
+    def _fail(self, name: str) -> None:
+        if name == self.name:
+            self.fired += 1
+            raise OSError(self.code, os.strerror(self.code), name)
+
+    def read(self, name: str) -> bytes:
+        self._fail(name)
+        return super().read(name)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self._fail(name)
+        return super().read_into(name, offset, target)
+
+
+def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
+    """A read that the newest checkpoint needs fails: is it raised, and nothing else done? And does a
+    flipped bit in the same file make a manager quarantine that checkpoint and use an older one?"""
+    chance = random.Random(seed)
+    newest = max(patient.manifests)
+    manifest = patient.manifests[newest]
+    own = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
+    name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in own)])
+    before = patient.files()
+    storage = Failing(patient.path, name, chance.choice(CODES))
+    with CheckpointManager(storage) as manager:
+        manager.claim()
+        try:
+            manager.restore()
+            raised = False
+        except UnreachableError:
+            raised = storage.fired > 0
+    kept = raised and patient.files() == before
+    whole = (patient.path / name).read_bytes()
+    offset = chance.randrange(100)
+    (patient.path / name).write_bytes(
+        whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :]
+    )
+    with CheckpointManager(patient.path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.claim()
+        skipped = manager.restore().step < newest
+        aside = newest not in manager.all_steps()
+    patient.heal(before)
+    return kept, skipped and aside
 
 
 class Patient:
@@ -45,14 +107,29 @@ class Patient:
             for step, leaves in sharing_states().items():
                 run.save(step, leaves)
         self.run = Run(path)
-        self._path = path
+        self.path = path
         self._chance = random.Random(4)
-        self._manifests = {step: self.run.manifest(step) for step in self.run.steps()}
+        self.manifests = {step: self.run.manifest(step) for step in self.run.steps()}
         self._files = {
             name: (path / name).read_bytes()
             for prefix in (PACKS, MANIFESTS)
             for name in self.run.storage.list(prefix)
         }
+
+    def files(self) -> dict[str, bytes]:
+        """Every file but the lock, which names its last holder."""
+        return {
+            str(file.relative_to(self.path)): file.read_bytes()
+            for file in self.path.rglob("*")
+            if file.is_file() and file.name != LOCK
+        }
+
+    def heal(self, files: dict[str, bytes]) -> None:
+        """Put all files back as they were."""
+        for name in self.files().keys() - files.keys():
+            (self.path / name).unlink()
+        for name, data in files.items():
+            (self.path / name).write_bytes(data)
 
     def suffer(self, damage) -> tuple[bool, bool]:
         """Damage a file; is it found, and is the newest checkpoint that does not need it restored?"""
@@ -61,9 +138,9 @@ class Patient:
         (name,) = self._chance.choices(names, [len(self._files[each]) for each in names])
         whole = self._files[name]
         data, start, stop = damage(whole, self._chance)
-        (self._path / name).write_bytes(data)
+        (self.path / name).write_bytes(data)
         found = not check(self.run).ok
-        sound = [step for step, man in self._manifests.items() if not needs(man, name, start, stop)]
+        sound = [step for step, man in self.manifests.items() if not needs(man, name, start, stop)]
         try:
             loaded = self.run.load_newest()
             assert loaded is not None
@@ -73,7 +150,7 @@ class Patient:
             )
         except NoGoodCheckpointError:
             right = not sound
-        (self._path / name).write_bytes(whole)
+        (self.path / name).write_bytes(whole)
         return found, right
 
 

@@ -10,7 +10,7 @@ PerdureError
 │   ├── LockedError               another writer, or the process this one was forked from, writes here
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
-│   ├── UnreachableError          the storage did not answer: nothing is known about its contents
+│   ├── UnreachableError          the storage cannot be read now: nothing is known about its contents
 │   ├── SaveError                 a save did not commit (disk full, permission, ...)
 │   └── PruneError                deleting or compacting did not happen, or not to its end
 ├── StateError                    the live objects and the checkpoint do not fit together
@@ -71,7 +71,10 @@ class NoGoodCheckpointError(CorruptionError):
 
 
 class UnreachableError(StoreError):
-    """The storage did not answer, retries included. Nothing is known about what it holds."""
+    """The storage cannot be read, retries included: no answer, no permission, too many open files, ...
+
+    Nothing is known about what it holds, so nothing was changed because of it.
+    """
 
 
 class SaveError(StoreError):

@@ -99,20 +99,24 @@ def test_restoring_without_a_template_gives_plain_values(tmp_path: Path) -> None
     assert load(tmp_path, 1)["w"].tobytes() == state(1)["w"].tobytes()
 
 
-def test_a_damaged_checkpoint_is_passed_over_quarantined_and_named(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save(
+    tmp_path: Path,
+) -> None:
     train(tmp_path, 3)
     flip(sorted((tmp_path / "packs").iterdir())[-1])
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(CorruptionError, match=r"step 3, leaf 'w'.*expected hash .*found"):
             manager.restore(3)
-        with pytest.warns(UserWarning, match=r"step 3 is damaged and was passed over for step 2"):
+        with pytest.warns(UserWarning, match=r"step 3 is damaged and was skipped; step 2"):
             restored, step = manager.restore_or_initialize(lambda: state(0))
         assert step == restored["step"] == 2
-        assert manager.all_steps() == [1, 2]
+        assert not (tmp_path / "quarantine").exists(), "a process that only reads changes nothing"
         manager.save(3, state(3))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3]
-    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+    names = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
+    assert names[:2] == ["000000000003-0.json", "000000000003-0.reason.json"]
+    assert names[2].startswith("000000000003-00000-"), "word of the damaged pack"
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_afresh(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_run_whose_marker_is_gone_is_not_taken_for_an_empty_one(tmp_path: Path
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     (tmp_path / "perdure.json").unlink()
-    with pytest.raises(NotARunError, match=r"1 checkpoints, but perdure\.json is gone"):
+    with pytest.raises(NotARunError, match=r"perdure\.json: missing beside 1 ch.*--repair"):
         Run(tmp_path, create=True)
 
 

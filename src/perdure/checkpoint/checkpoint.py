@@ -91,7 +91,5 @@ def load_verified(
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     for bad, reason in loaded.skipped:
-        warnings.warn(
-            f"{run.where}: step {bad} is damaged and was passed over: {reason}", stacklevel=3
-        )
+        warnings.warn(f"{run.where}: step {bad} is damaged and was skipped: {reason}", stacklevel=3)
     return loaded

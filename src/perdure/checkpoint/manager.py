@@ -234,9 +234,12 @@ class CheckpointManager:
 
         Containers come back new; modules, optimizers and other stateful objects in `like` are
         changed in place. Without `like` the state is nested dicts of NumPy arrays. Newer
-        checkpoints that are damaged are passed over with a warning and moved to quarantine; a
-        damaged `step` that was asked for raises `CorruptionError`. Raises `StepNotFoundError`
-        where there is none, `MismatchError` where `like` does not fit.
+        checkpoints that are damaged are skipped with a warning; if this manager holds the writer's
+        lock they move to quarantine at once, otherwise at its first save, so that a manager that
+        only restores changes nothing. Raises `CorruptionError` if the `step` that was asked for is
+        damaged, `UnreachableError` if a checkpoint cannot be read now (no permission, too many open
+        files, no answer: this is no damage, and no older checkpoint is used instead),
+        `StepNotFoundError` if there is none, and `MismatchError` if `like` does not fit.
         """
         restored = self._restore(step, like)
         if restored is None:
@@ -415,6 +418,8 @@ class CheckpointManager:
                 save_together(self._run, group, step, leaves, self._recipe, metrics)
         finally:
             saving(None)
+            notes, self._run.notes = self._run.notes, []
+            self._notes += notes
         if self._max_to_keep is None or not self._processes.is_chief:
             return
         plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
@@ -464,13 +469,18 @@ class CheckpointManager:
 
     def _set_aside(self, loaded: Loaded) -> None:
         for step, reason in loaded.skipped:
-            try:
-                where = f"It was moved to {self._run.quarantine(step, reason)}."
-            except StoreError as error:
-                where = f"It stays where it is: {error}"
+            if not self._run.is_writer:
+                # A process that only reads, beside a trainer, never takes the lock for this.
+                self._run.defer_quarantine(step)
+                where = "It stays where it is; the first save moves it to quarantine."
+            else:
+                try:
+                    where = f"It was moved to {self._run.quarantine(step, reason)}."
+                except StoreError as error:
+                    where = f"It stays where it is: {error}"
             warnings.warn(
-                f"{self.directory}: step {step} is damaged and was passed over for step "
-                f"{loaded.manifest.step}: {reason} {where}",
+                f"{self.directory}: step {step} is damaged and was skipped; step "
+                f"{loaded.manifest.step} was restored instead: {reason} {where}",
                 stacklevel=5,
             )
 

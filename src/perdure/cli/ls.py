@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text, table
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, UnreachableError
 from perdure.store import Run
 
 
@@ -16,12 +16,15 @@ from perdure.store import Run
 def command(ctx: click.Context, run: str, as_json: bool) -> None:
     """List the checkpoints of the run directory RUN, oldest first."""
     opened = Run(run)
-    rows, damaged = [], []
+    rows, damaged, unread = [], [], []
     for step in opened.steps():
         try:
             manifest = opened.manifest(step)
         except CorruptionError as error:
             damaged.append({"step": step, "error": str(error)})
+            continue
+        except UnreachableError as error:
+            unread.append({"step": step, "error": str(error)})
             continue
         rows.append(
             {
@@ -41,6 +44,7 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
                 "run": opened.where,
                 "checkpoints": rows,
                 "damaged": damaged,
+                "unread": unread,
                 "quarantined": quarantined,
                 "rolled_back": [
                     {
@@ -65,4 +69,6 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
             click.echo(f"step {each.manifest.step} is set aside: {each.note.reason}")
         for bad in damaged:
             click.echo(f"step {bad['step']} is damaged: {bad['error']}", err=True)
-    ctx.exit(1 if damaged else 0)
+        for each in unread:
+            click.echo(each["error"], err=True)
+    ctx.exit(1 if damaged or unread else 0)

@@ -19,9 +19,11 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
     """Read and hash everything in the run directory RUN, and say what is damaged.
 
     Changes nothing without --repair. With it, damaged checkpoints and packs move to quarantine,
-    leftovers of crashes are removed, and what can be restored is said.
+    leftovers of crashes are removed, a missing or damaged perdure.json is written again, and the
+    checkpoints that can be restored are reported. What cannot be read (no permission, a disk error)
+    is reported as UNREAD and stays where it is. Exits with 1 if anything is damaged or unread.
     """
-    opened = Run(run)
+    opened = Run(run, repair=mend)
     actions: tuple[str, ...] = ()
     if mend:
         with opened:
@@ -40,22 +42,28 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
 
 def _print(report: Report, mend: bool) -> None:
     for problem in report.problems:
-        click.echo(f"{'DAMAGED' if problem.harmful else 'note'}  {problem.name}: {problem.what}")
+        kind = "UNREAD" if problem.unread else "DAMAGED" if problem.harmful else "note"
+        click.echo(f"{kind}  {problem.name}: {problem.what}")
     decoded = (
         f", {size_text(report.decoded_nbytes)} decoded"
         if report.decoded_nbytes > report.nbytes
         else ""
     )
+    unread = f", {len(report.unread)} could not be read" if report.unread else ""
     click.echo(
-        f"{len(report.good)} checkpoints good, {len(report.bad)} damaged; "
+        f"{len(report.good)} checkpoints good, {len(report.bad)} damaged{unread}; "
         f"{report.chunks} chunks, {size_text(report.nbytes)} read{decoded}"
     )
-    if report.bad or mend:
+    if report.bad or report.unread or mend:
         newest = max(report.good, default=None)
         click.echo(
             "no checkpoint can be restored"
             if newest is None
             else f"a restore takes step {newest}, the newest good one"
         )
-    if not report.ok and not mend:
+    if any(problem.unread for problem in report.problems):
+        click.echo(
+            "nothing is known about what could not be read; remove the cause and verify again"
+        )
+    if any(problem.harmful and not problem.unread for problem in report.problems) and not mend:
         click.echo("`perdure verify --repair` sets aside what is damaged")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
 from perdure.store.contents import Contents, reason_name
+from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
 from perdure.store.storage import Storage
 
@@ -72,10 +73,12 @@ class CollectPlan:
 @dataclass(frozen=True)
 class Collected:
     """What an execution did: manifests that were replaced, and packs that were left uncompacted
-    because a chunk in them is damaged or there is no room for the copy, with the reason."""
+    because a chunk in them is damaged or cannot be read, or because there is no room for the copy,
+    with the reason."""
 
     replaced: Mapping[int, Manifest]
     left: Mapping[str, str]
+    damaged: tuple[DamagedChunk, ...] = ()
 
 
 def plan_collect(held: Contents, request: Request) -> CollectPlan:
@@ -89,12 +92,15 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
         )
     steps = tuple(sorted(gone))
     set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
-    if blind := sorted(held.unreadable.keys() - gone):
+    if not held.unknown and (blind := sorted(held.unreadable.keys() - gone)):
         why = (
             f"the manifest of step {blind[0]} cannot be read and may need any pack: "
             f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
+    if held.unknown:
+        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
+        return CollectPlan(request, steps, held_back=why)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
     in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
     needed = _named(kept.values()) | in_quarantine
@@ -145,12 +151,14 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
         )
         return Collected({}, dict.fromkeys(plan.compact, why))
     kept = {step: held.manifests[step] for step in plan.rewrite}
-    replaced, damaged = compact(storage, kept, plan.compact)
+    replaced, left = compact(storage, kept, plan.compact)
     for name in plan.compact:
-        if name not in damaged:
+        if name not in left:
             storage.delete(PACKS + name)
-    advice = "`perdure verify --repair` sets it aside."
-    return Collected(replaced, {name: f"{why} {advice}" for name, why in damaged.items()})
+    damaged = [error for error in left.values() if isinstance(error, DamagedChunk)]
+    advice = {error.pack: " `perdure verify --repair` sets it aside." for error in damaged}
+    why = {name: f"{error}{advice.get(name, '')}" for name, error in left.items()}
+    return Collected(replaced, why, tuple(damaged))
 
 
 def _orphans(held: Contents, request: Request, mentioned: set[str]) -> tuple[list[str], str | None]:

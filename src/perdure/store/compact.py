@@ -7,12 +7,12 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from perdure.errors import CorruptionError
 from perdure.store.codec import is_intact
+from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
     PACKS,
     Chunk,
@@ -29,6 +29,7 @@ from perdure.store.format import (
     pack_name,
 )
 from perdure.store.storage import Storage
+from perdure.store.writer import Held
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
@@ -58,15 +59,15 @@ def relocated_size(live: Mapping[str, LiveChunks]) -> int:
 
 def compact(
     storage: Storage, manifests: Mapping[int, Manifest], packs: Iterable[str]
-) -> tuple[dict[int, Manifest], dict[str, str]]:
+) -> tuple[dict[int, Manifest], dict[str, DamagedChunk | UnreadChunk]]:
     """Move what `manifests` read from `packs` into one new pack, and replace those manifests.
 
     `manifests` must be every manifest that reads from them. Returns the new manifests by step, and
-    the packs that were left as they are because a chunk in them is damaged, with the reason. On
-    return the new pack and the manifests are durable.
+    the packs that were left as they are because a chunk in them is damaged or cannot be read, with
+    the error. On return the new pack and the manifests are durable.
     """
     chosen = sorted(packs)
-    damaged: dict[str, str] = {}
+    left: dict[str, DamagedChunk | UnreadChunk] = {}
     while chosen:
         live = live_chunks(manifests.values(), chosen)
         users = {
@@ -78,14 +79,19 @@ def compact(
             break
         try:
             moved = _copy(storage, max(users), live)
-        except _Damaged as error:
-            damaged[error.pack] = str(error)
+        except (DamagedChunk, UnreadChunk) as error:
+            left[error.pack] = error
             chosen.remove(error.pack)
             continue
-        return {
-            step: _replace(storage, users[step], live, moved) for step in sorted(users)
-        }, damaged
-    return {}, damaged
+        sizes = {moved.name: moved.size}
+
+        def place(
+            name: str, chunk: Chunk, live: Collection[str] = live, moved: _Moved = moved
+        ) -> Held | None:
+            return moved.at[chunk.hash] if name in live else None
+
+        return {step: _replace(storage, users[step], place, sizes) for step in sorted(users)}, left
+    return {}, left
 
 
 def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
@@ -105,21 +111,21 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
     )
 
 
-class _Damaged(CorruptionError):
-    """A chunk that should be copied is not what its manifest says."""
+class UnreadChunk(Exception):
+    """A chunk that should be copied cannot be read; it may well be good."""
 
-    def __init__(self, pack: str, message: str) -> None:
+    def __init__(self, message: str, pack: str) -> None:
         super().__init__(message)
         self.pack = pack
 
 
 class _Moved:
-    """The new pack: its record, and the (offset, length) of every chunk in it by hash."""
+    """The new pack: its record, and the place of every chunk in it by hash."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
-        self.at: dict[str, tuple[int, int]] = {}
+        self.at: dict[str, Held] = {}
 
 
 def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
@@ -134,7 +140,7 @@ def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved
                 if digest in moved.at or chunk not in wanted:
                     continue
                 sink.write(memoryview(_read(storage, name, offset, chunk)))
-                moved.at[digest] = moved.size, length
+                moved.at[digest] = Held(moved.name, moved.size, length)
                 moved.size += length
                 order.append(chunk)
         tail = _tail(order)
@@ -157,29 +163,69 @@ def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytea
         # An outage is no damage; the caller stops, and may come back.
         raise
     except OSError as error:
-        raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
+        if is_gone(error):
+            raise DamagedChunk(f"{where}: no such file.", name, offset) from error
+        raise UnreadChunk(f"{where}: cannot be read: {error}.", name) from error
     if got != length:
-        raise _Damaged(name, f"{where}: expected {length} bytes, found {got}.")
+        raise DamagedChunk(f"{where}: expected {length} bytes, found {got}.", name, offset)
     if not is_intact(data, digest, size):
-        raise _Damaged(name, f"{where}: expected hash {digest}, found other bytes.")
+        raise DamagedChunk(f"{where}: expected hash {digest}, found other bytes.", name, offset)
     return data
 
 
+def rewrite(
+    storage: Storage,
+    manifests: Mapping[int, Manifest],
+    bad: Collection[tuple[str, int]],
+    known: Mapping[str, Held],
+) -> tuple[dict[int, Manifest], list[int]]:
+    """Let manifests read the chunks at `bad` places, (pack, offset), from where `known` has them.
+
+    Returns the new manifests by step, durable, and the steps that still need a chunk at such a place.
+    """
+    renewed: dict[int, Manifest] = {}
+    left: list[int] = []
+    for step, manifest in sorted(manifests.items()):
+        needed = {
+            chunk.hash
+            for leaf in manifest.leaves
+            for chunk in leaf.chunks
+            if (manifest.packs[chunk.pack].name, chunk.offset) in bad
+        }
+        places = {digest: known[digest] for digest in needed if digest in known}
+        if places:
+            sizes = {at.pack: storage.size(PACKS + at.pack) for at in places.values()}
+
+            def moved(name: str, chunk: Chunk, places: Mapping[str, Held] = places) -> Held | None:
+                return places.get(chunk.hash) if (name, chunk.offset) in bad else None
+
+            renewed[step] = _replace(storage, manifest, moved, sizes)
+        if len(places) < len(needed):
+            left.append(step)
+    return renewed, left
+
+
 def _replace(
-    storage: Storage, manifest: Manifest, live: Mapping[str, LiveChunks], moved: _Moved
+    storage: Storage,
+    manifest: Manifest,
+    moved: Callable[[str, Chunk], Held | None],
+    sizes: Mapping[str, int],
 ) -> Manifest:
-    there = {pack.name: pack for pack in manifest.packs if pack.name not in live}
-    there[moved.name] = PackRecord(name=moved.name, size=moved.size)
+    """Replace a manifest by one that reads chunks from where `moved` says that they lie now.
+
+    `sizes` has the bytes of each pack that it may name.
+    """
+    there = {pack.name: pack for pack in manifest.packs}
+    there |= {name: PackRecord(name=name, size=size) for name, size in sizes.items()}
     numbers: dict[str, int] = {}
     leaves: list[LeafRecord] = []
     for leaf in manifest.leaves:
         chunks = []
         for chunk in leaf.chunks:
-            name, place = manifest.packs[chunk.pack].name, (chunk.offset, chunk.length)
-            if name in live:
-                name, place = moved.name, moved.at[chunk.hash]
-            number = numbers.setdefault(name, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, *place))
+            name = manifest.packs[chunk.pack].name
+            at = moved(name, chunk) or Held(name, chunk.offset, chunk.length)
+            number = numbers.setdefault(at.pack, len(numbers))
+            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
         leaves.append(
             leaf
             if leaf.text is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from perdure.errors import CorruptionError
+from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
     HEAD_BYTES,
     MANIFESTS,
@@ -31,14 +32,17 @@ from perdure.store.format import (
 from perdure.store.storage import Storage, VersionedStorage
 from perdure.store.writer import Held
 
+REASON_SUFFIX = ".reason.json"
+
 
 @dataclass(frozen=True)
 class Contents:
     """A snapshot of names, manifests and sizes.
 
     `manifests` are the readable ones by step, `unreadable` the others with the reason;
-    `quarantined` the readable manifests in quarantine by name, `lost` the names there that are not;
-    `packs` the packs present with their sizes.
+    `quarantined` the readable manifests in quarantine by name, `lost` the names there that are
+    damaged; `packs` the packs present with their sizes. `unknown` says which manifests, of checkpoints
+    and in quarantine, could not be read for a reason other than damage: they may need any pack.
     """
 
     manifests: Mapping[int, Manifest]
@@ -47,6 +51,7 @@ class Contents:
     lost: tuple[str, ...]
     packs: Mapping[str, int]
     pinned: frozenset[int]
+    unknown: tuple[str, ...] = ()
 
 
 class _Known(NamedTuple):
@@ -65,14 +70,42 @@ class Catalog:
         self._known: dict[str, _Known] = {}
         self._unread: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
+        self._unknown: dict[int, str] = {}
         self._held: dict[str, Held] | None = None
+        self._notes_read = False
+        self.noted: set[str] = set()
+        """Damaged packs for which there is a note in quarantine."""
+        self.damaged: dict[str, str] = {}
+        """Packs in which damage was found, with the reason: by this process, or by an earlier writer
+        that left a note. No save depends on a chunk in them."""
+        self.suspects: set[str] = set()
+        """Those of them whose chunks were not all looked at since."""
+        self.bad: dict[tuple[str, int], str] = {}
+        """(pack, offset) of chunks that this process found damaged, with the reason."""
 
     def forget(self) -> None:
         """Read everything again: another writer was there, or an operation stopped in the middle."""
         self._held = None
+        self._notes_read = False
         self._known = {}
         self._unread = {}
+        self._unknown = {}
         self._sizes = {}
+
+    def distrust(self, error: DamagedChunk) -> None:
+        """A chunk is damaged: whatever lies in its pack is written again by the saves that need it."""
+        if error.offset >= 0:
+            self.bad[error.pack, error.offset] = str(error)
+        self.distrust_pack(error.pack, str(error))
+
+    def distrust_pack(self, pack: str, reason: str) -> None:
+        """Something in a pack is damaged."""
+        if pack in self.damaged:
+            return
+        self.damaged[pack] = reason
+        self.suspects.add(pack)
+        if self._held is not None:
+            self._held = {digest: at for digest, at in self._held.items() if at.pack != pack}
 
     def add(self, manifest: Manifest, head: bytes, located: Mapping[str, Held]) -> None:
         """A checkpoint was committed by a manifest that begins with `head`, and its new chunks lie
@@ -92,15 +125,18 @@ class Catalog:
         """The manifest of a step is gone."""
         self._known.pop(manifest_name(step), None)
         self._unread.pop(step, None)
+        self._unknown.pop(step, None)
         self._held = None
 
     def held(self) -> dict[str, Held]:
-        """Chunks of readable checkpoints whose packs were there in full when they were last looked at.
+        """Chunks of readable checkpoints whose packs were there in full when they were last looked at,
+        and are not known as damaged.
 
         `agrees` says afterwards whether those that were used still are.
         """
         if self._held is None:
             manifests = self._read(fresh=False)
+            self._read_notes()
             self._held = dict(self._chunks(manifests.values()))
         return self._held
 
@@ -114,6 +150,7 @@ class Catalog:
         manifests = self._read(fresh)
         whole: dict[str, Manifest] = {}
         lost = []
+        unknown = list(self._unknown.values())
         versions = self._versions(QUARANTINE)
         for name, version in versions.items():
             if name.endswith(".json") and _is_set_aside(name):
@@ -121,8 +158,11 @@ class Catalog:
                     whole[name] = self._manifest(name, version, None, fresh=True)
                 except ConnectionError:
                     raise
-                except (CorruptionError, OSError):
+                except CorruptionError:
                     lost.append(name)
+                except OSError as error:
+                    if not is_gone(error):
+                        unknown.append(f"{name}: {error}")
         self._drop(QUARANTINE, versions)
         packs = {}
         for name in self._storage.list(PACKS):
@@ -136,12 +176,14 @@ class Catalog:
             lost=tuple(sorted(lost)),
             packs=packs,
             pinned=pinned_steps(self._storage),
+            unknown=tuple(unknown),
         )
 
     def _read(self, fresh: bool) -> dict[int, Manifest]:
         """The readable manifests by step, oldest first; `_unread` has the others."""
         manifests: dict[int, Manifest] = {}
         self._unread = {}
+        self._unknown = {}
         versions = self._versions(MANIFESTS)
         for name, step in sorted((name, step_of(name)) for name in versions):
             if step is None:
@@ -152,10 +194,10 @@ class Catalog:
             except FileNotFoundError:
                 continue
             except ConnectionError:
-                # An outage is no damage, and says nothing about what is there.
+                # Nobody answers: the next manifest would not be there either.
                 raise
             except OSError as error:
-                self._unread[step] = f"{where}: cannot be read: {error}."
+                self._unread[step] = self._unknown[step] = f"{where}: cannot be read: {error}."
             except CorruptionError as error:
                 self._unread[step] = str(error)
         self._drop(MANIFESTS, versions)
@@ -195,6 +237,20 @@ class Catalog:
             self._sizes[pack] = self._storage.size(PACKS + pack)
         return self._sizes[pack]
 
+    def _read_notes(self) -> None:
+        """Which packs an earlier writer found damaged."""
+        if self._notes_read:
+            return
+        for name in self._storage.list(QUARANTINE):
+            if name.endswith(REASON_SUFFIX):
+                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                    note = json.loads(self._storage.read(name))
+                    if note["name"].startswith(PACKS):
+                        pack = note["name"].removeprefix(PACKS)
+                        self.noted.add(pack)
+                        self.distrust_pack(pack, str(note["reason"]))
+        self._notes_read = True
+
     def _chunks(self, manifests: Iterable[Manifest]) -> Iterator[tuple[str, Held]]:
         sizes: dict[str, int | None] = {}
         for manifest in manifests:
@@ -203,6 +259,8 @@ class Catalog:
                     try:
                         sizes[pack.name] = self._storage.size(PACKS + pack.name)
                     except OSError:
+                        sizes[pack.name] = None
+                    if pack.name in self.damaged:
                         sizes[pack.name] = None
             for leaf in manifest.leaves:
                 for chunk in leaf.chunks:
@@ -229,7 +287,7 @@ def quarantined(storage: Storage) -> list[str]:
 
 
 def _is_set_aside(name: str) -> bool:
-    return not name.endswith((".reason.json", TEMP_SUFFIX))
+    return not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
 
 
 def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping[str, Any]) -> str:
@@ -246,4 +304,10 @@ def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping
 
 def reason_name(name: str) -> str:
     """Where the note on an object in quarantine lies."""
-    return f"{name.rpartition('.')[0]}.reason.json"
+    return f"{name.rpartition('.')[0]}{REASON_SUFFIX}"
+
+
+def note_damage(storage: Storage, pack: str, note: Mapping[str, str]) -> None:
+    """Leave word in quarantine that a pack is damaged; the pack stays where it is."""
+    stem = f"{QUARANTINE}{pack.removesuffix('.pack')}"
+    storage.replace(f"{stem}-0{REASON_SUFFIX}", json.dumps(note).encode() + b"\n")

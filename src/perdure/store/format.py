@@ -12,6 +12,8 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
+from operator import itemgetter
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -37,6 +39,8 @@ QUARANTINE = "quarantine/"
 PINS = "pins/"
 TEMP_SUFFIX = ".tmp"
 MAX_STEP = 10**12 - 1
+MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
+MAX_DIMENSIONS = 64
 
 PACK_MAGIC = b"perdure-pack-1\n\0"
 TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
@@ -45,6 +49,19 @@ _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
 HEAD_BYTES = _DIGEST_BYTES
 """The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
+_DTYPE = re.compile(
+    r"(?<![a-z0-9])(?:bool|(?:u?int|b?float|complex)([0-9]{1,3})(?:_[a-z0-9]+)*)(?![a-z0-9])"
+)
+_KEY_WORD_BYTES = 4
+_SCALAR_TEXT = {
+    "py:int": re.compile(r"-?[0-9]+"),
+    "py:float": re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf|nan)", re.ASCII),
+    "py:complex": re.compile(r"[-+0-9.eijnaf()]+"),
+    "py:bool": re.compile(r"true|false"),
+    "py:bytes": re.compile(r"(?:[0-9a-f]{2})*"),
+    "py:none": re.compile(r""),
+}
+"""The text of each kind of scalar that is not free; `py:str` and kinds of a later writer are."""
 
 _MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
 
@@ -52,12 +69,12 @@ Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # A pattern of its own for every chunk would take longer than all the rest of reading a manifest, so
 # `_check_hashes` looks at all of them at once.
 Hash = Annotated[str, Meta(min_length=64, max_length=64)]
-Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
-PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$")]
+Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
+PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack\Z")]
 Arrays = Annotated[
     str,
     Meta(
-        pattern=r"^(numpy(\.generic)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)$"
+        pattern=r"^(numpy(\.generic)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)\Z"
     ),
 ]
 RecipeValue = str | int | float | bool
@@ -284,22 +301,6 @@ def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]])
     return hash_bytes(msgspec.json.encode(sorted(leaves)))
 
 
-def fingerprint_of(leaves: Iterable[LeafRecord]) -> str:
-    """Fingerprint of manifest records."""
-    # Without a call for each leaf: there may be very many.
-    return fingerprint(
-        [
-            (
-                leaf.path,
-                leaf.dtype,
-                leaf.shape,
-                [chunk.hash for chunk in leaf.chunks] if leaf.text is None else leaf.hashes(),
-            )
-            for leaf in leaves
-        ]
-    )
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
     """Canonical JSON of a manifest, its own digest first."""
     body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
@@ -329,6 +330,10 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     Raises `CorruptionError` for anything but the exact bytes that were committed,
     `FormatVersionError` for an intact manifest of a newer format.
     """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptionError(
+            f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
+        )
     body = b"{" + data[_DIGEST_BYTES:]
     found = data[:_DIGEST_BYTES]
     expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
@@ -350,18 +355,11 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         seconds_of(manifest.created)
     except ValueError:
         raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
-    packs = len(manifest.packs)
-    for leaf in manifest.leaves:
-        for chunk in leaf.chunks:
-            if chunk.pack >= packs:
-                raise CorruptionError(
-                    f"{where}: leaf {leaf.path!r} names a pack that is not listed."
-                )
-        if leaf.size is not None:
-            _check_lengths(manifest.format, leaf, leaf.size, where)
+    if manifest.step > MAX_STEP:
+        raise CorruptionError(f"{where}: expected a step up to {MAX_STEP}, found {manifest.step}.")
     if manifest.containers:
         _check_containers(manifest, where)
-    actual = fingerprint_of(manifest.leaves)
+    actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
     if actual != manifest.fingerprint:
         raise CorruptionError(
             f"{where}: expected fingerprint {manifest.fingerprint}, its leaves give {actual}."
@@ -445,6 +443,8 @@ def decode_pack_index(
                 )
     _check_hashes([digest for digest, _, _ in chunks], where)
     held = sum(length for _, length, _ in chunks)
+    if max((length for _, length, _ in chunks), default=0) > CHUNK_BYTES:
+        raise CorruptionError(f"{where}: the index has a chunk of more than {CHUNK_BYTES} bytes.")
     if held != start:
         raise CorruptionError(
             f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."
@@ -455,13 +455,11 @@ def decode_pack_index(
 def _manifest(body: bytes, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-    except ValueError:  # also what a newer format looks like, which has to be said as such
+    except (ValueError, RecursionError):  # a newer format looks like this too
         _check_version(body, where, STRUCTURE_FORMAT)
         manifest = _decode(body, Manifest, where)
     if manifest.format > STRUCTURE_FORMAT:
         _check_version(body, where, STRUCTURE_FORMAT)
-    hashes = [chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks]
-    _check_hashes([manifest.fingerprint, *hashes], where)
     return manifest
 
 
@@ -471,17 +469,133 @@ def _check_hashes(hashes: Iterable[str], where: str) -> None:
         raise CorruptionError(f"{where}: expected hexadecimal hashes, found {found[:9]!r} in them.")
 
 
-def _check_lengths(version: int, leaf: LeafRecord, size: int, where: str) -> None:
-    """Raise unless the stored lengths of a leaf with encoded chunks are what its size allows."""
-    lengths = [chunk.length for chunk in leaf.chunks]
-    # Counted first: the spans of a size that is not true could take all memory.
-    sizes = leaf.sizes() if -(-size // CHUNK_BYTES) == len(lengths) else []
-    fits = sizes != lengths and all(map(int.__le__, lengths, sizes))
-    if not (sizes and fits) or leaf.text is not None or version < CODEC_FORMAT:
+def checked_fingerprint(
+    version: int, packs: Sequence[PackRecord], leaves: Sequence[LeafRecord], where: str
+) -> str:
+    """The fingerprint of a manifest, once its packs, paths, shapes and places fit together.
+
+    A digest shows only that a file is as its writer left it. After this check the sizes in it can be
+    trusted: no leaf needs other memory than its shape says, no path hides another one, and no chunk
+    lies outside of its pack. Raises `CorruptionError` otherwise.
+    """
+    if len({pack.name for pack in packs}) < len(packs):
+        raise CorruptionError(f"{where}: a pack is listed twice.")
+    rows = []
+    paths = []
+    # A model has many leaves and few shapes: each distinct combination is checked once.
+    shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
+    # The chunk that ends last in a pack stands for all others there.
+    ends = [0] * len(packs)
+    path = ""
+    try:
+        for leaf in leaves:
+            path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
+            paths.append(path)
+            if len(chunks) == 1 and leaf.size is None and leaf.text is None:
+                chunk = chunks[0]
+                length, pack = chunk.length, chunk.pack
+                end = chunk.offset + length
+                shapes[dtype, shape, length] = path
+                if end > ends[pack]:
+                    ends[pack] = end
+                rows.append((path, dtype, shape, [chunk.hash]))
+                continue
+            _check_leaf(version, leaf, where)
+            for chunk in chunks:
+                ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
+            rows.append((path, dtype, shape, leaf.hashes()))
+    except IndexError:
+        raise CorruptionError(f"{where}: leaf {path!r} names a pack that is not listed.") from None
+    for (dtype, shape, length), path in shapes.items():
+        if not 0 < length <= CHUNK_BYTES or not _holds(dtype, shape, length):
+            raise CorruptionError(
+                f"{where}: leaf {path!r}: {dtype}{list(shape)} does not fit into one chunk of "
+                f"{length} bytes."
+            )
+    for record, end in zip(packs, ends, strict=True):
+        if end > record.size:
+            raise CorruptionError(
+                f"{where}: a chunk ends at byte {end} of {record.name}, which has {record.size} bytes."
+            )
+    _check_paths(paths, where)
+    _check_hashes(chain.from_iterable(map(itemgetter(3), rows)), where)
+    return hash_bytes(msgspec.json.encode(rows))
+
+
+def _check_paths(paths: list[str], where: str) -> None:
+    """Raise unless the paths are sorted, and each of them is a place of its own in a tree."""
+    if sorted(paths) != paths:
+        raise CorruptionError(f"{where}: the leaves are not sorted by path.")
+    # With a slash at its end, a path comes directly before all paths below it.
+    closed = sorted([f"{path}/" for path in paths])
+    if any(map(str.startswith, closed[1:], closed)):
+        at = next(at for at, path in enumerate(closed[1:]) if path.startswith(closed[at]))
         raise CorruptionError(
-            f"{where}: leaf {leaf.path!r} of {size} bytes cannot lie in {len(lengths)} chunks of "
-            f"together {sum(lengths)} bytes in format {version}."
+            f"{where}: {closed[at][:-1]!r} is the path of a leaf, and {closed[at + 1][:-1]!r}, of "
+            f"another leaf, is the same or lies below it."
         )
+    joined = "".join(closed[1:] if paths[:1] == [""] else closed)
+    if joined.startswith("/") or "//" in joined:
+        raise CorruptionError(f"{where}: the path of a leaf has a part without a name.")
+
+
+def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
+    """Raise unless one leaf is a scalar whose text can be read, or an array cut by the rules."""
+    if leaf.text is not None or leaf.dtype.startswith(SCALAR_PREFIX):
+        form = _SCALAR_TEXT.get(leaf.dtype)
+        text = leaf.text
+        if leaf.shape or leaf.chunks or leaf.size is not None or text is None:
+            wrong = "is a scalar, and has a shape or chunks, or no text"
+        elif not leaf.dtype.startswith(SCALAR_PREFIX):
+            wrong = f"has the text of a scalar and the dtype {leaf.dtype!r}"
+        elif form is not None and not form.fullmatch(text):
+            wrong = f"has a text that is no {leaf.dtype}: {text[:40]!r}"
+        else:
+            return
+        raise CorruptionError(f"{where}: leaf {leaf.path!r} {wrong}.")
+    lengths = [chunk.length for chunk in leaf.chunks]
+    size = sum(lengths) if leaf.size is None else leaf.size
+    # Counted first: the spans of a size that is not true could take all memory.
+    fits = -(-size // CHUNK_BYTES) == len(lengths)
+    if fits:
+        sizes = [stop - start for start, stop in chunk_spans(size)]
+        if leaf.size is None:
+            fits = lengths == sizes
+        else:
+            fits = (
+                version >= CODEC_FORMAT
+                and lengths != sizes
+                and all(0 < length <= most for length, most in zip(lengths, sizes, strict=True))
+            )
+    if not (fits and _holds(leaf.dtype, leaf.shape, size)):
+        raise CorruptionError(
+            f"{where}: leaf {leaf.path!r}: {leaf.dtype}{list(leaf.shape)} of {size} bytes cannot lie "
+            f"in {len(lengths)} chunks of together {sum(lengths)} bytes in format {version}."
+        )
+
+
+def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
+    """Whether an array of this dtype and shape takes so many bytes."""
+    if len(shape) > MAX_DIMENSIONS:
+        return False
+    count = math.prod(shape)
+    if dtype.startswith("key<"):
+        # How many words a key has is up to its implementation.
+        row = count * _KEY_WORD_BYTES
+        return nbytes % row == 0 and nbytes > 0 if row else not nbytes
+    item = item_bytes(dtype)
+    return item is not None and count * item == nbytes
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one element of a dtype by its name; None for a name that says no width.
+
+    An element narrower than a byte takes one (docs/FORMAT.md).
+    """
+    match = _DTYPE.search(dtype)
+    if match is None:
+        return None
+    return max(1, int(match[1]) // 8) if match[1] else 1
 
 
 def _check_containers(manifest: Manifest, where: str) -> None:
@@ -556,7 +670,8 @@ def _check_version(data: bytes, where: str, newest: int = CODEC_FORMAT) -> int:
 def _decode(data: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+    # msgspec's own errors, UnicodeDecodeError, and values nested deeper than Python's stack
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(
             f"{where}: not a valid {kind.__name__.strip('_').lower()}: {error}"
         ) from None

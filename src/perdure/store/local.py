@@ -13,8 +13,11 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+from perdure.errors import StoreError
 from perdure.store.direct import StagedWriter, read_at
+from perdure.store.failures import retried
 from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
 
@@ -22,6 +25,7 @@ STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes go through the staging buffers."""
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+T = TypeVar("T")
 
 
 def _nothing(operation: str, path: str) -> None:
@@ -34,8 +38,9 @@ class LocalStorage:
     def __init__(
         self, root: str | os.PathLike[str], before: Callable[[str, str], None] = _nothing
     ) -> None:
-        self.where = os.fspath(root)
+        self.where = absolute_path(root)
         self._before = before
+        self._root = _identity(self.where)
         self._lock: FileLock | None = None
 
     def create(self, name: str, size: int) -> LocalSink:
@@ -57,18 +62,22 @@ class LocalStorage:
             raise
 
     def read(self, name: str) -> bytes:
-        with open(self.path(name), "rb") as file:
-            return file.read()
+        def read() -> bytes:
+            with open(self.path(name), "rb") as file:
+                return file.read()
+
+        return self._retried(read)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        return read_at(self.path(name), offset, target)
+        return self._retried(lambda: read_at(self.path(name), offset, target))
 
     def size(self, name: str) -> int:
-        return os.stat(self.path(name)).st_size
+        return self._retried(lambda: os.stat(self.path(name)).st_size)
 
     def list(self, prefix: str) -> Iterator[str]:
+        self._require_root()
         try:
-            entries = list(os.scandir(self.path(prefix)))
+            entries = retried(lambda: list(os.scandir(self.path(prefix))))
         except FileNotFoundError:
             return iter(())
         return iter([prefix + entry.name for entry in entries if entry.is_file()])
@@ -85,6 +94,7 @@ class LocalStorage:
 
     def delete(self, name: str) -> None:
         self.check_lock()
+        self._require_root()
         self.step("unlink", self.path(name))
         try:
             os.unlink(self.path(name))
@@ -170,17 +180,41 @@ class LocalStorage:
                 raise FileExistsError(errno.EEXIST, "exists already", target) from None
             os.rename(source, target)
 
+    def _retried(self, work: Callable[[], T]) -> T:
+        """`work`, tried again while its error may pass; nothing is missing in a directory that is."""
+        try:
+            return retried(work)
+        except FileNotFoundError:
+            self._require_root()
+            raise
+
+    def _require_root(self) -> None:
+        """Raise `OSError` if the directory that was here is not here any more.
+
+        A run that was moved or unmounted must not be continued in an empty directory at its path.
+        """
+        if self._root is not None and _identity(self.where) != self._root:
+            raise OSError(
+                errno.ENODEV,
+                "the run directory that was here when it was opened was moved, deleted, unmounted or "
+                "replaced; nothing is written to this path any more",
+                self.where,
+            )
+
     def _make_parent(self, name: str) -> None:
         missing = []
         path = os.path.dirname(self.path(name))
         while path and not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
+        self._require_root()
         for path in reversed(missing):
             self.step("mkdir", path)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             self._sync_directory(os.path.dirname(path) or ".")
+        if self._root is None:
+            self._root = _identity(self.where)
 
     def _sync_directory(self, path: str) -> None:
         self.step("fsync_dir", path)
@@ -229,3 +263,38 @@ class LocalSink:
         if self._staged is not None:
             self._staged.close()
         self._storage.remove_quietly(self._temporary)
+
+
+def absolute_path(root: str | os.PathLike[str]) -> str:
+    """The path of a run directory, independent of later changes of the working directory.
+
+    `~` at its beginning is the home directory. Raises `StoreError` for an empty path and for a `~` that
+    nobody can tell the meaning of.
+    """
+    text = os.fsdecode(os.fspath(root))
+    if not text:
+        raise StoreError(
+            "expected the path or URL of a run directory, found an empty string. For the working "
+            "directory write '.'."
+        )
+    expanded = os.path.expanduser(text)
+    if text.startswith("~"):
+        first = text.split("/")[0]
+        if expanded == text:
+            raise StoreError(
+                f"{text}: there is no user {first[1:]!r}. Write ./{text} for that name."
+            )
+        if os.path.lexists(first):
+            raise StoreError(
+                f"{text}: a directory called {first!r} exists in {os.getcwd()}, so that the path has "
+                f"two meanings. Write ./{text} for that one, or {expanded}."
+            )
+    return os.path.abspath(expanded)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino

@@ -8,18 +8,28 @@ from __future__ import annotations
 import itertools
 import os
 
-from perdure.errors import NotARunError, UnreachableError
+from perdure.errors import CorruptionError, NotARunError, StoreError
 from perdure.store.contents import committed_steps
-from perdure.store.format import LOCK, MARKER, TEMP_SUFFIX, decode_marker
+from perdure.store.failures import is_gone, read_error
+from perdure.store.format import (
+    LOCK,
+    MARKER,
+    TEMP_SUFFIX,
+    decode_manifest,
+    decode_marker,
+    manifest_name,
+)
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
 
-def is_marked(storage: Storage, *, create: bool, again: bool = False) -> bool:
-    """Whether the marker is there; False for an empty place that may become a run directory.
+def is_marked(storage: Storage, *, create: bool, repair: bool = False, again: bool = False) -> bool:
+    """Whether the marker is there; False for a place in which the first writer may put it.
 
-    Raises `NotARunError` for any other place, `FormatVersionError` for a newer run directory, and
-    `UnreachableError` where the storage does not answer.
+    That is an empty place with `create`, and with `repair` one that holds a readable manifest, beside
+    a marker that is missing or damaged. Raises `NotARunError` for any other place, `CorruptionError`
+    for a damaged marker, `FormatVersionError` for a newer run directory, and `UnreachableError` if
+    the storage cannot be read.
     """
     where = f"{storage.where}/{MARKER}"
     try:
@@ -29,28 +39,49 @@ def is_marked(storage: Storage, *, create: bool, again: bool = False) -> bool:
         pass
     except NotADirectoryError:
         raise NotARunError(f"{storage.where}: expected a directory, found a file.") from None
-    except ConnectionError as error:
-        raise UnreachableError(f"{where}: {error}.") from error
     except OSError as error:
-        raise NotARunError(f"{where}: cannot be read: {error}.") from error
+        if not is_gone(error):
+            raise read_error(error, where) from error
+    except CorruptionError as error:
+        return _is_repairable(storage, repair, CorruptionError, str(error).rstrip("."))
     try:
         found = _entries(storage)
-    except ConnectionError as error:
-        raise UnreachableError(f"{storage.where}: {error}.") from error
     except OSError as error:
+        if not is_gone(error):
+            raise read_error(error, storage.where) from error
         raise NotARunError(f"{storage.where}: {error}.") from error
     if create and not found:
         return False
     if found and MARKER in found and not again:
         # Another process made it one in between. Once only: a dangling link is listed and not there.
-        return is_marked(storage, create=create, again=True)
+        return is_marked(storage, create=create, repair=repair, again=True)
     if steps := committed_steps(storage):
-        what = f"{len(steps)} checkpoints, but {MARKER} is gone; bring it back"
+        why = f"{where}: missing beside {len(steps)} checkpoints"
+        return _is_repairable(storage, repair, NotARunError, why)
     elif found is None:
         what = "nothing there; check the path"
     else:
         what = f"{', '.join(found[:5]) or 'an empty directory'}; name another directory"
     raise NotARunError(f"{storage.where}: expected a run directory (with {MARKER}), found {what}.")
+
+
+def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], why: str) -> bool:
+    """False if a repair may write the marker again; raises `kind` otherwise."""
+    reason = "there is no checkpoint beside it. Name another directory, or remove that file"
+    for step in reversed(committed_steps(storage)):
+        name = manifest_name(step)
+        try:
+            decode_manifest(storage.read(name), f"{storage.where}/{name}", step)
+        except (CorruptionError, OSError) as error:
+            reason = f"no manifest beside it can be read either: {error}"
+            continue
+        if repair:
+            return False
+        raise kind(
+            f"{why}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
+            f"file again. Nothing was changed."
+        )
+    raise kind(f"{why}, and {reason}. Nothing was changed.")
 
 
 def _entries(storage: Storage) -> list[str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from itertools import islice
@@ -51,7 +51,7 @@ def finish(jobs: Iterable[Future[R]]) -> None:
 
 def map_ahead(
     executor: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], ahead: int
-) -> Iterator[R]:
+) -> Generator[R, None, None]:
     """`work` of each item, in order; at most `ahead` of them are begun before they are asked for."""
     rest = iter(items)
     begun = deque(submit(executor, work, item) for item in islice(rest, ahead))

@@ -15,11 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from perdure.errors import CorruptionError, StepNotFoundError
+from perdure.errors import StepNotFoundError
 from perdure.store.codec import decode
+from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
 from perdure.store.leaf import Leaf, Leaves
-from perdure.store.staging import pages
+from perdure.store.staging import give_buffer, pages, take_buffer
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4
@@ -55,7 +56,8 @@ def load_leaves(
     """Read and verify the leaves of `manifest` (those whose path `wanted` accepts).
 
     Touches only the chunks of those leaves. Raises `CorruptionError` naming leaf, pack, offset,
-    expected and found; nothing unverified is returned.
+    expected and found, and `UnreachableError` if a pack cannot be read; nothing unverified is
+    returned.
     """
     records = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not records:
@@ -71,11 +73,16 @@ def load_leaves(
         }
     )
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
+    _require_packs(storage, manifest, records)
     for record in records:
         if record.text is not None:
             leaves[record.path] = Leaf(record.dtype, (), memoryview(record.text.encode()), True)
             continue
-        target = _memory(record.nbytes)
+        try:
+            target = _memory(record.nbytes)
+        except (MemoryError, OSError) as error:
+            what = f"{storage.where}: step {manifest.step}, leaf {record.path!r}"
+            raise read_error(error, f"{what} of {record.nbytes} bytes") from error
         leaves[record.path] = Leaf(record.dtype, record.shape, target, frozen=True)
         if len(record.chunks) == 1:
             parts.append((record, record.chunks[0], target))
@@ -129,6 +136,64 @@ def verify_leaves(storage: Storage, manifest: Manifest) -> None:
         if size >= VERIFY_BYTES or number == len(manifest.leaves):
             load_leaves(storage, manifest, part.__contains__)
             part, size = set(), 0
+
+
+def damaged_chunks(
+    storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafRecord, Chunk, int]]
+) -> list[DamagedChunk]:
+    """Read `chunks` (leaf, chunk, its bytes) one after the other; an error for each damaged one.
+
+    Takes the memory of one chunk. Raises `UnreachableError` if one cannot be read.
+    """
+    buffer = take_buffer()
+    found: list[DamagedChunk] = []
+    try:
+        parts = [
+            (record, chunk, memoryview(buffer)[:size])  # each is done with before the next is read
+            for record, chunk, size in chunks
+        ]
+        reads = list(_grouped(parts))
+        while reads:
+            read = reads.pop(0)
+            try:
+                for check in _fetch(storage, manifest, [read]):
+                    check()
+            except DamagedChunk as error:
+                if len(read.parts) == 1:
+                    found.append(error)
+                else:  # which of them are damaged
+                    reads[:0] = [_Read([part], part[1].length) for part in read.parts]
+    finally:
+        give_buffer(buffer)
+    return found
+
+
+def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
+    """Raise unless the packs are long enough for the chunks of `records`.
+
+    Before memory is taken for them, because a manifest may state any size; left out for a few bytes.
+    """
+    if sum(record.nbytes for record in records) < INLINE_READ_BYTES:
+        return
+    ends = dict.fromkeys(range(len(manifest.packs)), 0)
+    for record in records:
+        for chunk in record.chunks:
+            ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
+    for number, end in ends.items():
+        if not end:
+            continue
+        name = manifest.packs[number].name
+        what = f"{storage.where}: step {manifest.step}: {PACKS}{name}"
+        try:
+            size = storage.size(PACKS + name)
+        except OSError as error:
+            raise read_error(error, what) from error
+        if size < end:
+            raise DamagedChunk(
+                f"{what}: expected at least {end} bytes, found {size}; the pack is cut short.",
+                name,
+                -1,
+            )
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -199,14 +264,14 @@ def _fetch(
         for read, data in zip(span, memory, strict=True):
             record, first, _ = read.parts[0]
             yield partial(_check, storage, manifest, read, data, next(filled))
-    except FileNotFoundError:
-        raise CorruptionError(
-            f"{_place(storage, manifest, record, first)}: expected a pack, found no such file."
-        ) from None
     except OSError as error:
-        raise CorruptionError(
-            f"{_place(storage, manifest, record, first)}: cannot be read: {error}."
-        ) from error
+        place = _place(storage, manifest, record, first)
+        if is_gone(error):
+            name = manifest.packs[first.pack].name
+            raise DamagedChunk(
+                f"{place}: expected a pack, found no such file.", name, first.offset
+            ) from None
+        raise read_error(error, place) from error
 
 
 def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, got: int) -> None:
@@ -215,21 +280,19 @@ def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, g
     at = 0
     for record, chunk, target in job.parts:
         part = data[at : at + chunk.length]
+        wrong = None
         if at + chunk.length > got:
-            raise CorruptionError(
-                f"{_place(storage, manifest, record, chunk)}: expected {chunk.length} bytes, found "
-                f"{max(0, got - at)}; the pack is cut short."
-            )
-        if len(part) != len(target):
-            if (wrong := decode(part, chunk.hash, target)) is not None:
-                raise CorruptionError(f"{_place(storage, manifest, record, chunk)}: {wrong}.")
-        elif (found := hash_bytes(part)) != chunk.hash:
-            raise CorruptionError(
-                f"{_place(storage, manifest, record, chunk)}: expected hash {chunk.hash}, "
-                f"found {found}."
-            )
+            found = max(0, got - at)
+            wrong = f"expected {chunk.length} bytes, found {found}; the pack is cut short"
+        elif len(part) != len(target):
+            wrong = decode(part, chunk.hash, target)
+        elif (digest := hash_bytes(part)) != chunk.hash:
+            wrong = f"expected hash {chunk.hash}, found {digest}"
         elif not straight:
             target[:] = part
+        if wrong is not None:
+            place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
+            raise DamagedChunk(f"{place}: {wrong}.", pack, chunk.offset)
         at += chunk.length
 
 

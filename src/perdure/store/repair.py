@@ -1,7 +1,8 @@
 """Making a damaged run directory sound again without losing a byte that can still be restored.
 
 Invariant: nothing that was committed is deleted. What is bad moves to quarantine with the reason
-beside it; only leftovers of crashes and packs that nobody names are removed.
+beside it; only leftovers of crashes and packs that nobody names are removed. What cannot be read stays
+where it is.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perdure.errors import PruneError, SaveError
+from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.collect import Request
-from perdure.store.format import MAX_STEP, PACKS
+from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.run import Run
 from perdure.store.verify import Report, examine
 
@@ -35,7 +36,8 @@ def repair(run: Run) -> Repaired:
     crashes are removed, and packs that nobody names, these only when every manifest is readable.
     Raises `LockedError` while a writer is at work, `PruneError` when an operation fails.
     """
-    actions = [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
+    actions = [] if run.is_marked else [f"wrote {MARKER} again: it was missing or damaged"]
+    actions += [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
     run.begin_writing()
     try:
         found = examine(run)
@@ -49,10 +51,10 @@ def repair(run: Run) -> Repaired:
         for step in sorted(run.pinned() - set(run.steps())):
             run.unpin(step)
             actions.append(f"removed the pin of step {step}: it is not there")
-    except (OSError, SaveError) as error:
+    except (OSError, SaveError, UnreachableError) as error:
         raise PruneError(
             f"{run.where}: the repair stopped in the middle: {error}. Nothing that was good is lost. "
-            f"Mend the cause, then run `perdure verify --repair` again."
+            f"Remove the cause, then run `perdure verify --repair` again."
         ) from error
     return Repaired(tuple(actions), examine(run).report)
 

@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -40,16 +40,18 @@ from perdure.store.collect import (
     plan_collect,
 )
 from perdure.store.collector import SHORT_BYTES, collector_paused
-from perdure.store.compact import compact
+from perdure.store.compact import compact, rewrite
 from perdure.store.contents import (
     Catalog,
     Contents,
     committed_steps,
+    note_damage,
     pinned_steps,
     quarantined,
     set_aside,
 )
 from perdure.store.drill import drilled_clock
+from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import (
     HEAD_BYTES,
     LOCK,
@@ -63,11 +65,12 @@ from perdure.store.format import (
     Manifest,
     RecipeValue,
     check_encoded,
+    checked_fingerprint,
+    chunk_spans,
     decode_manifest,
     encode_manifest,
     encode_marker,
     fingerprint,
-    fingerprint_of,
     format_of,
     manifest_name,
     pin_name,
@@ -76,6 +79,7 @@ from perdure.store.format import (
 )
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.marker import is_marked
+from perdure.store.reread import Cursor
 from perdure.store.rollback import (
     RolledBack,
     finish_moves,
@@ -103,7 +107,9 @@ class Run:
     """A run directory at a path, at the URL of an object store, or on any `Storage`.
 
     With `create`, an empty or missing directory becomes a run directory at the first save; without
-    it, a path that holds none raises `NotARunError`. Raises `FormatVersionError` for a newer format.
+    it, a path that holds none raises `NotARunError`. With `repair`, a directory with checkpoints whose
+    marker is missing or damaged is opened, and its first writer writes the marker again; otherwise
+    `CorruptionError` says so. Raises `FormatVersionError` for a newer format.
 
     `codec` ("shuffle-zstd") is for the chunks that this object will write; whoever reads finds out by
     itself. Raises `StoreError` where its library is missing.
@@ -117,6 +123,7 @@ class Run:
         where: str | os.PathLike[str] | Storage,
         *,
         create: bool = False,
+        repair: bool = False,
         codec: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -127,9 +134,24 @@ class Run:
         self._pid = os.getpid()
         # Steps that this writer made durable since it took the lock.
         self._durable: set[int] = set()
+        self._cursor = Cursor()
+        self._left: list[int] = []
+        self._deferred: set[int] = set()
+        self.notes: list[str] = []
+        """What saves found that the user should know; whoever passes it on empties it."""
         self._lock = ExitStack()
         self._writing = self._ready = False
-        self._marked = is_marked(self.storage, create=create)
+        self._marked = is_marked(self.storage, create=create, repair=repair)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the directory has its marker; without it, the first writer writes it."""
+        return self._marked
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this object holds the writer's lock."""
+        return self._writing
 
     @property
     def where(self) -> str:
@@ -140,24 +162,30 @@ class Run:
         """Committed steps, oldest first. Lists names and reads nothing."""
         try:
             return committed_steps(self.storage)
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: {error}.") from error
+        except OSError as error:
+            raise read_error(error, f"{self.where}: the list of its checkpoints") from error
 
     def manifest(self, step: int) -> Manifest:
-        """The checked manifest of `step`; raises `StepNotFoundError` or `CorruptionError`."""
+        """The checked manifest of `step`.
+
+        Raises `StepNotFoundError`, `CorruptionError` if its bytes are damaged, and
+        `UnreachableError` if they cannot be read.
+        """
         name = manifest_name(step)
         try:
             data = self.storage.read(name)
         except FileNotFoundError:
             raise StepNotFoundError(self._no_such_step(step)) from None
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: step {step}: {error}.") from error
-        except OSError as error:
-            raise CorruptionError(f"{self.where}/{name}: cannot be read: {error}.") from error
+        except (OSError, MemoryError) as error:
+            raise read_error(error, f"{self.where}: step {step}: {name}") from error
         return decode_manifest(data, f"{self.where}/{name}", step)
 
     def load(self, step: int, wanted: Callable[[str], bool] | None = None) -> Loaded:
-        """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified."""
+        """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified.
+
+        Raises as `manifest` does. Later saves of this object write the chunks of a pack again in
+        which this finds damage.
+        """
         from perdure.store.reader import load_leaves  # numpy: not needed to list a run
 
         manifest = self.manifest(step)
@@ -165,20 +193,19 @@ class Run:
             try:
                 return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
             except CorruptionError as error:
-                # An outage is no damage: nothing may be passed over or set aside because of it.
-                if isinstance(error.__cause__, ConnectionError):
-                    raise UnreachableError(str(error)) from error
                 # A prune may have moved the chunks since the manifest was read; then it says so.
                 again = self.manifest(step)
                 if again == manifest:
+                    self._distrust(error)
                     raise
                 manifest = again
 
     def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
-        """The newest checkpoint that is whole, and why newer ones were passed over.
+        """The newest checkpoint that is whole, and why newer ones were skipped: they are damaged.
 
-        None where there is no checkpoint at all; `NoGoodCheckpointError` where there are some and
-        none is readable, because starting afresh then would throw a run away silently.
+        None if there is no checkpoint at all. Raises `NoGoodCheckpointError` if there are some and
+        all are damaged, because a fresh start would then throw a run away silently, and
+        `UnreachableError` if the newest one that is not damaged cannot be read.
         """
         skipped: dict[int, str] = {}
         # Steps that a prune takes away while this reads are not damaged; newer ones are there then.
@@ -224,6 +251,7 @@ class Run:
             self.close()
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
         self._ready = True
+        self._quarantine_deferred()
 
     def claim(self) -> None:
         """Take the writer's lock and nothing more, or raise `LockedError` at once.
@@ -292,9 +320,14 @@ class Run:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
-        short = sum(len(leaf.data) for leaf in leaves.values()) <= SHORT_BYTES
-        with collector_paused(len(leaves) if short else 0):
-            return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
+        size = sum(len(leaf.data) for leaf in leaves.values())
+        with collector_paused(len(leaves) if size <= SHORT_BYTES else 0):
+            manifest, is_new = self._save(
+                step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write
+            )
+            if is_new:
+                self._check_shared(manifest, leaves, size)
+        return manifest
 
     def _save(
         self,
@@ -303,18 +336,21 @@ class Run:
         recipe: dict[str, RecipeValue],
         metrics: dict[str, float | None],
         write: Callable[[Mapping[str, Held]], Written] | None,
-    ) -> Manifest:
+    ) -> tuple[Manifest, bool]:
+        """The checkpoint, and whether it was not there before."""
         try:
             self.begin_writing()
             if (present := self._same_step(step, leaves)) is not None:
-                return self._with_metrics(present, metrics)
+                return self._with_metrics(present, metrics), False
             require_room(self.storage, leaves, self._catalog.held())
             records, packs, located = self._write(step, leaves, write)
+            version = format_of(records, containers_of(leaves))
+            new = f"{self.where}: the manifest of this save"
             manifest = Manifest(
-                format=format_of(records, containers_of(leaves)),
+                format=version,
                 step=step,
                 created=time_text(self._clock()),
-                fingerprint=fingerprint_of(records),
+                fingerprint=checked_fingerprint(version, packs, records, new),
                 recipe=recipe,
                 metrics=metrics,
                 packs=tuple(packs),
@@ -329,12 +365,15 @@ class Run:
                 f"{self.where}: step {step} was committed by another writer while this one was "
                 f"saving it ({error}). Nothing was overwritten; stop one of the two."
             ) from error
+        except SaveError:
+            self._catalog.forget()  # a group failed, perhaps because a pack is gone
+            raise
         except (OSError, UnreachableError) as error:
             self._catalog.forget()
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, data[:HEAD_BYTES], located)
         self._durable.add(step)
-        return manifest
+        return manifest, True
 
     def _write(
         self,
@@ -348,15 +387,17 @@ class Run:
             if not self._catalog.agrees(written[1]):
                 raise OSError("a pack has another size than its checkpoints say")
             return written
-        try:
-            written = write_pack(self.storage, step, 0, leaves, self._catalog.held(), self.encode)
+        while True:
+            try:
+                held = self._catalog.held()
+                written = write_pack(self.storage, step, 0, leaves, held, self.encode)
+            except DamagedChunk as error:  # a pack is gone: its chunks are written again
+                self._catalog.distrust(error)
+                continue
             if self._catalog.agrees(written[1]):
                 return written
-        except FileNotFoundError:
-            pass
-        # A pack that was there when it was last looked at is gone: look again, and write what it held.
-        self._catalog.forget()
-        return write_pack(self.storage, step, 0, leaves, self._catalog.held(), self.encode)
+            # A pack has another size than when it was last looked at.
+            self._catalog.forget()
 
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
@@ -417,6 +458,8 @@ class Run:
             self._catalog.remove(step)
             self._durable.discard(step)
         self._catalog.replace(done.replaced)
+        for error in done.damaged:
+            self._catalog.distrust(error)
         return done
 
     def pin(self, step: int) -> None:
@@ -558,7 +601,16 @@ class Run:
         target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
         self._durable.discard(step)
+        self._note_damage()
         return target
+
+    def defer_quarantine(self, step: int) -> None:
+        """Quarantine a step that was found damaged as soon as this object becomes the writer.
+
+        It is read again then, because another writer may have repaired it. A process that only reads
+        never becomes the writer, and changes nothing.
+        """
+        self._deferred.add(step)
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
         """Move a pack that no checkpoint needs out of the way; returns its new name."""
@@ -578,9 +630,9 @@ class Run:
         }
         stay = {name: needed[name] for name in packs if name in needed}
         movable = [name for name in packs if name not in stay]
-        replaced, damaged = compact(self.storage, self.contents().manifests, movable)
+        replaced, left = compact(self.storage, self.contents().manifests, movable)
         self._catalog.replace(replaced)
-        return replaced, {**damaged, **stay}
+        return replaced, {**{name: str(error) for name, error in left.items()}, **stay}
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
@@ -653,6 +705,7 @@ class Run:
         try:  # the manifest says what should be there; "saved" means that it is
             verify_leaves(self.storage, present)
         except CorruptionError as error:
+            self._distrust(error)
             self.quarantine(step, str(error))
             return None
         # Its writer may have been killed, or failed, before the name was durable.
@@ -705,6 +758,114 @@ class Run:
             f"`processes=strategy.processes`."
         )
 
+    def _quarantine_deferred(self) -> None:
+        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+        while self._deferred:
+            step = self._deferred.pop()
+            try:
+                verify_leaves(self.storage, self.manifest(step))
+            except CorruptionError as error:
+                self._distrust(error)
+                self.quarantine(step, str(error))
+            except (StepNotFoundError, UnreachableError):
+                continue
+
+    def _check_shared(self, manifest: Manifest, leaves: Mapping[str, Leaf], nbytes: int) -> None:
+        """After a commit: read a part of the shared chunks again, and repair what is damaged.
+
+        Nothing here makes a save fail, because its checkpoint is committed already.
+        """
+        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
+
+        try:
+            if due := self._cursor.advance(manifest, nbytes):
+                found = damaged_chunks(self.storage, manifest, due)
+                for error in found:
+                    self._catalog.distrust(error)
+                if found:
+                    self._examine_suspects()
+                    self._write_again(manifest, leaves)
+            self._examine_suspects()
+            if self._catalog.bad:
+                self._rewrite()
+        except (OSError, StoreError) as error:
+            why = f"a chunk that it shares could not be checked or repaired: {error}"
+            self.notes = [f"{self.where}: step {manifest.step} is committed, but {why}"]
+
+    def _examine_suspects(self) -> None:
+        """Find every damaged chunk that checkpoints need in packs in which one was found."""
+        if not self._catalog.suspects:
+            return
+        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
+
+        self._note_damage()
+        manifests = self.contents().manifests
+        suspects, seen = self._catalog.suspects, set(self._catalog.bad)
+        for manifest in manifests.values():
+            due = []
+            for leaf in manifest.leaves:
+                for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
+                    place = manifest.packs[chunk.pack].name, chunk.offset
+                    if place[0] in suspects and place not in seen:
+                        seen.add(place)
+                        due.append((leaf, chunk, size))
+            for error in damaged_chunks(self.storage, manifest, due):
+                self._catalog.distrust(error)
+        suspects.clear()
+
+    def _write_again(self, manifest: Manifest, leaves: Mapping[str, Leaf]) -> None:
+        """Write the damaged chunks of a checkpoint again, from the state that was just saved."""
+        again: dict[str, Leaf] = {}
+        for record in manifest.leaves:
+            leaf = leaves.get(record.path)
+            if leaf is None or record.text is not None:
+                continue
+            spans = chunk_spans(len(leaf.data))
+            for chunk, (start, stop) in zip(record.chunks, spans, strict=True):
+                if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
+                    data = leaf.data[start:stop]
+                    again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
+        _, _, located = write_pack(self.storage, manifest.step, 0, again, {}, self.encode)
+        self._catalog.held().update(located)
+
+    def _rewrite(self) -> None:
+        """Let manifests read what was damaged from where it was written again."""
+        bad, held = self._catalog.bad, self._catalog.held()
+        renewed, left = rewrite(self.storage, self.contents().manifests, bad, held)
+        self._catalog.replace(renewed)
+        if renewed:
+            self.notes.append(
+                f"{self.where}: chunks were damaged that steps {_shorten(sorted(renewed))} need: "
+                f"{next(iter(bad.values()))} They were written again from the state in memory"
+                + (f"; steps {_shorten(left)} still lack others." if left else ".")
+            )
+        elif left and self._left != left:
+            self.notes.append(
+                f"{self.where}: steps {_shorten(left)} cannot be restored: "
+                f"{next(iter(bad.values()))} A save that holds the same bytes repairs them."
+            )
+        self._left = left
+        if not left:
+            bad.clear()
+
+    def _note_damage(self) -> None:
+        """Leave word of damaged packs for the next writer, which has not seen the damage itself."""
+        for pack, reason in self._catalog.damaged.items():
+            if pack not in self._catalog.noted:
+                note = {"name": PACKS + pack, "found": time_text(self._clock()), "reason": reason}
+                with suppress(OSError):  # this process knows it anyway
+                    note_damage(self.storage, pack, note)
+                    self._catalog.noted.add(pack)
+
+    def distrust_pack(self, pack: str, reason: str) -> None:
+        """A pack is damaged: no later save of this object depends on a chunk in it."""
+        self._catalog.distrust_pack(pack, reason)
+
+    def _distrust(self, error: CorruptionError) -> None:
+        if isinstance(error, DamagedChunk):
+            self._catalog.distrust(error)
+
     def _no_such_step(self, step: int) -> str:
         steps = self.steps()
         held = f"steps {_shorten(steps)}" if steps else "no checkpoint"
@@ -728,6 +889,10 @@ class Run:
                 f"was. Save again once the storage answers."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
+        try:
+            free = self.storage.free_bytes()
+        except OSError:
+            free = None
         room = "" if free is None else f", free there: {free} bytes"
         last = (
             f"the last good checkpoint is step {steps[-1]}"

@@ -10,7 +10,7 @@ import contextlib
 import mmap
 
 STAGING_BYTES = 8 * 1024 * 1024
-KEPT_BUFFERS = 3
+KEPT_BUFFERS = 5
 HUGE_PAGE = 2 * 1024 * 1024
 
 _free: list[mmap.mmap] = []

@@ -7,7 +7,7 @@ import re
 
 from perdure.errors import StoreError
 from perdure.store.drill import drill
-from perdure.store.local import LocalStorage
+from perdure.store.local import LocalStorage, absolute_path
 from perdure.store.storage import Storage
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
@@ -16,14 +16,18 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
     """The storage of a run directory. obstore is loaded for a URL, and for nothing else.
 
-    Raises `StoreError` for a scheme that is not known, and for a URL that went through
-    `pathlib.Path`, which drops one of its slashes.
+    Paths are made absolute. Raises `StoreError` for an empty path, a scheme that is not known, and a
+    URL that went through `pathlib.Path`, which drops one of its slashes.
     """
-    if (drilled := drill()) is not None:
-        return drilled.storage(where)
     if not isinstance(where, (str, os.PathLike)):
-        return where
-    text = os.fspath(where)
+        if not hasattr(where, "read_into"):
+            raise StoreError(
+                f"expected the path or URL of a run directory, or a Storage, found {where!r}."
+            )
+        return where if (drilled := drill()) is None else drilled.storage(where)
+    text = os.fsdecode(os.fspath(where))
+    if (drilled := drill()) is not None:
+        return drilled.storage(text if "://" in text else absolute_path(text))
     scheme, colon, _ = text.partition(":/")
     if not colon or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
         return LocalStorage(where)

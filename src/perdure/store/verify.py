@@ -1,7 +1,8 @@
-"""The store checker: reads every byte of a run directory and says what is wrong with it.
+"""The store checker: reads every byte of a run directory and reports what is wrong with it.
 
 Changes nothing. Tests call `check` as their last line. A writer may be at work meanwhile: what it
-moved or deleted while this was reading is looked at again and not reported.
+moved or deleted while this was reading is looked at again and not reported. A file that cannot be
+read is reported as such and not as damaged.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
+from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
 from perdure.store.codec import decode
+from perdure.store.failures import read_error
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -29,16 +31,21 @@ from perdure.store.run import Run
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what, and whether something that was committed is harmed."""
+    """One thing that is wrong: where, what, and whether something that was committed is harmed.
+
+    `unread`: the file could not be read, and nothing is known about its contents.
+    """
 
     name: str
     what: str
     harmful: bool = True
+    unread: bool = False
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a full check found. `good` steps can be restored, `bad` ones cannot.
+    """What a full check found. `good` steps can be restored, `bad` ones are damaged; of `unread` ones
+    a part could not be read, so that nothing is known about them.
 
     `nbytes` are the bytes of the packs, `decoded_nbytes` those of the chunks in them: more where
     chunks are encoded.
@@ -51,6 +58,7 @@ class Report:
     nbytes: int
     decoded_nbytes: int
     problems: tuple[Problem, ...]
+    unread: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -60,11 +68,13 @@ class Report:
 
 @dataclass
 class Packs:
-    """The packs of a run as they really are: chunks that were read and hashed, and what is damaged."""
+    """The packs of a run as they really are: chunks that were read and hashed, what is damaged, and
+    what could not be read."""
 
     run: Run
     sizes: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
     chunks: int = 0
     decoded_nbytes: int = 0
     _good: dict[str, dict[int, PackedChunk]] = field(default_factory=dict)
@@ -76,11 +86,16 @@ class Packs:
                 self._read(name.removeprefix(PACKS))
 
     def require(self, manifest: Manifest) -> None:
-        """Raise `CorruptionError` unless every chunk of `manifest` lies where it says."""
+        """Raise `CorruptionError` unless every chunk of `manifest` lies where it says.
+
+        Raises `UnreachableError` if that is not known of all of them, and the others are good.
+        """
         where = f"{self.run.where}: step {manifest.step}"
         for pack in manifest.packs:
             if pack.name not in self.sizes:
                 self._read(pack.name)
+            if pack.name in self.unread:
+                continue
             if pack.name not in self.sizes:
                 raise CorruptionError(f"{where} needs {pack.name}, which is missing.")
             if self.sizes[pack.name] != pack.size and pack.name not in self.damaged:
@@ -88,15 +103,23 @@ class Packs:
                     f"{where} expects {pack.name} to have {pack.size} bytes, "
                     f"found {self.sizes[pack.name]}."
                 )
+        unread: UnreachableError | None = None
         for leaf in manifest.leaves:
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
-                self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk, size)
+                try:
+                    self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk, size)
+                except UnreachableError as error:
+                    unread = error
+        if unread is not None:
+            raise unread
 
     def _require_chunk(self, where: str, manifest: Manifest, chunk: Chunk, size: int) -> None:
         name = manifest.packs[chunk.pack].name
         wanted = (chunk.hash, chunk.length, size)
         if self._good[name].get(chunk.offset) == wanted:
             return
+        if name in self.unread:
+            raise UnreachableError(f"{where}: {self.unread[name]}")
         if name in self.damaged:
             # Its index may be what is damaged; a restore reads without it, and so does this.
             try:
@@ -115,12 +138,20 @@ class Packs:
             size = self.run.storage.size(PACKS + name)
         except FileNotFoundError:
             return
+        except ConnectionError:
+            raise
+        except OSError as error:
+            self._good[name] = {}
+            self.unread[name] = str(read_error(error, f"{self.run.where}/{PACKS}{name}"))
+            return
         self.sizes[name] = size
         good = self._good.setdefault(name, {})
         try:
             for at, chunk in _read_pack(self.run, PACKS + name, size):
                 if isinstance(chunk, CorruptionError):
                     self.damaged.setdefault(name, str(chunk))
+                elif isinstance(chunk, UnreachableError):
+                    self.unread.setdefault(name, str(chunk))
                 else:
                     good[at] = chunk
         except FileNotFoundError:
@@ -128,6 +159,8 @@ class Packs:
             del self.sizes[name]
         except CorruptionError as error:
             self.damaged.setdefault(name, str(error))
+        except UnreachableError as error:
+            self.unread.setdefault(name, str(error))
         self.chunks += len(good)
         self.decoded_nbytes += sum(size for _, _, size in good.values())
 
@@ -144,14 +177,15 @@ class Findings:
 def check(run: Run) -> Report:
     """Read and hash everything: manifests, packs, indexes; then compare them with each other.
 
-    Harmful: a manifest or a pack that is not exactly what was committed, or is missing. Harmless
-    and reported: leftovers of a crash, packs that no manifest needs, pins of steps that are not
-    there, and what is in quarantine. Raises `FormatVersionError` where a newer perdure wrote, and
-    `UnreachableError` where the storage did not answer: neither says that anything is damaged.
+    Harmful: a manifest or a pack that is not exactly what was committed, or is missing, or cannot be
+    read (`Problem.unread`: then nothing is known about it). Harmless and reported: leftovers of a
+    crash, packs that no manifest needs, pins of steps that are not there, and what is in quarantine.
+    Raises `FormatVersionError` if a newer perdure wrote, and `UnreachableError` if nobody answers or
+    a directory cannot be listed: neither means that anything is damaged.
     """
     try:
         return examine(run).report
-    except ConnectionError as error:
+    except OSError as error:
         raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error
 
 
@@ -160,13 +194,15 @@ def examine(run: Run) -> Findings:
     packs = Packs(run)
     before = run.steps()
     packs.read_all()
-    good, bad = [], {}
+    good: list[int] = []
+    bad: dict[int, str] = {}
+    unread: dict[int, str] = {}
     needed: set[str] = set()
     blind = False
     for step in sorted({*before, *run.steps()}):
         manifest, error = _judge(run, step, packs)
         if error is not None:
-            bad[step] = str(error)
+            (unread if isinstance(error, UnreachableError) else bad)[step] = str(error)
         elif manifest is not None:
             good.append(step)
         if manifest is not None:
@@ -176,14 +212,19 @@ def examine(run: Run) -> Findings:
     for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
+    for name, why in damaged.items():
+        run.distrust_pack(name, why)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
-    if not blind:
+    not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
+    problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
+    problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
+    if not blind and not held.unknown:
         problems += [
             Problem(PACKS + name, "no checkpoint needs this pack", False)
             for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
         ]
-    problems += _notes(run, frozenset({*good, *bad}))
+    problems += _notes(run, frozenset({*good, *bad, *unread}))
     report = Report(
         where=run.where,
         good=tuple(good),
@@ -192,21 +233,24 @@ def examine(run: Run) -> Findings:
         nbytes=sum(packs.sizes.values()),
         decoded_nbytes=packs.decoded_nbytes,
         problems=tuple(problems),
+        unread=tuple(unread),
     )
     return Findings(report, bad, damaged)
 
 
-def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, CorruptionError | None]:
+def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreError | None]:
     """The manifest of a step as far as it can be read, and what is wrong; nothing for a step that is
     gone by now."""
     manifest: Manifest | None = None
-    problem: CorruptionError | None = None
+    problem: StoreError | None = None
     while True:
         try:
             again = run.manifest(step)
         except StepNotFoundError:
             return None, None
-        except CorruptionError as error:
+        except (CorruptionError, UnreachableError) as error:
+            if isinstance(error.__cause__, ConnectionError):
+                raise  # the next file would not be there either
             return None, error
         if again == manifest:
             return manifest, problem
@@ -214,7 +258,7 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, Corrupti
         try:
             packs.require(manifest)
             return manifest, None
-        except CorruptionError as error:
+        except (CorruptionError, UnreachableError) as error:
             # A prune may have moved the chunks: then the manifest is another one now.
             problem = error
 
@@ -234,10 +278,10 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
 
 def _read_pack(
     run: Run, name: str, size: int
-) -> Iterator[tuple[int, PackedChunk | CorruptionError]]:
+) -> Iterator[tuple[int, PackedChunk | CorruptionError | UnreachableError]]:
     """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
 
-    Raises `CorruptionError` when the index cannot be used.
+    Raises `CorruptionError` if the index is damaged, `UnreachableError` if it cannot be read.
     """
     where = f"{run.where}/{name}"
     trailer = _read(run, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
@@ -246,10 +290,15 @@ def _read_pack(
     at = 0
     for number, chunk in enumerate(chunks):
         digest, length, nbytes = chunk
-        if (wrong := _wrong(_read(run, name, at, length), digest, nbytes)) is None:
-            yield at, chunk
+        try:
+            wrong = _wrong(_read(run, name, at, length), digest, nbytes)
+        except UnreachableError as error:
+            yield at, error
         else:
-            yield at, CorruptionError(f"{where}: chunk {number} at offset {at}: {wrong}.")
+            if wrong is None:
+                yield at, chunk
+            else:
+                yield at, CorruptionError(f"{where}: chunk {number} at offset {at}: {wrong}.")
         at += length
 
 
@@ -269,9 +318,7 @@ def _read(run: Run, name: str, offset: int, length: int) -> bytes:
         # An outage is no damage. A file that is gone may have been pruned; the caller knows.
         raise
     except OSError as error:
-        raise CorruptionError(
-            f"{run.where}/{name} at offset {offset}: cannot be read: {error}."
-        ) from error
+        raise read_error(error, f"{run.where}/{name} at offset {offset}") from error
     if got != length:
         raise CorruptionError(
             f"{run.where}/{name}: expected {length} bytes at offset {offset}, found {got}."

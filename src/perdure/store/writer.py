@@ -1,19 +1,27 @@
 """Saving: leaves -> chunks -> one pack -> the manifest, whose commit is the commit.
 
-Invariant: the pack is durable before the manifest that reads from it can be seen.
+Invariants: the pack is durable before the manifest that reads from it can be seen. The bytes that are
+hashed are the bytes that are written: both are a copy that nobody else can reach, so that a checkpoint
+is readable even if the program changes an array during the save.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msgspec import Struct
 
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.collector import collector_paused
+from perdure.store.direct import copy_bytes
+from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
+    CHUNK_BYTES,
     PACKS,
     SCALAR_PREFIX,
     Chunk,
@@ -27,6 +35,7 @@ from perdure.store.format import (
 )
 from perdure.store.leaf import Leaf
 from perdure.store.pools import map_ahead, pool
+from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.storage import Sink, Storage
 
 HASH_THREADS = 2
@@ -80,6 +89,7 @@ def write_pack(
 
     `encode` makes what is stored of a chunk smaller where it can. No pack is written when every chunk
     is known already. On an error nothing stays but a temporary file that the next writer clears.
+    Raises `DamagedChunk` if a pack with known chunks is gone.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
@@ -148,8 +158,11 @@ class _Pack:
 
     def _add_gathered(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
         name, at, located = self.written.name, self.written.size, self.located
+        together = memoryview(b"".join([job[1] for job in jobs]))
+        ends = list(accumulate([len(job[1]) for job in jobs]))
+        copies = list(map(together.__getitem__, map(slice, [0, *ends], ends)))
         parts: list[memoryview] = []
-        for (slots, data), digest in zip(jobs, hash_each([job[1] for job in jobs]), strict=True):
+        for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
             slots.append(digest)
             if digest in located or digest in known:
                 continue
@@ -161,7 +174,7 @@ class _Pack:
             self.written.size = at
             if self._sink is None:
                 self._sink = self._storage.create(PACKS + name, left)
-            self._sink.write(memoryview(b"".join(parts)))
+            self._sink.write(together if len(parts) == len(copies) else memoryview(b"".join(parts)))
 
     def commit(self) -> None:
         """Make the pack durable, if there is one."""
@@ -213,30 +226,58 @@ def _in_pack_order(
 
 
 def _hashed(chunks: Sequence[_Job]) -> Iterator[_Done]:
-    """Each large chunk with its hash, in order, hashed ahead on other cores if there are many."""
+    """A copy of each large chunk with its hash, in order, made ahead on other cores if there are many.
 
-    def work(job: _Job) -> _Done:
-        return job, hash_bytes(job[2]), job[2]
+    A copy is good until the next one is asked for.
+    """
+
+    def work(job: _Job, copy: memoryview) -> _Done:
+        return job, hash_bytes(copy), copy
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
-        return map(work, chunks)
-    return map_ahead(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD)
+        return (work(job, memoryview(bytes(job[2]))) for job in chunks)
+    return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD)
+
+
+def _on_copies(
+    executor: ThreadPoolExecutor,
+    work: Callable[[_Job, memoryview], _Done],
+    chunks: Sequence[_Job],
+    ahead: int,
+) -> Iterator[_Done]:
+    """`map_ahead` with a copy of each chunk, in memory that is used again once the item is done."""
+    per_buffer = STAGING_BYTES // CHUNK_BYTES
+    buffers = [take_buffer() for _ in range(-(-min(ahead, len(chunks)) // per_buffer))]
+
+    def copied(item: tuple[int, _Job]) -> _Done:
+        number, job = item
+        buffer, place = divmod(number % ahead, per_buffer)
+        copy = memoryview(buffers[buffer])[place * CHUNK_BYTES :][: len(job[2])]
+        copy_bytes(copy, job[2])
+        return work(job, copy)
+
+    try:
+        with closing(map_ahead(executor, copied, enumerate(chunks), ahead)) as done:
+            yield from done
+    finally:
+        while buffers:
+            give_buffer(buffers.pop())
 
 
 def _encoded(
     chunks: Sequence[_Job], encode: Encode, there: tuple[Mapping[str, Held], ...]
 ) -> Iterator[_Done]:
-    """Each chunk with its hash and stored bytes, in order; those that are there are not encoded."""
+    """As `_hashed`, with the bytes as they are stored; chunks that are there are not encoded."""
 
-    def work(job: _Job) -> _Done:
-        digest = hash_bytes(job[2])
+    def work(job: _Job, copy: memoryview) -> _Done:
+        digest = hash_bytes(copy)
         if any(digest in held for held in there):
-            return job, digest, job[2]
-        return job, digest, encode(job[2], job[3], digest)
+            return job, digest, copy
+        return job, digest, encode(copy, job[3], digest)
 
     if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
-        return map(work, chunks)
-    return map_ahead(pool("encode", ENCODE_THREADS), work, chunks, 2 * ENCODE_THREADS)
+        return (work(job, memoryview(bytes(job[2]))) for job in chunks)
+    return _on_copies(pool("encode", ENCODE_THREADS), work, chunks, 2 * ENCODE_THREADS)
 
 
 def _records(
@@ -263,10 +304,11 @@ def _records(
             left -= at.length
         size = len(leaf.data) if left else None
         records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
-    packs = [
-        PackRecord(
-            name=name, size=written.size if name == written.name else storage.size(PACKS + name)
-        )
-        for name in names
-    ]
+    packs = []
+    for name in names:
+        try:
+            size = written.size if name == written.name else storage.size(PACKS + name)
+        except FileNotFoundError as error:
+            raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
+        packs.append(PackRecord(name=name, size=size))
     return records, packs

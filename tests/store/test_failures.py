@@ -1,0 +1,467 @@
+"""What counts as damage: bytes that are wrong, and not every read that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from helpers import contents, make_leaves, run_on, sharing_states
+
+from perdure import CheckpointManager, load
+from perdure.cli import main
+from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
+from perdure.store import LocalStorage, Request, Run, check, repair
+from perdure.store.direct import read_at
+from perdure.store.format import MAX_STEP, manifest_name
+
+CODES = [
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+]
+
+
+class Failing(LocalStorage):
+    """Reads of names that contain `part` fail with `code`."""
+
+    def __init__(self, root: Path, part: str, code: int) -> None:
+        super().__init__(root)
+        self.part, self.code, self.fired = part, code, 0
+
+    def _fail(self, name: str) -> None:
+        if self.part and self.part in name:
+            self.fired += 1
+            raise OSError(self.code, os.strerror(self.code), self.path(name))
+
+    def read(self, name: str) -> bytes:
+        self._fail(name)
+        return super().read(name)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self._fail(name)
+        return super().read_into(name, offset, target)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, which tests do not wait for."""
+    taken: list[float] = []
+    monkeypatch.setattr("perdure.store.failures._sleep", taken.append)
+    return taken
+
+
+def filled(path: Path) -> Path:
+    with run_on(path) as run:
+        for step, leaves in sharing_states().items():
+            run.save(step, leaves)
+    return path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """Every file but the lock, which names its last holder."""
+    return {
+        str(at.relative_to(path)): at.read_bytes()
+        for at in path.rglob("*")
+        if at.is_file() and at.name != "lock"
+    }
+
+
+def pack_of(path: Path, step: int) -> Path:
+    return next((path / "packs").glob(f"{step:012d}-*"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("part", [manifest_name(4), "packs/000000000004"])
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_read_that_fails_moves_nothing_and_restores_nothing_older(
+    tmp_path: Path, code: int, part: str, pauses: list[float]
+) -> None:
+    before = files(filled(tmp_path))
+    newest = load(tmp_path, 4)
+    storage = Failing(tmp_path, part, code)
+    with CheckpointManager(storage) as manager:
+        for attempt in (manager.restore, lambda: manager.restore_or_initialize({})):
+            with pytest.raises(UnreachableError) as caught:
+                attempt()
+            assert "step 4" in str(caught.value)
+            assert part in str(caught.value)
+            assert "restore its step by number" in str(caught.value)
+        assert manager.restore(3).step == 3, "what was asked for by number"
+        assert storage.fired >= 2
+        with pytest.raises(SaveError, match="step 4"):
+            manager.save(4, newest)
+        assert files(tmp_path) == before
+        storage.part = ""
+        assert manager.restore().step == 4
+
+
+@pytest.mark.parametrize("part", [manifest_name(4), "packs/000000000004"])
+def test_the_control_a_flipped_bit_there_is_damage(tmp_path: Path, part: str) -> None:
+    filled(tmp_path)
+    flip(next(tmp_path.glob(f"{part}*")), 40)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match="step 4 is damaged and was skipped; step 3"):
+            assert manager.restore().step == 3
+        manager.claim()
+        assert manager.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    "code",
+    [errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT],
+    ids=errno.errorcode.get,
+)
+def test_an_error_that_passes_is_tried_again(
+    tmp_path: Path,
+    code: int,
+    times: int,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
+) -> None:
+    filled(tmp_path)
+    run = Run(tmp_path)
+    left = [times]
+    real = read_at
+
+    def failing(path: str, offset: int, target: memoryview) -> int:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code), path)
+        return real(path, offset, target)
+
+    monkeypatch.setattr("perdure.store.local.read_at", failing)
+    loaded = run.load_newest()
+    assert loaded is not None
+    assert (loaded.manifest.step, loaded.skipped, left) == (4, (), [0])
+    assert len(pauses) == times
+    left[0] = 100
+    with pytest.raises(UnreachableError, match=os.strerror(code)):
+        run.load_newest()
+    assert left[0] == 100 - 4, "four attempts, and no more"
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        while True:
+            try:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_out_of_file_descriptors_loses_no_checkpoint(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    """No fault is injected here: the kernel refuses."""
+    before = files(filled(tmp_path))
+    run = Run(tmp_path)
+    steps = run.steps()
+    with no_more_files():
+        errors: list[BaseException] = []
+        for attempt in (run.load_newest, lambda: run.load(4), lambda: run.manifest(4), run.steps):
+            try:
+                attempt()
+            except UnreachableError as error:
+                errors.append(error)
+    assert len(errors) == 4
+    assert all("ulimit" in str(error) for error in errors)
+    assert files(tmp_path) == before
+    assert run.steps() == steps
+    assert check(run).ok
+
+
+def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    flip(pack_of(tmp_path, 2), 5)
+    part = pack_of(tmp_path, 3).name
+    storage = Failing(tmp_path, part, errno.EACCES)
+    report = check(Run(storage))
+    assert (report.good, report.bad, report.unread) == ((1,), (2,), (3, 4))
+    assert not report.ok
+    assert {problem.name for problem in report.problems if problem.unread} == {
+        f"packs/{part}",
+        "step 3",
+        "step 4",
+    }
+    monkeypatch.setattr("perdure.store.run.open_storage", lambda _: storage)
+    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert found.exit_code == 1
+    assert f"UNREAD  packs/{part}" in found.output
+    assert "1 checkpoints good, 1 damaged, 2 could not be read" in found.output
+    done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair", "--json"])
+    assert done.exit_code == 1, "what could not be read is still a problem"
+    assert json.loads(done.output)["unread"] == [3, 4]
+    assert Run(tmp_path).steps() == [1, 3, 4]
+    storage.part = ""
+    assert check(Run(tmp_path)).good == (1, 3, 4)
+    storage.part = manifest_name(3)
+    listed = CliRunner().invoke(main, ["ls", str(tmp_path), "--json"])
+    assert listed.exit_code == 1
+    assert [row["step"] for row in json.loads(listed.output)["unread"]] == [3]
+    assert check(Run(storage)).unread == (3,)
+
+
+def test_a_run_that_is_only_unread_is_repaired_by_nothing(tmp_path: Path) -> None:
+    before = files(filled(tmp_path))
+    storage = Failing(tmp_path, "packs/", errno.EIO)
+    with Run(storage) as run:
+        done = repair(run)
+    assert (done.actions, done.report.unread) == ((), (1, 2, 3, 4))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["checkpoints", "quarantine"])
+def test_nothing_goes_that_a_manifest_may_need_which_cannot_be_read_now(
+    tmp_path: Path, where: str
+) -> None:
+    filled(tmp_path)
+    with run_on(tmp_path) as run:
+        if where == "quarantine":
+            run.quarantine(4, "a reason")
+    before = {path.name for path in (tmp_path / "packs").iterdir()}
+    storage = Failing(tmp_path, f"{where}/000000000004", errno.EACCES)
+    everything = Request(frozenset({2, 3}), MAX_STEP, 0, everywhere=True)
+    with Run(storage) as run:
+        plan = run.plan(everything)
+        assert plan.held_back is not None
+        assert "cannot be read now" in plan.held_back
+        run.execute(plan)
+    assert storage.fired
+    assert {path.name for path in (tmp_path / "packs").iterdir()} == before
+    if where == "checkpoints":
+        assert check(Run(tmp_path)).good == (1, 4)
+
+
+def test_a_compaction_leaves_a_pack_that_cannot_be_read(tmp_path: Path) -> None:
+    filled(tmp_path)
+    storage = Failing(tmp_path, pack_of(tmp_path, 1).name, errno.EIO)
+    with Run(storage) as run:
+        request = Request(frozenset({1}), MAX_STEP, 0, everywhere=True)
+        done = run.execute(run.plan(request))
+    assert storage.fired
+    (why,) = done.left.values()
+    assert "cannot be read" in why
+    assert "--repair" not in why
+    assert check(Run(tmp_path)).good == (2, 3, 4)
+
+
+def test_memory_that_is_lacking_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+
+    def none(nbytes: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("perdure.store.reader._memory", none)
+    with pytest.raises(UnreachableError, match=r"step 4, leaf .*out of memory.*Free memory"):
+        Run(tmp_path).load_newest()
+
+
+def test_a_pack_that_is_gone_is_damage(tmp_path: Path) -> None:
+    filled(tmp_path)
+    pack_of(tmp_path, 4).unlink()
+    loaded = Run(tmp_path).load_newest()
+    assert loaded is not None
+    assert [step for step, _ in loaded.skipped] == [4]
+    with pytest.raises(CorruptionError, match="found no such file"):
+        Run(tmp_path).load(4)
+
+
+# ---------------------------------------------------------------- readers and the lock
+
+
+def test_an_evaluator_that_meets_damage_lets_the_trainer_write(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as trainer:
+        for step in (1, 2, 3):
+            trainer.save(step, {"w": [float(step)]})
+        trainer.wait_until_finished()
+    for step in (2, 3):
+        flip(tmp_path / manifest_name(step), 300)
+    before = files(tmp_path)
+    evaluator = CheckpointManager(tmp_path)
+    with pytest.warns(UserWarning, match=r"skipped; .*the first save moves it to quarantine"):
+        assert evaluator.restore().step == 1
+    assert files(tmp_path) == before
+    with CheckpointManager(tmp_path) as trainer:
+        with pytest.warns(UserWarning, match="is damaged and was skipped"):
+            restored = trainer.restore()
+        trainer.save(2, {"w": [2.5]})
+        trainer.wait_until_finished()
+        assert restored.step == 1
+        assert trainer.all_steps() == [1, 2], "both were set aside before the save"
+        assert evaluator.restore().step == 2, "while the trainer holds the lock"
+    evaluator.close()
+    assert check(Run(tmp_path)).good == (1, 2)
+
+
+def test_a_step_that_was_repaired_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as trainer:
+        for step in (1, 2):
+            trainer.save(step, {"w": [float(step)]})
+    good = (tmp_path / manifest_name(2)).read_bytes()
+    flip(tmp_path / manifest_name(2), 300)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match="step 2 is damaged"):
+            manager.restore()
+        (tmp_path / manifest_name(2)).write_bytes(good)
+        manager.save(3, {"w": [3.0]})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+
+
+# ---------------------------------------------------------------- the marker
+
+
+@pytest.mark.parametrize("marker", [None, b"", b"\0" * 60, b'{"format":"', b"[" * 100_000])
+def test_a_repair_writes_a_damaged_marker_again(tmp_path: Path, marker: bytes | None) -> None:
+    filled(tmp_path)
+    if marker is None:
+        (tmp_path / "perdure.json").unlink()
+    else:
+        (tmp_path / "perdure.json").write_bytes(marker)
+    before = files(tmp_path)
+    for command in ("verify", "ls"):
+        found = CliRunner().invoke(main, [command, str(tmp_path)])
+        assert found.exit_code != 0
+        assert "perdure.json" in str(found.output) + str(found.exception)
+        assert f"`perdure verify {tmp_path} --repair`" in str(found.output) + str(found.exception)
+    assert files(tmp_path) == before
+    done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
+    assert done.exit_code == 0, done.output
+    assert "repair  wrote perdure.json again" in done.output
+    loaded = Run(tmp_path).load_newest()
+    assert loaded is not None
+    assert contents(loaded.leaves) == contents(sharing_states()[4])
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_repair_makes_no_run_of_another_directory(tmp_path: Path, damaged: bool) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / manifest_name(1)).write_bytes(b"{}")
+    if damaged:
+        (tmp_path / "perdure.json").write_bytes(b"no marker")
+    before = files(tmp_path)
+    done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
+    assert done.exit_code != 0
+    assert files(tmp_path) == before
+
+
+# ---------------------------------------------------------------- where a run is
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def replaced(path: Path) -> None:
+    moved(path)
+    path.mkdir()
+
+
+def replaced_by_a_run(path: Path) -> None:
+    moved(path)
+    with run_on(path) as run:
+        run.save(1, make_leaves(9))
+
+
+@pytest.mark.parametrize("happens", [moved, replaced, replaced_by_a_run])
+def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
+    tmp_path: Path, happens: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "run"
+
+    def save(step: int) -> None:
+        manager.save(step, {"w": [float(step)]})
+        manager.wait_until_finished()
+
+    with CheckpointManager(path) as manager:
+        save(1)
+        happens(path)
+        there = sorted(path.rglob("*")) if path.exists() else None
+        with pytest.raises(SaveError, match=f"moved, deleted, unmounted or replaced.*{path}"):
+            save(2)
+        for attempt in (manager.restore, lambda: manager.restore_or_initialize({"w": [0.0]})):
+            with pytest.raises(UnreachableError, match="moved, deleted, unmounted or replaced"):
+                attempt()
+        with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
+            manager.delete(1)
+        assert (sorted(path.rglob("*")) if path.exists() else None) == there
+    assert check(Run(tmp_path / "elsewhere")).good == (1,)
+
+
+def test_a_relative_directory_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    for where in ("runs/a", Path("runs/b"), LocalStorage("runs/c")):
+        with CheckpointManager(where) as manager:
+            manager.save(1, {"w": [1.0]})
+            manager.wait_until_finished()
+            monkeypatch.chdir(tmp_path / "other")
+            manager.save(2, {"w": [2.0]})
+            manager.wait_until_finished()
+            assert manager.all_steps() == [1, 2]
+            assert Path(manager.directory).parent == tmp_path / "runs"
+            monkeypatch.chdir(tmp_path)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for where in ("~/run", Path("~") / "run"):
+        with CheckpointManager(where) as manager:
+            assert manager.directory == str(tmp_path / "run")
+    with pytest.raises(StoreError, match="there is no user 'nobody-of-that-name'"):
+        CheckpointManager("~nobody-of-that-name/run")
+    (tmp_path / "here" / "~").mkdir()
+    with pytest.raises(StoreError, match="the path has two meanings"):
+        CheckpointManager("~/run")
+
+
+@pytest.mark.parametrize("where", ["", b"", None, 7, ["run"]])
+def test_what_names_no_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match="expected the path or URL of a run directory"):
+        CheckpointManager(where)
+    assert list(tmp_path.iterdir()) == []

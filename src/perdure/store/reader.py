@@ -184,7 +184,9 @@ def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafR
             raise read_error(error, what) from error
         if size < end:
             raise DamagedChunk(
-                f"{what}: expected at least {end} bytes, found {size}; the pack is cut short.", name, -1
+                f"{what}: expected at least {end} bytes, found {size}; the pack is cut short.",
+                name,
+                -1,
             )
 
 

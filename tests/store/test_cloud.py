@@ -205,7 +205,9 @@ def test_each_stream_of_a_load_is_one_request(s3: ObjectServer) -> None:
     chunks = [chunk for leaf in manifest.leaves for chunk in leaf.chunks]
     with proxy_to(s3.endpoint) as proxy:
         loaded = Run(through(s3, proxy, url, concurrency=2)).load(1)
-        ranges = [r.headers["range"] for r in proxy.requests if "/packs/" in r.path]
+        # A pack is asked for its size once, before memory is taken for what it holds.
+        reads = [r for r in proxy.requests if "/packs/" in r.path and r.method != "HEAD"]
+        ranges = [r.headers["range"] for r in reads]
     assert len(chunks) > 6
     assert len(ranges) <= 3  # one for each stream, and what rounding leaves
     assert contents(loaded.leaves) == contents(leaves)

@@ -46,10 +46,14 @@ class Checkpoint(Members):
         """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint.
 
         `codec` ("shuffle-zstd", with the extra `zstd`) stores them smaller where it can.
-        They are read where they lie, without a copy: no other thread may change them meanwhile.
+        They are read where they lie: if another thread changes them meanwhile, the checkpoint is
+        readable and holds values from before and after the change.
         """
         with Run(directory, create=True, codec=codec) as run:
-            return run.save(step, flatten(self)).fingerprint
+            saved = run.save(step, flatten(self)).fingerprint
+            for note in run.notes:
+                warnings.warn(note, stacklevel=2)
+            return saved
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
         """Restore the members from `step`, or from the newest good checkpoint; returns its step.

@@ -58,7 +58,7 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     `MismatchError` that lists every difference in structure, dtype and shape by leaf path; nothing
     has been changed then.
     """
-    stored = {path: Spec(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
+    stored = {path: Spec.of(leaf) for path, leaf in leaves.items()}
     wanted = {path: _spec(path, value, adapter) for path, value, adapter in _walk(like, "", stored)}
     if lines := differences(wanted, stored):
         raise MismatchError(
@@ -66,8 +66,25 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
             f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was changed:\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nBuild the target with the code that saved it, or restore without a target."
+            + (_DRIFTED if _drifted(wanted, stored) else "")
         )
     return _rebuild(like, "", leaves, stored)
+
+
+_DRIFTED = (
+    " Where only the dtype of an array differs, the program may have changed it after the target was "
+    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
+    "`like=jax.eval_shape(step, state, batch)`)."
+)
+
+
+def _drifted(wanted: Mapping[str, Spec], stored: Mapping[str, Spec]) -> bool:
+    arrays = (
+        (wanted[path], stored[path])
+        for path in wanted.keys() & stored.keys()
+        if "py:" not in wanted[path].dtype + stored[path].dtype
+    )
+    return any(one.dtype != two.dtype and one.shape == two.shape for one, two in arrays)
 
 
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
@@ -165,10 +182,22 @@ def _rebuild(like: Any, path: str, leaves: Mapping[str, Leaf], stored: Mapping[s
     adapter, node = _classify(like, path, stored)
     with _Named(path):
         if node is None:
-            return adapter.load(like, leaves[path])
+            return _load_leaf(adapter, like, leaves[path])
         return node.rebuild(
             [_rebuild(child, _join(path, key), leaves, stored) for key, child in node.children]
         )
+
+
+def _load_leaf(adapter: Adapter, like: Any, leaf: Leaf) -> Any:
+    if not leaf.is_weak:
+        return adapter.load(like, leaf)
+    # Only JAX has weak types. A number of Python's in the target is a weakly typed array after the
+    # first compiled step, and as a NumPy scalar it would be a strong one.
+    if "jax" in sys.modules:
+        jax = _load(_FRAMEWORKS["jax"])
+        if adapter is jax or type(like) in (int, float, complex):
+            return jax.load(like, leaf)
+    return adapter.load(like, leaf.strong())
 
 
 def _classify(

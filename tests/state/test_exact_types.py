@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -209,7 +209,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "datetime64": lambda: np.datetime64("2020-01-01"),
     "Fraction": lambda: fractions.Fraction(1, 3),
     "Decimal": lambda: decimal.Decimal("0.1"),
-    "datetime": lambda: datetime.datetime(2020, 1, 1),  # noqa: DTZ001
+    "datetime": lambda: dt.datetime(2020, 1, 1),
     "Path": lambda: pathlib.Path("a"),
     "list with an attribute": tagged,
     "tuple of another constructor": lambda: Clever(1, 2),

@@ -2,8 +2,8 @@
 
 The state of a module is its arrays, numbers and strings. Invariant: a function (an activation in a list
 of layers), a static field and the place of a tied weight (`eqx.nn.Shared`) belong to the code: they are
-no leaves, and a restored module has those of the target. A module that was partitioned (`eqx.partition`) has the same leaf
-paths as the whole one.
+no leaves, and a restored module has those of the target. A module that was partitioned
+(`eqx.partition`) has the same leaf paths as the whole one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import jax
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import ContainersOnly, Node, Spec
 from perdure.state.jax_state import key_name
-
 
 # What stands where `eqx.nn.Shared` took a tied weight out.
 _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)

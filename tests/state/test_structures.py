@@ -1,8 +1,8 @@
 """The tree structure after a restore is the one that was saved, for every kind of container.
 
-Random trees mix the containers of all adapters. Each is saved, and restored into a target that was made
-again with other values. The controls: the values of the target differ before, and so does a structure in
-which one container is of another kind.
+Random trees mix the containers of all adapters. Each is saved, and restored into a target that was
+made again with other values. The controls: the values of the target differ before, and a tree with
+another container has another structure.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ ARRAYS: list[Make] = [
     lambda k: jax.random.key(k),
     lambda k: jax.random.split(jax.random.key(k, impl="rbg"), 2),
     lambda k: jax.random.PRNGKey(k),
-    lambda k: None,
+    lambda _k: None,
     lambda k: np.full(2, k, np.float32),
 ]
 NODES: list[Make] = [
@@ -146,8 +146,8 @@ OBJECTS: list[Make] = [
     lambda k: k / 3,
     lambda k: f"text {k}",
     lambda k: np.float64(k),
-    lambda k: {},
-    lambda k: [],
+    lambda _k: {},
+    lambda _k: [],
 ]
 
 
@@ -226,7 +226,7 @@ def check(make: Make) -> Any:
 
 @pytest.mark.parametrize("number", range(len(NODES)))
 def test_the_structure_of_every_kind_of_node(number: int) -> None:
-    saved, restored = check(NODES[number])
+    saved, _ = check(NODES[number])
     assert bits(saved) != bits({"state": NODES[number](2)}), "the control"
 
 
@@ -303,7 +303,7 @@ def test_a_restored_state_is_a_carry_of_scan_and_a_tree_for_optax() -> None:
     expected = run(fresh(1), 4)
     restored = restore(fresh(2), snapshot(run(fresh(1), 2)))
     assert bits(run(restored, 2)) == bits(expected)
-    mixed = jax.tree.map(lambda a, b: a, restored["params"], expected["params"])
+    mixed = jax.tree.map(lambda a, _b: a, restored["params"], expected["params"])
     assert jax.tree.structure(mixed) == jax.tree.structure(expected["params"])
 
 

@@ -5,8 +5,8 @@ type them; a traceback names the line of the document. A block that must not run
 line before it: `<!-- not run: the reason -->`.
 
 Every run directory that the blocks write is also copied in the middle, as a kill would leave it: right
-before its third commit, or the last one if it has fewer. The blocks then run again, in a new process, in
-a directory with these copies. They must end with the same fingerprints.
+before its third commit, or the last one if it has fewer. The blocks then run again, in a new process,
+in a directory with these copies. They must end with the same fingerprints.
 """
 
 from __future__ import annotations

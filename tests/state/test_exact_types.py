@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from perdure import Checkpoint, CheckpointManager, load
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, position, reposition, restore, snapshot, unflatten
+from perdure.train import ReduceLROnPlateau
 
 T = TypeVar("T")
 
@@ -273,9 +274,9 @@ def test_a_registered_subclass_of_dict_is_taken_apart_as_it_was_registered() -> 
         config.name = name  # type: ignore[attr-defined]
         return config
 
-    jax.tree_util.register_pytree_node(Config, lambda c: ((c["a"],), c.name), unflattened)
+    jax.tree_util.register_pytree_node(Config, lambda c: ((c["a"],), vars(c)["name"]), unflattened)
     saved, restored = round_trip(make)
-    assert (type(restored), restored, restored.name) == (Config, saved, "aux")
+    assert (type(restored), restored, vars(restored)) == (Config, saved, {"name": "aux"})
 
 
 # ---------------------------------------------------------------- NumPy
@@ -321,7 +322,7 @@ def test_64_bits_are_refused_by_jax_without_x64_and_nothing_is_changed() -> None
     for dtype in ("int64", "uint64", "float64", "complex128"):
         leaves = snapshot({"b": torch.ones(2), "a": np.full(2, 1 / 3).astype(dtype)})
         target = {"b": torch.zeros(2), "a": jax.ShapeDtypeStruct((2,), np.dtype(dtype))}
-        with pytest.raises(StateError, match=rf"^a: the target expects {dtype}\[2\].*without x64"):
+        with pytest.raises(StateError, match=rf"^a: expected {dtype}\[2\].*without x64"):
             restore(target, leaves)
         assert not target["b"].any()
         with pytest.raises(MismatchError, match=rf"a: expected float32\[2\], found {dtype}\[2\]"):
@@ -379,6 +380,35 @@ def test_a_weak_type_survives_a_placement_and_reaches_numpy_and_torch_as_the_pla
         assert (type(other), str(other.dtype)) == (type(target), str(target.dtype))
         assert other.tolist() == np.full(4, 0.1, np.float32).tolist()
     assert unflatten(leaves)["a"].dtype == np.float32
+
+
+def test_a_weak_type_of_64_bits_is_not_given_to_a_number_without_x64() -> None:
+    with jax.enable_x64(True):
+        leaves = snapshot({"n": jnp.asarray(2**40)})
+        assert restore({"n": 0}, leaves)["n"].aval == jnp.asarray(0).aval
+    with pytest.raises(StateError, match=r"^n: expected int64\[\].*without x64"):
+        restore({"n": 0}, leaves)
+
+
+def test_a_weak_type_is_restored_under_settings_that_forbid_what_is_careless() -> None:
+    leaves = snapshot({"a": jnp.full(3, 0.1) * float("nan"), "b": jnp.asarray(0.1)})
+    with (
+        jax.debug_nans(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        found = restore({"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": 0.0}, leaves)
+    assert found["a"].weak_type
+    assert found["b"].weak_type
+    assert snapshot(found)["a"].data == leaves["a"].data
+
+
+def test_a_learning_rate_that_a_hook_lowers_stays_weakly_typed() -> None:
+    state = {"rate": jnp.asarray(0.5)}
+    trainer: Any = types.SimpleNamespace(state=state)
+    ReduceLROnPlateau("rate", factor=0.5).patience_over(trainer)
+    assert trainer.state["rate"].aval == state["rate"].aval
+    assert float(trainer.state["rate"]) == 0.25
 
 
 def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any) -> None:

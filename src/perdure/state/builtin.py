@@ -293,8 +293,10 @@ def _dataclass(value: Any) -> Node:
             f"a dataclass {kind.__module__}.{kind.__qualname__} cannot be made again without its "
             f"`__init__` ({error}). Give it `state_dict` and `load_state_dict`."
         ) from None
-    plain, slots = attributes if isinstance(attributes, tuple) else (attributes, None)
-    found = {**(plain or {}), **(slots or {})}
+    parts = attributes if isinstance(attributes, tuple) else (attributes,)  # __dict__, then slots
+    found: dict[str, Any] = {}
+    for part in parts:
+        found.update(part or {})
     for field in dataclasses.fields(value):  # those whose value is the default of the class, too
         if field.name not in found and hasattr(value, field.name):
             found[field.name] = getattr(value, field.name)

@@ -41,26 +41,41 @@ class JaxState:
             )
         name = _dtype_name(value.dtype)
         if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
-            raise UnsupportedLeafError(
-                f"the target expects {name}{list(value.shape)}, which JAX without x64 would truncate "
-                f"to {_WIDE[name]}. Enable it (`jax.config.update('jax_enable_x64', True)`), or read "
-                f"the checkpoint without a target, which gives NumPy arrays, and convert this leaf."
-            )
+            raise _truncated(name, value.shape)
         return Spec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
+        try:
+            return self._leaf(value)
+        except RuntimeError:
+            if not isinstance(value, jax.Array) or not value.is_deleted():
+                raise
+            raise UnsupportedLeafError(
+                "the data of this array are deleted, because it was given to a step that donates its "
+                "arguments. Save the state that the step returned, or save before the step."
+            ) from None
+
+    def load(self, like: Any, leaf: Leaf) -> Any:
+        if leaf.dtype.startswith("key<"):
+            words = key_words(leaf)
+            if not words.size:
+                words = words.reshape((*leaf.shape, *_key_shape(_impl(like))))
+            return _place(like, jax.random.wrap_key_data(jnp.asarray(words), impl=_impl(like)))
+        array = leaf_array(leaf)
+        if array.dtype.name not in _WIDE or _x64():
+            return _place(like, array, leaf.is_weak)
+        if not isinstance(like, jax.Array):
+            raise _truncated(array.dtype.name, leaf.shape)
+        with _enable_x64(True):  # the target is such an array too, made in a block like this one
+            return _place(like, array, leaf.is_weak)
+
+    def _leaf(self, value: Any) -> Leaf | None:
         spec = self.spec(value)
         if spec is None:
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
             raise UnsupportedLeafError(
                 "an abstract array has no data; it serves only as a template."
-            )
-        if value.is_deleted():
-            raise UnsupportedLeafError(
-                f"the data of this array ({spec.dtype}{list(spec.shape)}) are deleted: it was given "
-                f"to a step that donates its arguments. Save the state that the step returned, or "
-                f"save before the step."
             )
         dtype = spec.dtype
         if not dtype.startswith("key<") and value.weak_type:
@@ -79,18 +94,6 @@ class JaxState:
         words = array_leaf(np.asarray(data), frozen=True)
         return Leaf(dtype, spec.shape, words.data, frozen=True)
 
-    def load(self, like: Any, leaf: Leaf) -> Any:
-        if leaf.dtype.startswith("key<"):
-            words = key_words(leaf)
-            if not words.size:
-                words = words.reshape((*leaf.shape, *_key_shape(_impl(like))))
-            return _place(like, jax.random.wrap_key_data(jnp.asarray(words), impl=_impl(like)))
-        array = leaf_array(leaf)
-        if array.dtype.name not in _WIDE or _x64():
-            return _place(like, array, leaf.is_weak)
-        with _enable_x64(True):  # the target is such an array too, made in a block like this one
-            return _place(like, array, leaf.is_weak)
-
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
         if type(value) in _BUILTIN:
             return None
@@ -108,7 +111,7 @@ class JaxState:
 def _place(like: Any, array: Any, weak: bool = False) -> Any:
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > array.ndim:
-        # JAX gives typed keys that a compiled function returns the spec of their words.
+        # Typed keys that are wrapped from words keep the spec of the words, which has a dimension more.
         spec = PartitionSpec(*sharding.spec[: array.ndim])
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     if sharding is not None and not sharding.is_fully_addressable:
@@ -130,8 +133,26 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
 
     dtype = array.dtype.name
     zero = _WEAK[dtype]
-    with _enable_x64(dtype in _WIDE):
-        return weaken(array) if sharding is None else jax.jit(weaken, out_shardings=sharding)(array)
+    with _enable_x64(dtype in _WIDE), jax.debug_nans(False):
+        if sharding is None:
+            made = weaken(jnp.asarray(array))
+        else:
+            made = jax.jit(weaken, out_shardings=sharding)(array)
+    if not made.weak_type or made.dtype != array.dtype:
+        raise UnsupportedLeafError(
+            f"expected JAX to make a weakly typed array of {dtype}, found {made.aval.str_short()}; "
+            f"JAX {jax.__version__} or one of its settings is not known here. Nothing can be resumed "
+            f"with these bits: convert the array before it is saved, with `x.astype(x.dtype)`."
+        )
+    return made
+
+
+def _truncated(dtype: str, shape: tuple[int, ...]) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"expected {dtype}{list(shape)}, which JAX without x64 would truncate to {_WIDE[dtype]}. "
+        f"Enable x64 (`jax.config.update('jax_enable_x64', True)`), or read the checkpoint without a "
+        f"target, which gives NumPy arrays, and convert this leaf."
+    )
 
 
 # Where JAX computes with half of the bits, unless x64 is enabled.
@@ -143,8 +164,12 @@ def _x64() -> bool:
 
 
 def _enable_x64(on: bool) -> Any:
-    here = jax if hasattr(jax, "enable_x64") else jax.experimental  # where JAX had it until 0.7
-    return here.enable_x64(on)  # type: ignore[attr-defined]
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(on)
+    # Where JAX had it until 0.7.
+    from jax.experimental import enable_x64  # type: ignore[attr-defined]
+
+    return enable_x64(on)
 
 
 @cache

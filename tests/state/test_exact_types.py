@@ -254,6 +254,13 @@ def test_a_value_that_would_come_back_as_something_else_is_refused_by_path(
         flatten({"outer": {"inner": make()}})
 
 
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, Any] = {"a": 1}
+    state["again"] = [state]
+    with pytest.raises(UnsupportedLeafError, match="contains itself"):
+        flatten(state)
+
+
 def test_a_mapped_file_is_refused_by_path(tmp_path: Any) -> None:
     mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
     with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.memmap would come back as"):

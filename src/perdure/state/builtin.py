@@ -287,7 +287,7 @@ def _dataclass(value: Any) -> Node:
     kind = type(value)
     try:
         object.__new__(kind)
-        attributes = object.__getstate__(value)  # type: ignore[attr-defined]
+        attributes: Any = object.__getstate__(value)  # type: ignore[attr-defined]
     except TypeError as error:
         raise UnsupportedLeafError(
             f"a dataclass {kind.__module__}.{kind.__qualname__} cannot be made again without its "

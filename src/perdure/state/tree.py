@@ -38,7 +38,13 @@ def flatten(state: Any) -> dict[str, Leaf]:
     `UnsupportedLeafError` naming the path of a value that has no exact form.
     """
     leaves: dict[str, Leaf] = {}
-    _collect([("", state)], "", _adapters(), leaves)
+    try:
+        _collect([("", state)], "", _adapters(), leaves)
+    except RecursionError:
+        raise UnsupportedLeafError(
+            f"the state contains itself, or is nested deeper than Python's limit for calls "
+            f"({sys.getrecursionlimit()}). Save a tree of containers without such a loop."
+        ) from None
     return leaves
 
 

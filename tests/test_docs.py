@@ -3,6 +3,10 @@
 The Python blocks of one file run in order in one process, in an empty directory, as a reader would
 type them; a traceback names the line of the document. A block that must not run says why on the
 line before it: `<!-- not run: the reason -->`.
+
+Every run directory that the blocks write is also copied in the middle, as a kill would leave it: right
+before its third commit, or the last one if it has fewer. The blocks then run again, in a new process,
+in a directory with these copies. They must end with the same fingerprints.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +41,28 @@ path, blocks = json.load(sys.stdin)
 for line, code in blocks:
     exec(compile("\\n" * line + code, path, "exec", dont_inherit=True), scope)
 """
+
+# Runs ahead of the blocks. An audit hook sees the link that commits a manifest before it is made.
+WATCHER = """
+import os, shutil, sys
+commits = {}
+def copy(event, args):
+    if event != "os.link" or os.path.basename(os.path.dirname(args[1])) != "checkpoints":
+        return
+    run = os.path.relpath(os.path.dirname(os.path.dirname(args[1])))
+    commits[run] = commits.get(run, 0) + 1
+    if commits[run] <= 3:
+        target = os.path.join(KILLED, run)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(run, target, ignore=shutil.ignore_patterns("lock", "*.tmp"))
+sys.addaudithook(copy)
+"""
+
+# Documents whose second process cannot find what the first one had.
+NOT_KILLED = {
+    "CLOUD.md": "its bucket is that of a server which ends with the block",
+    "DRILL.md": "the drill kills its script itself, and compares",
+}
 
 
 @dataclass(frozen=True)
@@ -90,10 +117,13 @@ def python_blocks(text: str) -> list[Block]:
 NO_MATTER = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 
 
-def run_python(where: Path, path: Path, code: list[Block]) -> subprocess.CompletedProcess[str]:
+def run_python(
+    where: Path, path: Path, code: list[Block], ahead: str = "", **surrounding: str
+) -> subprocess.CompletedProcess[str]:
     """Run the blocks of the document `path` one after another in `where`; a warning is an error."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", RUNNER],
+        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", ahead + RUNNER],
+        env={**os.environ, **surrounding},
         input=json.dumps([str(path), [(block.line, block.code) for block in code]]),
         cwd=where,
         capture_output=True,
@@ -145,11 +175,61 @@ def make() -> str:
     return found
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_python_blocks_run(tmp_path: Path, path: Path) -> None:
-    if code := python_blocks(path.read_text()):
-        done = run_python(tmp_path, path, code)
+def newest(where: Path) -> dict[str, tuple[int, str]]:
+    """Step and fingerprint of the newest checkpoint of every run directory, by its path."""
+    found = {}
+    for marker in where.rglob("perdure.json"):
+        manifests = sorted((marker.parent / "checkpoints").glob("*.json"))
+        if manifests:
+            manifest = json.loads(manifests[-1].read_text())
+            run = str(marker.parent.relative_to(where))
+            found[run] = (manifest["step"], manifest["fingerprint"])
+    return found
+
+
+def kill_and_resume(where: Path, path: Path, code: list[Block]) -> tuple[dict[str, Any], ...]:
+    """Run the blocks undisturbed, and again from what a kill would have left of each run.
+
+    Returns the newest checkpoints of the undisturbed run, of the copies, and of the resumed run.
+    """
+    whole, killed = where / "whole", where / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(where / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    done = run_python(whole, path, code, f"KILLED = {str(killed)!r}{WATCHER}", **cache)
+    assert done.returncode == 0, done.stderr
+    expected, left = newest(whole), newest(killed)
+    copied = {str(marker.parent.relative_to(killed)) for marker in killed.rglob("perdure.json")}
+    assert copied >= expected.keys(), "a run directory was not copied in the middle"
+    if copied and path.name not in NOT_KILLED:
+        done = run_python(killed, path, code, **cache)
         assert done.returncode == 0, done.stderr
+    return expected, left, newest(killed)
+
+
+# Runs that are in the middle when they are copied. Others of the documents have one checkpoint.
+RESUMED = {
+    "README.md": {"runs/first", "runs/jax", "runs/torch"},
+    "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/own"},
+    "MODELS.md": {
+        f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
+    },
+    "STRATEGIES.md": {"runs/digits"},
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_run_and_resume(tmp_path: Path, path: Path) -> None:
+    if code := python_blocks(path.read_text()):
+        expected, left, found = kill_and_resume(tmp_path, path, code)
+        assert {run for run in left if left[run] != expected.get(run)} >= RESUMED.get(
+            path.name, set()
+        )
+        if path.name not in NOT_KILLED:
+            assert found == expected
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -187,6 +267,30 @@ def test_blocks_run_in_order_and_share_their_names(tmp_path: Path) -> None:
     done = run_python(tmp_path, Path("sample.md"), python_blocks(SAMPLE))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "answer").read_text() == "42"
+
+
+LOOP = """
+```python
+import perdure
+total = 0
+with perdure.CheckpointManager("run") as manager:
+    state, start = manager.restore_or_initialize({"n": 0, "total": 0})
+    for step in range(start, 6):
+        total = PREVIOUS + step
+        state = {"n": step, "total": total}
+        manager.save(step + 1, state)
+        manager.wait_until_finished()
+```
+"""
+
+
+def test_a_loop_that_does_not_resume_is_seen(tmp_path: Path) -> None:
+    for name, previous, same in [("good", 'state["total"]', True), ("bad", "total", False)]:
+        (tmp_path / name).mkdir()
+        code = python_blocks(LOOP.replace("PREVIOUS", previous))
+        expected, left, found = kill_and_resume(tmp_path / name, Path("sample.md"), code)
+        assert (left["run"][0], expected["run"][0], found["run"][0]) == (2, 6, 6)
+        assert (found == expected) == same
 
 
 def test_a_block_that_fails_is_seen_with_its_line(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
         (np.zeros(2, np.longdouble), "has no exact form"),
         ({("a", 1): 2}, r"a mapping has the key \('a', 1\)"),
         ({"": 2}, "a mapping has the key ''"),
-        ({1: 2, "1": 3}, "two leaves have the path"),
+        ({1: 2, "1": 3}, "several keys that are '1'"),
         ("\ud800", "is not valid Unicode"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "an abstract array has no data"),
         (torch.zeros(2, device="meta"), "meta device has no data"),

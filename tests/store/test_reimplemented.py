@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers import contents, make_leaves, repeated, run_on
 
 from perdure.state import snapshot
 from perdure.store import Leaf
+from perdure.testing import check_run
 
 CHUNK = 4_194_304
 
@@ -197,3 +199,18 @@ def test_a_reader_written_from_the_document_rebuilds_the_state_of_an_object(tmp_
         "u": [("torch", *data)],
     }
     assert repr(found) == repr(state)
+
+
+def test_a_reader_written_from_the_document_agrees_about_weak_types(tmp_path: Path) -> None:
+    words = struct.pack("<3f", 0.1, -0.0, 7.5)
+    leaves = {"a": Leaf("weak:float32", (3,), memoryview(words), frozen=True)}
+    with run_on(tmp_path, codec="shuffle-zstd") as run:
+        run.save(1, leaves)
+        run.save(2, {"a": leaves["a"].strong()})
+        assert [run.manifest(step).format for step in (1, 2)] == [1, 1]
+    found, read_back = read(tmp_path, 1)
+    dtype, shape, data = read_back["a"]
+    assert (dtype, shape, data) == ("weak:float32", (3,), words)
+    assert np.frombuffer(data, np.dtype(dtype.removeprefix("weak:"))).tolist()[1:] == [-0.0, 7.5]
+    assert read(tmp_path, 2)[0] != found, "a strong type is another state"
+    assert check_run(tmp_path).good == (1, 2)

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
 
 class Spec(NamedTuple):
-    """dtype name and shape of a leaf, known without reading its data."""
+    """dtype name and shape of a leaf, known without reading its data.
+
+    A weak type is no part of it: whether an array of JAX is weakly typed changes as a program runs,
+    so the target does not decide it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -21,7 +26,7 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, leaf: Leaf) -> Spec:
         """The spec of stored bytes."""
-        return cls(leaf.dtype, leaf.shape)
+        return cls(leaf.dtype.removeprefix(WEAK_PREFIX), leaf.shape)
 
     def describe(self) -> str:
         """`float32[3,4]`, or `int` for a scalar."""

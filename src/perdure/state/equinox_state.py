@@ -1,22 +1,27 @@
 """Equinox: modules with functions among their leaves, and the `State` of stateful layers.
 
-Owns what of a module is state: its arrays, numbers and strings. Invariant: a function (an activation
-in a list of layers) and a static field belong to the code, so they leave no leaf, and a restored
-module has those of the target. A module that was partitioned (`eqx.partition`) has the same leaf
-paths as the whole one.
+The state of a module is its arrays, numbers and strings. Invariant: a function (an activation in a list
+of layers), a static field and the place of a tied weight (`eqx.nn.Shared`) belong to the code: they are
+no leaves, and a restored module has those of the target. A module that was partitioned
+(`eqx.partition`) has the same leaf paths as the whole one.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 
+from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import ContainersOnly, Node, Spec
 from perdure.state.jax_state import key_name
+
+# What stands where `eqx.nn.Shared` took a tied weight out.
+_TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
 
 
 class EquinoxState(ContainersOnly):
@@ -38,9 +43,10 @@ class EquinoxState(ContainersOnly):
             nested: dict[str, Any] = {}
             places = []
             for position, (path, leaf) in enumerate(leaves):
-                if not callable(leaf):
-                    _put(nested, [key_name(entry) for entry in path], leaf)
-                    places.append((position, [key_name(entry) for entry in path]))
+                if not callable(leaf) and type(leaf) is not _TIED:
+                    names = [key_name(entry) for entry in path]
+                    _put(nested, names, leaf)
+                    places.append((position, names))
 
             def rebuild(new: list[Any]) -> Any:
                 values = [leaf for _, leaf in leaves]
@@ -65,6 +71,11 @@ def _put(root: dict[str, Any], path: list[str], leaf: Any) -> None:
     *parents, last = path
     for part in parents:
         root = root.setdefault(part, {})
+    if last in root:
+        raise UnsupportedLeafError(
+            f"a mapping in this module has several keys that are {last!r} in a leaf path, such as a "
+            f"number and its text. Rename all but one of them."
+        )
     root[last] = leaf
 
 

@@ -19,11 +19,8 @@ class FlaxState(ContainersOnly):
         if isinstance(value, nnx.Variable):
             return Node([("", value.get_value())], lambda new: value.replace(new[0]))
         if isinstance(value, nnx.State):
-            keys = list(value)
-            return Node(
-                [(str(key), value[key]) for key in keys],
-                lambda new: type(value)(dict(zip(keys, new, strict=True))),
-            )
+            # `value[key]` would give a dict in it as another State.
+            return Node([("", value.raw_mapping)], lambda new: type(value)(new[0]))
         if isinstance(value, _OBJECTS):
             return Node(
                 [("", nnx.state(value))], lambda new: _updated(value, new[0]), in_place=True

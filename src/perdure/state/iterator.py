@@ -1,6 +1,7 @@
 """Iterators that say where they are: `get_state` and `set_state`, as Grain's have them.
 
-The position becomes one string, because its structure is the iterator's own and changes as it runs.
+A position becomes one string, because its structure belongs to the iterator and changes as it runs.
+Invariant: a position comes back equal, with the type of every value in it, or is refused at the save.
 """
 
 from __future__ import annotations
@@ -20,20 +21,64 @@ def is_positioned(value: Any) -> bool:
 
 
 def position(iterator: Any) -> str:
-    """Where the iterator is. Raises `StateError` for a position that is neither bytes nor JSON."""
+    """Where the iterator is, as text.
+
+    Raises `StateError` for a position with values other than None, booleans, numbers, strings, bytes,
+    lists, tuples and dicts.
+    """
     state = iterator.get_state()
     if isinstance(state, bytes):
-        return f"b{state.decode()}"
+        try:
+            return f"b{state.decode()}"
+        except UnicodeDecodeError:
+            return f"x{state.hex()}"
     try:
-        return f"j{json.dumps(state, sort_keys=True)}"
-    except TypeError as error:
+        return f"j{json.dumps(_encoded(state), sort_keys=True)}"
+    except (TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"the position of a {type(iterator).__qualname__} has no exact form in a checkpoint: "
-            f"expected bytes, or what JSON has, from `get_state`; found {state!r} ({error})."
+            f"expected from `get_state` bytes, or dicts, lists, tuples, numbers, strings, bytes and "
+            f"None; found {error}."
         ) from None
 
 
 def reposition(iterator: Any, text: str) -> Any:
     """The iterator, put back."""
-    iterator.set_state(text[1:].encode() if text.startswith("b") else json.loads(text[1:]))
+    kind, rest = text[:1], text[1:]
+    if kind == "j":
+        iterator.set_state(json.loads(rest, object_hook=_decoded))
+    else:
+        iterator.set_state(rest.encode() if kind == "b" else bytes.fromhex(rest))
     return iterator
+
+
+# What JSON has no type for is an object with one of these keys alone.
+_TUPLE, _BYTES, _DICT = "!tuple", "!bytes", "!dict"
+
+
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if kind in (type(None), bool, int, float, str):
+        return value
+    if kind is list:
+        return [_encoded(part) for part in value]
+    if kind is tuple:
+        return {_TUPLE: [_encoded(part) for part in value]}
+    if kind is bytes:
+        return {_BYTES: value.hex()}
+    if kind is dict:
+        if all(type(key) is str for key in value) and not value.keys() & {_TUPLE, _BYTES, _DICT}:
+            return {key: _encoded(part) for key, part in value.items()}
+        pairs = [[_encoded(key), _encoded(part)] for key, part in value.items()]
+        return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
+    raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if value.keys() == {_TUPLE}:
+        return tuple(value[_TUPLE])
+    if value.keys() == {_BYTES}:
+        return bytes.fromhex(value[_BYTES])
+    if value.keys() == {_DICT}:
+        return dict(value[_DICT])
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -11,13 +12,16 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec
-from perdure.state.builtin import array_leaf, leaf_array
+from perdure.state.builtin import array_leaf, key_words, leaf_array
+from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
-_BUILTIN = (dict, list, tuple, type(None))
+_BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
+_WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
 
 
 def key_name(entry: Any) -> str:
@@ -36,9 +40,36 @@ class JaxState:
                 "a traced value; save outside of jit, where arrays are concrete."
             )
         name = _dtype_name(value.dtype)
+        if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
+            raise _truncated(name, value.shape)
         return Spec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
+        try:
+            return self._leaf(value)
+        except RuntimeError:
+            if not isinstance(value, jax.Array) or not value.is_deleted():
+                raise
+            raise UnsupportedLeafError(
+                "the data of this array are deleted, because it was given to a step that donates its "
+                "arguments. Save the state that the step returned, or save before the step."
+            ) from None
+
+    def load(self, like: Any, leaf: Leaf) -> Any:
+        if leaf.dtype.startswith("key<"):
+            words = key_words(leaf)
+            if not words.size:
+                words = words.reshape((*leaf.shape, *_key_shape(_impl(like))))
+            return _place(like, jax.random.wrap_key_data(jnp.asarray(words), impl=_impl(like)))
+        array = leaf_array(leaf)
+        if array.dtype.name not in _WIDE or _x64():
+            return _place(like, array, leaf.is_weak)
+        if not isinstance(like, jax.Array):
+            raise _truncated(array.dtype.name, leaf.shape)
+        with _enable_x64(True):  # the target is such an array too, made in a block like this one
+            return _place(like, array, leaf.is_weak)
+
+    def _leaf(self, value: Any) -> Leaf | None:
         spec = self.spec(value)
         if spec is None:
             return None
@@ -46,23 +77,25 @@ class JaxState:
             raise UnsupportedLeafError(
                 "an abstract array has no data; it serves only as a template."
             )
+        dtype = spec.dtype
+        if not dtype.startswith("key<") and value.weak_type:
+            if dtype not in _WEAK:
+                raise UnsupportedLeafError(
+                    f"a weakly typed array of {dtype}; JAX has a public way to make one only for the "
+                    f"types of Python's numbers. Convert it: `x.astype(x.dtype)`."
+                )
+            dtype = WEAK_PREFIX + dtype
         if not value.is_fully_addressable and not value.is_fully_replicated:
             # Its shards lie in several processes. A collective: every process saves at the same step.
             value = multihost_utils.process_allgather(value, tiled=True)
-        data = jax.random.key_data(value) if spec.dtype.startswith("key<") else value
+        data = jax.random.key_data(value) if dtype.startswith("key<") else value
         # On a CPU this shares the device buffer. The array then counts as referenced from outside,
         # so that a step that donates it works on a copy and these bytes stay as they are.
         words = array_leaf(np.asarray(data), frozen=True)
-        return Leaf(spec.dtype, spec.shape, words.data, frozen=True)
-
-    def load(self, like: Any, leaf: Leaf) -> Any:
-        if leaf.dtype.startswith("key<"):
-            words = np.frombuffer(leaf.data, np.uint32).reshape((*leaf.shape, -1))
-            return self._place(like, jax.random.wrap_key_data(jnp.asarray(words), impl=_impl(like)))
-        return self._place(like, leaf_array(leaf))
+        return Leaf(dtype, spec.shape, words.data, frozen=True)
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
-        if isinstance(value, _BUILTIN):
+        if type(value) in _BUILTIN:
             return None
         children, treedef = jax.tree_util.tree_flatten_with_path(
             value, is_leaf=lambda part: part is not value
@@ -74,14 +107,75 @@ class JaxState:
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
         )
 
-    def _place(self, like: Any, array: Any) -> Any:
-        sharding = getattr(like, "sharding", None)
-        if sharding is not None and not sharding.is_fully_addressable:
-            # Each process places the shards that are its own, whatever sharding they were saved from.
-            return jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
-        if sharding is not None and getattr(like, "committed", True):
-            return jax.device_put(array, sharding)
-        return jnp.asarray(array)
+
+def _place(like: Any, array: Any, weak: bool = False) -> Any:
+    sharding = getattr(like, "sharding", None)
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > array.ndim:
+        # Typed keys that are wrapped from words keep the spec of the words, which has a dimension more.
+        spec = PartitionSpec(*sharding.spec[: array.ndim])
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    if sharding is not None and not sharding.is_fully_addressable:
+        # Each process places the shards that are its own, whatever sharding they were saved from.
+        made = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
+        return _weakly_typed(made, sharding) if weak else made
+    if weak:
+        array = _weakly_typed(array)
+    if sharding is not None and getattr(like, "committed", True):
+        return jax.device_put(array, sharding)
+    return jnp.asarray(array)
+
+
+def _weakly_typed(array: Any, sharding: Any = None) -> Any:
+    """The same bits as a weakly typed array: `at[...].set` keeps the type of what it writes into."""
+
+    def weaken(values: Any) -> Any:
+        return jnp.broadcast_to(jnp.asarray(zero), values.shape).at[...].set(values)
+
+    dtype = array.dtype.name
+    zero = _WEAK[dtype]
+    with _enable_x64(dtype in _WIDE), jax.debug_nans(False):
+        if sharding is None:
+            made = weaken(jnp.asarray(array))
+        else:
+            made = jax.jit(weaken, out_shardings=sharding)(array)
+    if not made.weak_type or made.dtype != array.dtype:
+        raise UnsupportedLeafError(
+            f"expected JAX to make a weakly typed array of {dtype}, found {made.aval.str_short()}; "
+            f"JAX {jax.__version__} or one of its settings is not known here. Nothing can be resumed "
+            f"with these bits: convert the array before it is saved, with `x.astype(x.dtype)`."
+        )
+    return made
+
+
+def _truncated(dtype: str, shape: tuple[int, ...]) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"expected {dtype}{list(shape)}, which JAX without x64 would truncate to {_WIDE[dtype]}. "
+        f"Enable x64 (`jax.config.update('jax_enable_x64', True)`), or read the checkpoint without a "
+        f"target, which gives NumPy arrays, and convert this leaf."
+    )
+
+
+# Where JAX computes with half of the bits, unless x64 is enabled.
+_WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
+def _x64() -> bool:
+    return jax.config.jax_enable_x64  # type: ignore[attr-defined]
+
+
+def _enable_x64(on: bool) -> Any:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(on)
+    # Where JAX had it until 0.7.
+    from jax.experimental import enable_x64  # type: ignore[attr-defined]
+
+    return enable_x64(on)
+
+
+@cache
+def _key_shape(impl: str) -> tuple[int, ...]:
+    """Words of one key."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
 @cache

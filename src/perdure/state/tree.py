@@ -6,15 +6,16 @@ checkpoint and every new value has been built; then either all objects are chang
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from perdure.errors import MismatchError, StateError
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec, Stateful
 from perdure.state.arena import Arena
 from perdure.state.builtin import plain_value
 from perdure.state.objects import Collector, Stored, put
-from perdure.state.template import differences, listed, mismatch, template_of
+from perdure.state.template import Difference, differences, listed, mismatch, template_of
 from perdure.state.walk import (
     Named,
     adapters,
@@ -39,7 +40,13 @@ def flatten(state: Any) -> Leaves:
     `UnsupportedLeafError` naming the path of a value that has no exact form.
     """
     leaves = Leaves()
-    _collect([("", state)], "", adapters(), leaves)
+    try:
+        _collect([("", state)], "", adapters(), leaves)
+    except RecursionError:
+        raise UnsupportedLeafError(
+            f"the state contains itself, or is nested deeper than Python's limit for calls "
+            f"({sys.getrecursionlimit()}). Save a tree of containers without such a loop."
+        ) from None
     return leaves
 
 
@@ -65,7 +72,7 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     """
     specs = {path: Spec.of(leaf) for path, leaf in leaves.items()}
     if lines := differences(template_of(like, specs), leaves):
-        raise mismatch(lines, _REBUILD)
+        raise mismatch(lines, _advice(lines))
     changes: list[_Change] = []
     among = adapters()
 
@@ -91,13 +98,31 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
             containers_of(leaves),
         )
         if lines := differences(template_of(like, specs, path), part):
-            raise mismatch(lines, _REBUILD)
+            raise mismatch(lines, _advice(lines))
         return build(like, path)
 
     stored = Stored(leaves, build_inside)
     restored = build(like, "")
     _apply(changes, stored)
     return restored
+
+
+_DRIFTED = (
+    " Where only the dtype of an array differs, the program may have changed it after the target was "
+    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
+    "`like=jax.eval_shape(step, state, batch)`)."
+)
+
+
+def _advice(lines: Sequence[Difference]) -> str:
+    drifted = any(
+        line.expected
+        and line.found
+        and line.expected != line.found
+        and line.expected.partition("[")[2] == line.found.partition("[")[2] != ""
+        for line in lines
+    )
+    return _REBUILD + (_DRIFTED if drifted else "")
 
 
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:

@@ -59,7 +59,15 @@ def leaf_adapter(value: Any, among: Sequence[Adapter]) -> tuple[Adapter, Spec] |
 
 def load_leaf(adapter: Adapter, like: Any, leaf: Leaf) -> Any:
     """An array such as `like` with the bits of `leaf`."""
-    return adapter.load(like, leaf)
+    if not leaf.is_weak:
+        return adapter.load(like, leaf)
+    # Only JAX has weak types. A number of Python's in the target is a weakly typed array after the
+    # first compiled step, and as a NumPy scalar it would be a strong one.
+    if "jax" in sys.modules:
+        jax = _load(_FRAMEWORKS["jax"])
+        if adapter is jax or type(like) in (int, float, complex):
+            return jax.load(like, leaf)
+    return adapter.load(like, leaf.strong())
 
 
 def type_name(value: Any) -> str:

@@ -30,6 +30,8 @@ STRUCTURE_FORMAT = 3
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
+WEAK_PREFIX = "weak:"
+"""Before the dtype of a weakly typed JAX array, which gives way to the other type in arithmetic."""
 
 MARKER = "perdure.json"
 LOCK = "lock"

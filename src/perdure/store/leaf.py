@@ -6,15 +6,16 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from perdure.store.format import SCALAR_PREFIX, Container, chunk_spans, hash_bytes
+from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, Container, chunk_spans, hash_bytes
 
 
 # `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.
 class Leaf(Struct, frozen=True, gc=False):
     """One array, or one Python scalar, as bytes.
 
-    `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `key<impl>` for a typed PRNG key
-    (the data of each key are `uint32` words), or `py:kind` for a scalar whose `data` is UTF-8 text.
+    `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `weak:` and such a name for a weakly
+    typed JAX array, `key<impl>` for a typed PRNG key (the data of each key are `uint32` words), or
+    `py:kind` for a scalar whose `data` is UTF-8 text.
     `data` is one-dimensional unsigned bytes in row-major, little-endian order. `frozen` says that
     nobody changes these bytes, so that a background save needs no copy of them.
     """
@@ -27,6 +28,14 @@ class Leaf(Struct, frozen=True, gc=False):
     @property
     def is_scalar(self) -> bool:
         return self.dtype.startswith(SCALAR_PREFIX)
+
+    @property
+    def is_weak(self) -> bool:
+        return self.dtype.startswith(WEAK_PREFIX)
+
+    def strong(self) -> Leaf:
+        """The same bits without a weak type, for everything that is not JAX."""
+        return Leaf(self.dtype.removeprefix(WEAK_PREFIX), self.shape, self.data, self.frozen)
 
     @property
     def text(self) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from perdure.errors import TrainError
 from perdure.state import flatten, restore
 from perdure.state.builtin import Builtin, plain_value
+from perdure.store import Leaf
 from perdure.train.metrics import is_finite, scalars
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ class ReduceLROnPlateau(_Monitor):
             new = smaller if isinstance(value, float) else np.asarray(smaller, value.dtype)
             made = Builtin().leaf(new)
             assert made is not None
-            leaves[path] = made
+            # Under the dtype that it had: it may be a weakly typed array of JAX.
+            leaves[path] = Leaf(leaves[path].dtype, (), made.data, frozen=True)
         trainer.state = restore(trainer.state, leaves)
 
     def _paths(self, trainer: Trainer) -> list[str]:
@@ -182,7 +184,7 @@ class ReduceLROnPlateau(_Monitor):
         rates = [
             path
             for path, leaf in leaves.items()
-            if leaf.shape == () and leaf.dtype.startswith(("py:float", "float", "bfloat"))
+            if leaf.shape == () and leaf.strong().dtype.startswith(("py:float", "float", "bfloat"))
         ]
         found = [path for path in rates if fnmatchcase(path, self._leaf)]
         if not found:

@@ -116,10 +116,10 @@ _DRIFTED = (
 
 def _advice(lines: Sequence[Difference]) -> str:
     drifted = any(
-        line.expected
+        line.wanted
         and line.found
-        and line.expected != line.found
-        and line.expected.partition("[")[2] == line.found.partition("[")[2] != ""
+        and line.wanted != line.found
+        and line.wanted.partition("[")[2] == line.found.partition("[")[2] != ""
         for line in lines
     )
     return _REBUILD + (_DRIFTED if drifted else "")

@@ -48,7 +48,7 @@ class CatMetric(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}value"] = [v if keep_vars else v.detach() for v in self.value]
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:  # type: ignore[override]
         state, prefix = args[:2]
         self.value = state.pop(f"{prefix}value")
         super()._load_from_state_dict(*args)
@@ -347,7 +347,7 @@ def test_a_mismatch_anywhere_is_found_before_any_load() -> None:
 
 
 def test_an_object_without_a_state_in_the_checkpoint_is_a_difference() -> None:
-    with pytest.raises(MismatchError, match=r"o: the target has a .*Holder"):
+    with pytest.raises(MismatchError, match=r"o: expected the state of a .*Holder"):
         restore({"o": Holder(a=1), "x": 1}, snapshot({"x": 1}))
 
 

@@ -6,6 +6,7 @@ state only says where arrays lie, and provides live objects that the state conta
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -108,13 +109,14 @@ class Stored:
         self.containers = containers_of(leaves)
         self._build = build
         self._adapters = adapters()
+        self.missing: list[Difference] = []
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:
         return children_of([*self.leaves, *self.containers])
 
     def state(self, found: Stateful, path: str) -> Any:
-        """The state to give to an object."""
+        """The state to give to an object. One that is not there at all is added to `missing`."""
         fresh = read(found, path)
         if isinstance(fresh, Names):
             older = {} if self.containers else self._containers_in(fresh, path, found.arrays)
@@ -126,11 +128,9 @@ class Stored:
         if path in self.containers or path in self.leaves:
             return self._value(path, fresh, found.arrays)
         state = self._guessed(path, fresh, found.arrays)
-        if path not in self._children and path and _has_leaves(fresh):
-            raise MismatchError(
-                f"{path}: the target has a {type_name(found.target)} there, the checkpoint has no "
-                f"state of one; nothing was changed. Build the target with the code that saved it."
-            )
+        if path not in self._children and _has_leaves(fresh):
+            wanted = f"the state of a {type_name(found.target)}"
+            self.missing.append(Difference(path, wanted))
         return state
 
     def digests(self, found: Stateful, path: str) -> dict[str, list[str]] | None:
@@ -276,7 +276,8 @@ def copied(state: Any) -> Any:
         return Names({name: copied(value) for name, value in state.items()})
     if isinstance(state, np.ndarray):
         return state.copy()
-    if hasattr(state, "detach") and hasattr(state, "clone"):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(state, torch.Tensor):
         clone = state.detach().clone()
         if type(clone) is not type(state):
             return type(state)(clone, state.requires_grad)

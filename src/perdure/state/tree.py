@@ -96,6 +96,8 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
 
     stored = Stored(leaves, build_inside)
     restored = build(like, "")
+    if stored.missing:
+        raise mismatch(stored.missing, _REBUILD)
     _apply(changes, stored)
     return restored
 

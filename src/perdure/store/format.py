@@ -54,7 +54,7 @@ PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack$"
 Arrays = Annotated[
     str,
     Meta(
-        pattern=r"^(numpy(\.generic)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)$"
+        pattern=r"^(numpy(\.generic|\.swapped)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)$"
     ),
 ]
 RecipeValue = str | int | float | bool

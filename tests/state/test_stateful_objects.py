@@ -48,7 +48,7 @@ class CatMetric(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}value"] = [v if keep_vars else v.detach() for v in self.value]
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:  # type: ignore[override]
         state, prefix = args[:2]
         self.value = state.pop(f"{prefix}value")
         super()._load_from_state_dict(*args)
@@ -183,7 +183,13 @@ KINDS: dict[str, Any] = {
     "empties": [{}, [], (), set(), "", b"", [[]]],
     "Parameter": [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(1), False)],
     "requires_grad": (torch.zeros(2, requires_grad=True), torch.zeros(2)),
-    "numpy": [np.arange(3), np.float32(3), np.array(2.0), np.zeros((0, 2))],
+    "numpy": [
+        np.arange(3),
+        np.arange(3, dtype=">i4"),
+        np.float32(3),
+        np.array(2.0),
+        np.zeros((0, 2)),
+    ],
     "jax": [jnp.ones(2), jax.random.key(3), jnp.zeros((0,), jnp.bfloat16)],
     "mixed arrays": {"n": np.ones(1), "t": torch.ones(1), "j": jnp.ones(1)},
     "large integer": [2**80, {2**70: 1}],
@@ -200,7 +206,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other) and one.requires_grad == other.requires_grad
     if isinstance(one, (np.ndarray, np.generic, jax.Array)):
-        return bits(one) == bits(other)
+        return bits(one) == bits(other) and one.dtype == other.dtype
     return one == other
 
 
@@ -334,6 +340,58 @@ def test_an_object_that_cannot_be_put_back_is_named() -> None:
         restore({"o": new}, snapshot({"o": old}))
 
 
+@pytest.mark.parametrize("make", [averaged, metric, lambda k: Holder(a=k)])
+def test_one_object_at_two_paths_takes_one_state(make: Callable[[int], Any]) -> None:
+    old, new = make(3), make(2)
+    before = bits(new)
+    with pytest.raises(MismatchError, match="b: is one object with a in the target"):
+        restore({"a": new, "b": new}, snapshot({"a": old, "b": make(1)}))
+    assert bits(new) == before
+    restore({"a": new, "b": new}, snapshot({"a": old, "b": old}))
+    assert bits(new) == bits(old)
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(UnsupportedLeafError, match="contains itself"):
+        flatten({"o": Holder(x=state)})
+
+
+def test_an_interrupted_restore_is_put_back() -> None:
+    class Interrupted(Holder):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    new = Holder(a=1)
+    with pytest.raises(KeyboardInterrupt):
+        restore({"a": new, "b": Interrupted()}, snapshot({"a": Holder(a=[2]), "b": Holder(a=3)}))
+    assert new.a == 1
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), 5, [1, [2]], None, {}], ids=str)
+@pytest.mark.parametrize("fresh", [torch.zeros(1), None, {"a": 1}], ids=str)
+def test_a_state_may_be_any_value(value: Any, fresh: Any) -> None:
+    class Any_(Holder):
+        def state_dict(self) -> Any:
+            return self.x
+
+        def load_state_dict(self, state: Any) -> None:
+            self.x = state
+
+    for path in ({"o": 0}, {}):
+        old, new = Any_(x=value), Any_(x=fresh)
+        restore({"o": new} if path else new, snapshot({"o": old} if path else old))
+        assert same(new.x, value)
+    inner, outer = Holder(a=[]), Holder(b=[])
+    restore(
+        {"o": Holder(inner=[inner], outer=outer)},
+        snapshot({"o": Holder(inner=[Holder(a=[value])], outer=Holder(b=[value, 1]))}),
+    )
+    assert same(inner.a, [value])
+    assert same(outer.b, [value, 1])
+
+
 def test_a_mismatch_anywhere_is_found_before_any_load() -> None:
     calls = []
 
@@ -347,7 +405,7 @@ def test_a_mismatch_anywhere_is_found_before_any_load() -> None:
 
 
 def test_an_object_without_a_state_in_the_checkpoint_is_a_difference() -> None:
-    with pytest.raises(MismatchError, match=r"o: the target has a .*Holder"):
+    with pytest.raises(MismatchError, match=r"o: expected the state of a .*Holder"):
         restore({"o": Holder(a=1), "x": 1}, snapshot({"x": 1}))
 
 

@@ -42,13 +42,15 @@ PLAIN = Container("dict")
 """A dict whose keys are strings in code point order; it needs no entry."""
 
 
-def described(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
+def described(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
     """The entry of a plain container and its elements by the part that they add to the path.
 
     None for every other value: a subclass has methods and fields that nobody else can rebuild.
     """
     kind = type(value)
     if kind is dict:
+        if not value:
+            return PLAIN, ()
         return Container("dict", keys=_keys(value)), _items(value)
     if kind is OrderedDict or kind is Counter:
         return Container(kind.__name__, keys=_keys(value)), _items(value)  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ def made(container: Container, parts: Sequence[str], element: Callable[[Any, str
             keys = sorted(unescape(part) for part in parts)
         items = {key: element(key, escape(str(key))) for key in keys}
         if kind == "defaultdict":
-            names = {name: factory for factory, name in _FACTORIES.items()}
+            names: dict[Any, Any] = {name: factory for factory, name in _FACTORIES.items()}
             return defaultdict(names.get(container.factory), items)
         return items if kind == "dict" else _MAKE[kind](items)
     values = [element(i, str(i)) for i in range(len(parts))]
@@ -100,7 +102,7 @@ def array_class(value: Any) -> str:
     if isinstance(value, np.generic):
         return "numpy.generic"
     if isinstance(value, np.ndarray):
-        return "numpy"
+        return "numpy" if value.dtype.isnative else "numpy.swapped"
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         name = "torch"
         if isinstance(value, torch.nn.Parameter):
@@ -135,6 +137,8 @@ def array_template(name: str, leaf: Leaf, like: Any) -> Any:
             dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     array = leaf_array(leaf)
+    if base == "numpy.swapped":
+        return array.astype(array.dtype.newbyteorder())
     return array[()] if base == "numpy.generic" else array
 
 
@@ -148,6 +152,11 @@ def _library(name: str) -> Any:
 
 def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
     keys = list(value)
+    texts = {str(key) for key in keys}
+    if len(texts) < len(keys):
+        raise UnsupportedLeafError(
+            f"two keys of a mapping have the same text: {keys!r}; rename one of them."
+        )
     if all(type(key) is str for key in keys) and all(a < b for a, b in pairwise(keys)):
         return None
     return tuple(keys)

@@ -6,6 +6,7 @@ state only says where arrays lie, and provides live objects that the state conta
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,8 +25,17 @@ from perdure.state.containers import (
     described,
     made,
 )
-from perdure.state.walk import Named, adapters, join, leaf_adapter, load_leaf, node_of, type_name
-from perdure.store.format import Container, children_of, unescape
+from perdure.state.walk import (
+    Named,
+    adapters,
+    join,
+    leaf_adapter,
+    load_leaf,
+    name_error,
+    node_of,
+    type_name,
+)
+from perdure.store.format import SCALAR_PREFIX, Container, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
 _MISSING: Any = object()
@@ -46,44 +56,54 @@ class Collector:
 
     def collect(self, found: Stateful, path: str) -> None:
         state = read(found, path)
-        if isinstance(state, Names):
-            common = found.arrays
-            for name, value in state.items():
-                at = path
-                for part in name.split("."):
-                    at = join(at, part)
-                self._value(value, at, listed=True)
-        else:
-            self._value(state, path, listed=True)
-            ranked = Counter(self._classes.values()).most_common()
-            common = min((name for name, count in ranked if count == ranked[0][1]), default=None)
-            entry = self._leaves.containers.get(path)
-            if path in self._classes:
-                common = None
-            elif entry is not None and entry.type is None:
-                self._leaves.containers[path] = msgspec.structs.replace(entry, arrays=common)
+        try:
+            if isinstance(state, Names):
+                common = found.arrays
+                for name, value in state.items():
+                    self._value(value, _named(path, name), listed=True)
+            else:
+                self._value(state, path, listed=True)
+                common = self._common(path)
+        except RecursionError:
+            raise UnsupportedLeafError(
+                f"{path}: the state of a {type_name(found.target)} contains itself, or is nested too "
+                f"deeply."
+            ) from None
         for at, name in self._classes.items():
             if name != common:
                 self._leaves.containers[at] = Container("array", arrays=name)
 
+    def _common(self, path: str) -> str | None:
+        """The class of most arrays, which the entry of the whole state gets."""
+        entry = self._leaves.containers.get(path)
+        if path in self._classes or entry is None or entry.type is not None:
+            return None
+        ranked = Counter(self._classes.values()).most_common()
+        common: Any = min((name for name, count in ranked if count == ranked[0][1]), default=None)
+        self._leaves.containers[path] = msgspec.structs.replace(entry, arrays=common)
+        return common
+
     def _value(self, value: Any, path: str, *, listed: bool = False) -> None:
-        with Named(path):
+        # The loop of the user stands still here, as in `tree._collect`.
+        try:
             for adapter in self._adapters:
                 if (leaf := adapter.leaf(value)) is not None:
-                    put(self._leaves, path, leaf)
-                    if not leaf.is_scalar:
+                    if path in self._leaves:
+                        raise two_leaves(path)
+                    self._leaves[path] = leaf
+                    if leaf.dtype[:3] != SCALAR_PREFIX:
                         self._classes[path] = array_class(value)
                     return
-            if (plain := described(value)) is None:
+            plain = described(value)
+            if plain is None:
                 self._live(value, path)
                 return
-            entry, children = plain
-            if entry.keys and len({str(key) for key in entry.keys}) < len(entry.keys):
-                raise UnsupportedLeafError(
-                    f"two keys of a mapping have the same text: {entry.keys!r}; rename one of them."
-                )
-            if listed or not children or entry != PLAIN:
-                self._leaves.containers[path] = entry
+        except StateError as error:
+            name_error(error, path)
+            raise
+        entry, children = plain
+        if listed or not children or entry != PLAIN:
+            self._leaves.containers[path] = entry
         for key, child in children:
             self._value(child, join(path, key))
 
@@ -108,13 +128,14 @@ class Stored:
         self.containers = containers_of(leaves)
         self._build = build
         self._adapters = adapters()
+        self.missing: list[Difference] = []
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:
         return children_of([*self.leaves, *self.containers])
 
     def state(self, found: Stateful, path: str) -> Any:
-        """The state to give to an object."""
+        """The state to give to an object. One that is not there at all is added to `missing`."""
         fresh = read(found, path)
         if isinstance(fresh, Names):
             older = {} if self.containers else self._containers_in(fresh, path, found.arrays)
@@ -123,14 +144,14 @@ class Stored:
                 for at, name in self._names(path, "")
                 if not _below(at, tuple(older))
             }
+        if leaf_adapter(fresh, self._adapters) is None and described(fresh) is None:
+            return self._build(fresh, path)  # a live object in place of a state
         if path in self.containers or path in self.leaves:
-            return self._value(path, fresh, found.arrays)
+            return self._value(path, fresh, found.arrays, root=True)
         state = self._guessed(path, fresh, found.arrays)
-        if path not in self._children and path and _has_leaves(fresh):
-            raise MismatchError(
-                f"{path}: the target has a {type_name(found.target)} there, the checkpoint has no "
-                f"state of one; nothing was changed. Build the target with the code that saved it."
-            )
+        if path not in self._children and _has_leaves(fresh):
+            wanted = f"the state of a {type_name(found.target)}"
+            self.missing.append(Difference(path, wanted))
         return state
 
     def digests(self, found: Stateful, path: str) -> dict[str, list[str]] | None:
@@ -157,9 +178,9 @@ class Stored:
         adds = {at for at in adds if found.adds(at[len(prefix) :])}
         return sorted((line for line in lines if line.path not in adds), key=lambda line: line.path)
 
-    def _value(self, path: str, like: Any, arrays: str) -> Any:
+    def _value(self, path: str, like: Any, arrays: str, *, root: bool = False) -> Any:
         entry = self.containers.get(path)
-        if entry is not None and entry.type is not None:
+        if entry is not None and entry.type is not None and not root:
             return self._live(path, like, entry.type)
         if entry is not None and entry.arrays is not None:
             arrays = entry.arrays
@@ -210,17 +231,15 @@ class Stored:
         values = {}
         for name, value in fresh.items():
             if described(value) is not None:
-                at = path
-                for part in name.split("."):
-                    at = join(at, part)
+                at = _named(path, name)
                 values[at] = (name, self._guessed(at, value, arrays))
         return values
 
     def _guessed(self, path: str, like: Any, arrays: str) -> Any:
         """A value of a checkpoint that does not describe containers: of the kind that `like` has."""
         if path in self.leaves:
-            is_array = like is not _MISSING and leaf_adapter(like, self._adapters) is not None
-            is_array = is_array and not self.leaves[path].is_scalar
+            known = None if like is _MISSING else leaf_adapter(like, self._adapters)
+            is_array = known is not None and not known[1].dtype.startswith(SCALAR_PREFIX)
             return self._leaf(path, like, array_class(like) if is_array else arrays)
         parts = self._children.get(path, [])
         plain = None if like is _MISSING else described(like)
@@ -263,11 +282,9 @@ def read(found: Stateful, path: str) -> Any:
             ) from error
 
 
-def put(leaves: Leaves, path: str, leaf: Leaf) -> None:
-    """Add one leaf; two with one path are an error."""
-    if path in leaves:
-        raise UnsupportedLeafError(f"two leaves have the path {path!r}; rename one of the keys.")
-    leaves[path] = leaf
+def two_leaves(path: str) -> UnsupportedLeafError:
+    """The error about two values with one path."""
+    return UnsupportedLeafError(f"two leaves have the path {path!r}; rename one of the keys.")
 
 
 def copied(state: Any) -> Any:
@@ -276,7 +293,8 @@ def copied(state: Any) -> Any:
         return Names({name: copied(value) for name, value in state.items()})
     if isinstance(state, np.ndarray):
         return state.copy()
-    if hasattr(state, "detach") and hasattr(state, "clone"):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(state, torch.Tensor):
         clone = state.detach().clone()
         if type(clone) is not type(state):
             return type(state)(clone, state.requires_grad)
@@ -352,6 +370,15 @@ def _has_leaves(value: Any) -> bool:
 
 def _below(path: str, roots: Sequence[str]) -> bool:
     return any(path == root or path.startswith(f"{root}/") for root in roots)
+
+
+def _named(path: str, name: str) -> str:
+    """The path of a value of a module."""
+    if "/" not in name and "%" not in name:
+        return f"{path}/{name.replace('.', '/')}" if path else name.replace(".", "/")
+    for part in name.split("."):
+        path = join(path, part)
+    return path
 
 
 def _at(path: str, part: str) -> str:

@@ -99,7 +99,10 @@ class TorchState:
 
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
-_NO_DISPATCH = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+_NO_DISPATCH = (
+    torch.Tensor.__torch_dispatch__,  # type: ignore[attr-defined]
+    torch._C._disabled_torch_dispatch_impl,
+)
 
 
 def _is_plain_tensor(value: torch.Tensor) -> bool:
@@ -156,10 +159,12 @@ class _Module(Stateful):
 
 def _real_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """The names of a module's state without those of wrappers (DDP, torch.compile) -> as they are."""
-    cuts = []
+    cuts: list[tuple[str, str]] = []
     for name, part in module.named_modules(remove_duplicate=False):
         if (inner := _inner_name(part)) is not None:
             cuts.append((f"{name}." if name else "", f"{inner}."))
+    if not cuts:
+        return {name: name for name in state}
     real = {}
     for full in state:
         name = full

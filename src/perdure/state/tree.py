@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, Spec, Stateful
+from perdure.state.adapter import Adapter, Difference, Node, Spec, Stateful
 from perdure.state.arena import Arena
 from perdure.state.builtin import plain_value
-from perdure.state.objects import Collector, Stored, put
-from perdure.state.template import Difference, differences, listed, mismatch, template_of
+from perdure.state.objects import Collector, Stored, same, two_leaves
+from perdure.state.template import differences, listed, mismatch, template_of
 from perdure.state.walk import (
     Named,
     adapters,
@@ -28,7 +28,7 @@ from perdure.state.walk import (
 )
 from perdure.store.collector import collector_paused
 from perdure.store.format import unescape
-from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.leaf import Leaf, Leaves
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
 
@@ -93,16 +93,15 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
 
     def build_inside(like: Any, path: str) -> Any:
         """A live value in the state of an object: strict, as outside of objects."""
-        part = Leaves(
-            {at: leaf for at, leaf in leaves.items() if f"{at}/".startswith(f"{path}/")},
-            containers_of(leaves),
-        )
+        part = {f"{path}{at}": leaf for at, leaf in _below(leaves, path).items()}
         if lines := differences(template_of(like, specs, path), part):
             raise mismatch(lines, _advice(lines))
         return build(like, path)
 
     stored = Stored(leaves, build_inside)
     restored = build(like, "")
+    if lines := stored.missing + _conflicts(changes, leaves):
+        raise mismatch(lines, _REBUILD)
     _apply(changes, stored)
     return restored
 
@@ -135,6 +134,29 @@ def unflatten(leaves: Mapping[str, Leaf]) -> Any:
             at = at.setdefault(unescape(part), {})
         at[unescape(last)] = plain_value(leaf)
     return root[""] if root.keys() == {""} else root
+
+
+def _conflicts(changes: Sequence[_Change], leaves: Mapping[str, Leaf]) -> list[Difference]:
+    """Objects that are in the target twice, for which the checkpoint has two different states."""
+    paths: dict[int, str] = {}
+    lines = []
+    for change in changes:
+        if isinstance(change.node, Stateful):
+            first = paths.setdefault(id(change.node.target), change.path)
+            if first != change.path:
+                one, other = _below(leaves, first), _below(leaves, change.path)
+                if one.keys() != other.keys() or not all(same(one[p], other[p]) for p in one):
+                    reason = f"is one object with {first} in the target, the checkpoint has two"
+                    lines.append(Difference(change.path, reason=reason))
+    return lines
+
+
+def _below(leaves: Mapping[str, Leaf], path: str) -> dict[str, Leaf]:
+    return {
+        at[len(path) :]: leaf
+        for at, leaf in leaves.items()
+        if not path or f"{at}/".startswith(f"{path}/")
+    }
 
 
 class _Change(NamedTuple):
@@ -200,7 +222,7 @@ def _put_back(
             undo()
             if stored.digests(change.node, change.path) != digests:
                 lost.append(change.path)
-        except Exception:  # noqa: BLE001 - the error that led here is raised, and names this path
+        except BaseException:  # noqa: BLE001 - the error that led here is raised, and names this path
             lost.append(change.path)
     return lost
 
@@ -254,7 +276,9 @@ def _collect(
                 else:
                     _collect(node.children, at, among, leaves)
                 continue
-            put(leaves, at, leaf)
+            if at in leaves:
+                raise two_leaves(at)
+            leaves[at] = leaf
     except StateError as error:
         name_error(error, at)
         raise

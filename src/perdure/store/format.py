@@ -76,7 +76,7 @@ PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack\Z
 Arrays = Annotated[
     str,
     Meta(
-        pattern=r"^(numpy(\.generic)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)\Z"
+        pattern=r"^(numpy(\.generic|\.swapped)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)\Z"
     ),
 ]
 RecipeValue = str | int | float | bool

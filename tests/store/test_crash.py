@@ -121,7 +121,9 @@ def test_the_crash_test_sees_a_rollback_that_begins_with_the_oldest(
 ) -> None:
     """Negative control: then a crash in the middle leaves a line with a gap."""
     monkeypatch.setattr(
-        "perdure.store.rollback.sorted", lambda each, **_: sorted(each), raising=False
+        "perdure.store.rollback.sorted",
+        lambda each, key=None, **_: sorted(each, key=key),
+        raising=False,
     )
     seen = 0
     for path in crashes(tmp_path, CASES["rollback"]):

@@ -114,3 +114,21 @@ def test_the_crash_test_sees_a_pack_that_goes_before_its_manifest(
     run.close()
     with pytest.raises(AssertionError):
         assert_whole(path, case)
+
+
+def test_the_crash_test_sees_a_rollback_that_begins_with_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: then a crash in the middle leaves a line with a gap."""
+    monkeypatch.setattr(
+        "perdure.store.rollback.sorted",
+        lambda each, key=None, **_: sorted(each, key=key),
+        raising=False,
+    )
+    seen = 0
+    for path in crashes(tmp_path, CASES["rollback"]):
+        try:
+            assert_whole(path, CASES["rollback"])
+        except AssertionError:
+            seen += 1
+    assert seen

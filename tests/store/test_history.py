@@ -378,6 +378,28 @@ def test_a_note_that_cannot_be_read_makes_a_checkpoint_one_of_the_damaged(
         run.save(2, make_leaves(3))
 
 
+def test_a_note_that_was_changed_by_hand_brings_nothing_back_to_a_wrong_place(
+    tmp_path: Path,
+) -> None:
+    with filled(tmp_path, 1, 2) as run:
+        fingerprint = run.manifest(1).fingerprint
+        run.rollback(1)
+        (name,) = (tmp_path / "quarantine").glob("*.reason.json")
+        note = json.loads(name.read_text())
+        (tmp_path / "quarantine" / "000000000001-0.json").write_bytes(
+            (tmp_path / manifest_name(1)).read_bytes() + b" "
+        )
+        name.write_text(json.dumps({**note, "after": [7, fingerprint]}))
+        with pytest.raises(HistoryError, match="continues step 7"):
+            run.undo_rollback()
+        manifest = tmp_path / "quarantine" / "000000000002-0.json"
+        manifest.write_bytes((tmp_path / manifest_name(1)).read_bytes())
+        name.write_text(json.dumps({**note, "after": [1, fingerprint]}))
+        with pytest.raises(HistoryError):
+            run.undo_rollback()
+        assert run.steps() == [1]
+
+
 def test_a_rollback_on_a_full_disk_says_so_and_can_be_repeated(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3).close()
     full = Operations(

@@ -333,7 +333,6 @@ class CheckpointManager:
         """Delete one checkpoint. Raises `StepNotFoundError` where there is none, `StoreError` for a
         pinned one."""
         self._settle(wait=True)
-        self._highest = None
         if self._processes.is_chief and not self._run.delete([step]):
             self._run.manifest(step)
 
@@ -381,7 +380,7 @@ class CheckpointManager:
         """Whether `step` is above every committed one, so that a save of it continues the run.
 
         The answer only decides whether the call waits for the save, which decides by itself. The first
-        call, and the first after a restore, a rollback or a deletion, is a collective.
+        call, and the first after a restore or a rollback, is a collective.
         """
         if self._highest is None:
             newest = -1

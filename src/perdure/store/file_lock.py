@@ -13,13 +13,15 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 import threading
 import weakref
 
 from perdure.store.storage import LostLock
 
 _ATTEMPTS = 3
-_OFD_SETLK: int | None = getattr(fcntl, "F_OFD_SETLK", None)
+# Only on Linux: other systems order the fields of `struct flock` in another way.
+_OFD_SETLK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
 # l_type, l_whence, l_start, l_len (0: to the end), l_pid (0: the open file, and not the process).
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS)
@@ -102,14 +104,14 @@ def _open_locked(path: str) -> FileLock:
         try:
             _lock(fd)
             lock = FileLock(path, fd)
-        except OSError as error:
+            _open_locks.add(lock)
+            return lock
+        except BaseException as error:
             holder = os.pread(fd, 4096, 0).decode(errors="replace")
             os.close(fd)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
                 raise BlockingIOError(errno.EAGAIN, holder, path) from None
             raise
-        _open_locks.add(lock)
-        return lock
 
 
 def _lock(fd: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store.contents import committed_steps, quarantined, reason_name, set_aside
 from perdure.store.format import MANIFESTS, QUARANTINE, Manifest, decode_manifest, manifest_name
 from perdure.store.storage import Storage
@@ -68,8 +68,14 @@ def finish_moves(storage: Storage) -> None:
     for name in aside:
         step = int(digits) if (digits := name.removeprefix(QUARANTINE)[:12]).isdecimal() else -1
         if step in committed and _note(storage, name) is not None:
-            data = storage.read(manifest_name(step))
-            if data == storage.read(name):
+            try:
+                data = storage.read(manifest_name(step))
+                twin = storage.read(name)
+            except ConnectionError:
+                raise
+            except OSError:
+                continue  # what cannot be read stays where it is
+            if data == twin:
                 storage.replace(manifest_name(step), data)
                 storage.delete(name)
                 storage.delete(reason_name(name))
@@ -113,6 +119,8 @@ def returning(candidates: Iterable[RolledBack], newest: tuple[int, str] | None) 
         following[each.note.after] = each
     line = []
     while newest is not None and (each := following.get(newest)) is not None:
+        if each.manifest.step <= newest[0]:
+            break  # a note that was changed by hand
         line.append(each)
         newest = each.place
     return line
@@ -129,7 +137,9 @@ def _note(storage: Storage, name: str) -> Note | None:
     """The note of a rollback; None for any other object in quarantine."""
     try:
         note = msgspec.json.decode(storage.read(reason_name(name)), type=Note)
-    except (FileNotFoundError, ValueError):
+    except ConnectionError:
+        raise
+    except (OSError, ValueError):
         return None
     return None if note.rolled_back_to is None or not note.name.startswith(MANIFESTS) else note
 
@@ -137,5 +147,7 @@ def _note(storage: Storage, name: str) -> Note | None:
 def _manifest(storage: Storage, name: str) -> Manifest | None:
     try:
         return decode_manifest(storage.read(name), f"{storage.where}/{name}")
-    except (FileNotFoundError, CorruptionError):
+    except ConnectionError:
+        raise
+    except (OSError, CorruptionError, FormatVersionError):
         return None

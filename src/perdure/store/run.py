@@ -567,7 +567,10 @@ class Run:
 
     def rolled_back(self) -> list[RolledBack]:
         """The checkpoints that rollbacks set aside, by their names in quarantine."""
-        return rolled_back(self.storage)
+        try:
+            return rolled_back(self.storage)
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: {error}.") from error
 
     def _require_whole(self, step: int) -> None:
         from perdure.store.reader import verify_leaves  # numpy: not needed to list a run

@@ -99,8 +99,8 @@ def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_a_newer_format_is_refused_as_such(saved: MemoryStorage) -> None:
-    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":3')
-    with pytest.raises(FormatVersionError, match=r"format 3; this perdure reads up to format 2"):
+    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":4')
+    with pytest.raises(FormatVersionError, match=r"format 4; this perdure reads up to format 3"):
         decode_manifest(data, "here")
 
 

@@ -132,7 +132,7 @@ def test_a_manifest_of_a_newer_perdure_is_not_taken_for_damage(tmp_path: Path) -
 
     filled(tmp_path)
     manifest = tmp_path / manifest_name(3)
-    manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":1', b'"format":3'))
+    manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":1', b'"format":4'))
     held = manifest.read_bytes()
     with run_on(tmp_path) as run, pytest.raises(FormatVersionError, match="newer perdure"):
         repair(run)

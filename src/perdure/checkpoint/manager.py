@@ -32,8 +32,11 @@ from perdure.heartbeats import beat, saving
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
 from perdure.state.arena import Arena
+from perdure.state.per_rank import Place, placed
+from perdure.state.process_random import ProcessRandom
 from perdure.store import Leaf, Loaded, Run, Storage
 from perdure.store.format import RecipeValue
+from perdure.store.share import Own
 
 
 class Restored(NamedTuple):
@@ -53,12 +56,18 @@ class ManagerOptions:
     ("shuffle-zstd") stores chunks smaller where it can, for slow or dear storage; it may change from
     one session to the next, fingerprints do not depend on it, and it needs the extra `zstd`. `clock`
     gives seconds since 1970.
+
+    `save_random_state` saves the random generators that the code of a process shares with every
+    checkpoint, and puts them back at the end of a restore: Python's `random`, `numpy.random`,
+    PyTorch's (CPU and the devices in use) and Keras's. Each process of a group has its own. They are
+    no part of the fingerprint. Turn it off for a manager that restores into a run of another.
     """
 
     retention: Retention = field(default_factory=Retention)
     on_error: Literal["raise", "continue"] = "raise"
     codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time
+    save_random_state: bool = True
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "continue"):
@@ -107,6 +116,7 @@ class CheckpointManager:
         self._background = Background()
         self._arena = Arena()
         self.preemption = PreemptionFlag(describe=self._newest)
+        self._random = ProcessRandom() if self._options.save_random_state else None
         self._notes: list[str] = []
         self._told: set[str] = set()
 
@@ -237,7 +247,11 @@ class CheckpointManager:
         the template of the restore.
         """
         like = init() if callable(init) and not hasattr(init, "state_dict") else init
-        restored = self._restore(None, like) or Restored(like, 0)
+        restored = self._restore(None, like)
+        if restored is None:
+            restored = Restored(like, 0)
+            if self._random:
+                self._random.begin()
         beat("compile", restored.step)
         return restored
 
@@ -311,9 +325,13 @@ class CheckpointManager:
 
     def _submit(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> None:
         self._check_group()
-        leaves = snapshot(state, self._arena)
+        drawn = self._random.capture() if self._random else None
+        with placed(self._processes.index, self._processes.count) as place:
+            leaves = snapshot(state, self._arena)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
+        self._background.submit(
+            self.preemption.timed(lambda: self._commit(step, leaves, numbers, place, drawn))
+        )
 
     def _release(self) -> None:
         self._arena.release()
@@ -328,14 +346,25 @@ class CheckpointManager:
             else f"{self.directory} holds no checkpoint yet."
         )
 
-    def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
+    def _commit(
+        self,
+        step: int,
+        leaves: dict[str, Leaf],
+        metrics: Mapping[str, float],
+        place: Place,
+        generators: Mapping[str, Any] | None,
+    ) -> None:
         saving(step)
         try:
+            local = {}
+            if self._random and generators is not None:
+                local = self._random.leaves(generators, place.index)
             if self._processes.count == 1:
-                self._run.save(step, leaves, self._recipe, metrics)
+                self._run.save(step, leaves, self._recipe, metrics, local=local)
             else:
-                group = self._processes.channel("save")
-                save_together(self._run, group, step, leaves, self._recipe, metrics)
+                ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
+                group, own = self._processes.channel("save"), Own(ranked, local)
+                save_together(self._run, group, step, leaves, self._recipe, metrics, own)
         finally:
             saving(None)
         if self._max_to_keep is None or not self._processes.is_chief:
@@ -379,8 +408,18 @@ class CheckpointManager:
         if self._processes.is_chief:
             self._set_aside(loaded)
         self._check_recipe(loaded)
-        state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
+        with placed(self._processes.index, self._processes.count):
+            state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
+        self._restore_random(loaded)
         return Restored(state, loaded.manifest.step)
+
+    def _restore_random(self, loaded: Loaded) -> None:
+        """The last part of a restore: what comes before may draw random numbers."""
+        if self._random is None:
+            return
+        where = f"{self.directory}: step {loaded.manifest.step}"
+        for note in self._random.restore(loaded.local, self._processes, where):
+            warnings.warn(note, stacklevel=5)
 
     def _set_aside(self, loaded: Loaded) -> None:
         for step, reason in loaded.skipped:

@@ -12,6 +12,7 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec
+from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.store.leaf import Leaf
 
@@ -161,8 +162,8 @@ class Builtin:
                 [("", value.main), *value.extras.items()],
                 lambda new: Beside(new[0], dict(zip(value.extras, new[1:], strict=True))),
             )
-        if isinstance(value, np.random.Generator):
-            return Node([("", value.bit_generator.state)], lambda new: _reseeded(value, new[0]))
+        if (node := generator_node(value, stored)) is not None:
+            return node
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if field.init]
             return Node(
@@ -191,9 +192,4 @@ def _same_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
 
 def _loaded(target: Any, state: Any) -> Any:
     target.load_state_dict(state)
-    return target
-
-
-def _reseeded(target: np.random.Generator, state: Any) -> np.random.Generator:
-    target.bit_generator.state = state
     return target

@@ -16,6 +16,7 @@ from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec
 from perdure.state.arena import Arena
 from perdure.state.builtin import Builtin, plain_value
+from perdure.state.per_rank import PerRank, here, per_rank_node, placed
 from perdure.store.collector import collector_paused
 from perdure.store.leaf import Leaf
 
@@ -59,8 +60,12 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     has been changed then.
     """
     stored = {path: Spec(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
-    wanted = {path: _spec(path, value, adapter) for path, value, adapter in _walk(like, "", stored)}
-    if lines := differences(wanted, stored):
+    with placed(here().index, here().count) as place:
+        wanted = {
+            path: _spec(path, value, adapter) for path, value, adapter in _walk(like, "", stored)
+        }
+    found = {path: spec for path, spec in stored.items() if not place.leaves_out(path)}
+    if lines := differences(wanted, found):
         raise MismatchError(
             f"the target and the checkpoint differ in {len(lines)} "
             f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was changed:\n"
@@ -138,7 +143,7 @@ def _collect(
                 if leaf is not None:
                     break
             else:
-                _collect(_node(value, adapters, None).children, at, adapters, leaves)
+                _collect(_node(value, at, adapters, None).children, at, adapters, leaves)
                 continue
             if at in leaves:
                 raise UnsupportedLeafError(
@@ -180,10 +185,14 @@ def _classify(
             if adapter.spec(value) is not None:
                 return adapter, None
         below = None if stored is None else _Below(stored, path)
-        return adapters[-1], _node(value, adapters, below)
+        return adapters[-1], _node(value, path, adapters, below)
 
 
-def _node(value: Any, adapters: Sequence[Adapter], below: Mapping[str, Spec] | None) -> Node:
+def _node(
+    value: Any, path: str, adapters: Sequence[Adapter], below: Mapping[str, Spec] | None
+) -> Node:
+    if isinstance(value, PerRank):
+        return per_rank_node(value, below, path)
     for adapter in adapters:
         if (node := adapter.node(value, below)) is not None:
             return node

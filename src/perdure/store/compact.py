@@ -41,7 +41,7 @@ def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[s
         here = [live.get(pack.name) for pack in manifest.packs]
         if all(found is None for found in here):
             continue
-        for leaf in manifest.leaves:
+        for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 if (found := here[chunk.pack]) is not None:
                     found[chunk.offset] = (chunk.hash, chunk.length, size)
@@ -171,8 +171,8 @@ def _replace(
     there = {pack.name: pack for pack in manifest.packs if pack.name not in live}
     there[moved.name] = PackRecord(name=moved.name, size=moved.size)
     numbers: dict[str, int] = {}
-    leaves: list[LeafRecord] = []
-    for leaf in manifest.leaves:
+    records: list[LeafRecord] = []
+    for leaf in manifest.every_leaf():
         chunks = []
         for chunk in leaf.chunks:
             name, place = manifest.packs[chunk.pack].name, (chunk.offset, chunk.length)
@@ -180,14 +180,16 @@ def _replace(
                 name, place = moved.name, moved.at[chunk.hash]
             number = numbers.setdefault(name, len(numbers))
             chunks.append(Chunk(chunk.hash, number, *place))
-        leaves.append(
+        records.append(
             leaf
             if leaf.text is not None
             else array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
         )
     packs = tuple(there[name] for name in numbers)
+    leaves = tuple(records[: len(manifest.leaves)])
+    local = tuple(records[len(manifest.leaves) :])
     renewed = msgspec.structs.replace(
-        manifest, format=format_of(leaves), packs=packs, leaves=tuple(leaves)
+        manifest, format=format_of(leaves, local), packs=packs, leaves=leaves, local=local
     )
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)

@@ -137,7 +137,7 @@ class Catalog:
                         sizes[pack.name] = self._storage.size(PACKS + pack.name)
                     except OSError:
                         sizes[pack.name] = None
-            for leaf in manifest.leaves:
+            for leaf in manifest.every_leaf():
                 for chunk in leaf.chunks:
                     pack = manifest.packs[chunk.pack]
                     if sizes[pack.name] == pack.size:

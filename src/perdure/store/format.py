@@ -24,6 +24,9 @@ FORMAT = 1
 CODEC_FORMAT = 2
 """Of manifests and packs with encoded chunks; all others stay as every reader knows them."""
 
+LOCAL_FORMAT = 3
+"""Of manifests with `local` leaves. The newest format of all."""
+
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
 
@@ -107,8 +110,12 @@ class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
     size: Natural
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one checkpoint is made of. Its file is the commit."""
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one checkpoint is made of. Its file is the commit.
+
+    `local` are leaves that belong to one process and not to the state, such as its random generators.
+    They are no part of the fingerprint; in all else they are leaves like the others.
+    """
 
     format: Natural
     step: Natural
@@ -118,9 +125,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float | None]
     packs: tuple[PackRecord, ...]
     leaves: tuple[LeafRecord, ...]
+    local: tuple[LeafRecord, ...] = ()
+
+    def every_leaf(self) -> tuple[LeafRecord, ...]:
+        """The leaves of the state and the local ones: all records that refer to chunks."""
+        return (*self.leaves, *self.local) if self.local else self.leaves
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the state."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
@@ -128,7 +141,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes that its chunks take in its packs, each of them counted once."""
         places = {
             (chunk.pack, chunk.offset): chunk.length
-            for leaf in self.leaves
+            for leaf in self.every_leaf()
             for chunk in leaf.chunks
         }
         return sum(places.values())
@@ -301,8 +314,12 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         seconds_of(manifest.created)
     except ValueError:
         raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
+    if manifest.local and manifest.format < LOCAL_FORMAT:
+        raise CorruptionError(
+            f"{where}: it has local leaves, which format {manifest.format} does not know."
+        )
     packs = len(manifest.packs)
-    for leaf in manifest.leaves:
+    for leaf in manifest.every_leaf():
         for chunk in leaf.chunks:
             if chunk.pack >= packs:
                 raise CorruptionError(
@@ -339,8 +356,10 @@ def array_record(
     return msgspec.structs.replace(record, size=nbytes)
 
 
-def format_of(leaves: Iterable[LeafRecord]) -> int:
-    """The format of a manifest with these leaves: the lowest that can say it."""
+def format_of(leaves: Iterable[LeafRecord], local: Sequence[LeafRecord] = ()) -> int:
+    """The format of a manifest with these leaves: the lowest that can express it."""
+    if local:
+        return LOCAL_FORMAT
     return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
 
 
@@ -380,7 +399,7 @@ def decode_pack_index(
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
     chunks: tuple[PackedChunk, ...]
-    if _check_version(index, where) == FORMAT:
+    if _check_version(index, where, CODEC_FORMAT) == FORMAT:
         pairs = _decode(index, PackIndex, where).chunks
         chunks = tuple((digest, length, length) for digest, length in pairs)
     else:
@@ -405,9 +424,9 @@ def _manifest(body: bytes, where: str) -> Manifest:
     except ValueError:  # also what a newer format looks like, which has to be said as such
         _check_version(body, where)
         manifest = _decode(body, Manifest, where)
-    if manifest.format > CODEC_FORMAT:
+    if manifest.format > LOCAL_FORMAT:
         _check_version(body, where)
-    hashes = [chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks]
+    hashes = [chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks]
     _check_hashes([manifest.fingerprint, *hashes], where)
     return manifest
 
@@ -431,11 +450,11 @@ def _check_lengths(version: int, leaf: LeafRecord, size: int, where: str) -> Non
         )
 
 
-def _check_version(data: bytes, where: str) -> int:
+def _check_version(data: bytes, where: str, newest: int = LOCAL_FORMAT) -> int:
     version = _decode(data, _Header, where).format
-    if version > CODEC_FORMAT:
+    if version > newest:
         raise FormatVersionError(
-            f"{where}: written in format {version}; this perdure reads up to format {CODEC_FORMAT}. "
+            f"{where}: written in format {version}; this perdure reads up to format {newest}. "
             f"Nothing was changed. Install a newer perdure to use it."
         )
     return version

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -79,11 +79,15 @@ from perdure.store.writer import Held, Written, write_pack
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable."""
+    """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable.
+
+    `local` are the leaves of each process that are no part of the state; empty in a partial load.
+    """
 
     manifest: Manifest
     leaves: dict[str, Leaf]
     skipped: tuple[tuple[int, str], ...] = ()
+    local: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 class Run:
@@ -140,12 +144,17 @@ class Run:
 
     def load(self, step: int, wanted: Callable[[str], bool] | None = None) -> Loaded:
         """Read one checkpoint, or only the leaves whose path `wanted` accepts; all verified."""
-        from perdure.store.reader import load_leaves  # numpy: not needed to list a run
+        # numpy: not needed to list a run
+        from perdure.store.reader import load_leaves, load_records
 
         manifest = self.manifest(step)
         while True:
             try:
-                return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
+                leaves = load_leaves(self.storage, manifest, wanted)
+                local = () if wanted else manifest.local
+                return Loaded(
+                    manifest, leaves, local=load_records(self.storage, manifest, local)
+                )
             except CorruptionError as error:
                 # An outage is no damage: nothing may be passed over or set aside because of it.
                 if isinstance(error.__cause__, ConnectionError):
@@ -175,7 +184,7 @@ class Run:
                     if step in self.steps():
                         raise
                     continue
-                return Loaded(loaded.manifest, loaded.leaves, tuple(skipped.items()))
+                return replace(loaded, skipped=tuple(skipped.items()))
         if not skipped:
             return None
         reasons = "\n".join(f"  step {step}: {why}" for step, why in skipped.items())
@@ -240,16 +249,18 @@ class Run:
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
         write: Callable[[Mapping[str, Held]], Written] | None = None,
+        local: Mapping[str, Leaf] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
-        with equal bits returns the manifest that is there, with those `metrics` added that it lacks;
-        with other bits it raises `StepExistsError`. Any failure raises `SaveError` and leaves every
-        earlier checkpoint as it was.
+        with equal bits returns the manifest that is there, with those `metrics` added that it lacks
+        and with these `local` leaves; with other bits it raises `StepExistsError`. Any failure raises
+        `SaveError` and leaves every earlier checkpoint as it was.
 
         `write`, given the chunks that are held, makes the others durable in place of this process: a
-        group shares them out. It is called at most once, and not at all for a step that is there.
+        group shares them out. It is called at most once, and not at all for a step that is there with
+        the same `local` leaves, which belong to one process each and are no part of the fingerprint.
         """
         if not 0 <= step <= MAX_STEP:
             raise StoreError(
@@ -257,7 +268,8 @@ class Run:
             )
         short = sum(len(leaf.data) for leaf in leaves.values()) <= SHORT_BYTES
         with collector_paused(len(leaves) if short else 0):
-            return self._save(step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write)
+            numbers = plain_metrics(metrics or {})
+            return self._save(step, leaves, dict(recipe or {}), numbers, write, local or {})
 
     def _save(
         self,
@@ -266,29 +278,35 @@ class Run:
         recipe: dict[str, RecipeValue],
         metrics: dict[str, float | None],
         write: Callable[[Mapping[str, Held]], Written] | None,
+        local: Mapping[str, Leaf],
     ) -> Manifest:
         try:
             self.begin_writing()
-            if (present := self._same_step(step, leaves)) is not None:
+            present = self._same_step(step, leaves)
+            if present is not None and (not local or _same_local(present, local)):
                 return self._with_metrics(present, metrics)
             require_room(self.storage, leaves, self._catalog.held())
             held = self._catalog.held()
-            records, packs, located = (
+            written = (
                 write(held)
                 if write
-                else write_pack(self.storage, step, 0, leaves, held, self.encode)
+                else write_pack(self.storage, step, 0, leaves, held, self.encode, local)
             )
             manifest = Manifest(
-                format=format_of(records),
+                format=format_of(written.leaves, written.local),
                 step=step,
                 created=time_text(self._clock()),
-                fingerprint=fingerprint_of(records),
+                fingerprint=fingerprint_of(written.leaves),
                 recipe=recipe,
                 metrics=metrics,
-                packs=tuple(packs),
-                leaves=tuple(records),
+                packs=tuple(written.packs),
+                leaves=tuple(written.leaves),
+                local=tuple(written.local),
             )
-            self._commit(manifest)
+            if present is None:
+                self._commit(manifest)
+            else:
+                manifest = self._with_local(present, manifest)
         except FileExistsError as error:
             raise LockedError(
                 f"{self.where}: step {step} was committed by another writer while this one was "
@@ -297,7 +315,7 @@ class Run:
         except (OSError, UnreachableError) as error:
             self._unsure.add(step)
             raise SaveError(self._save_failed(step, leaves, error)) from error
-        self._catalog.add(manifest, located)
+        self._catalog.add(manifest, written.located)
         return manifest
 
     def delete(self, steps: Iterable[int]) -> list[int]:
@@ -465,6 +483,17 @@ class Run:
         self._catalog.replace({manifest.step: manifest})
         return manifest
 
+    def _with_local(self, present: Manifest, again: Manifest) -> Manifest:
+        """What the loop drew after it saved this step for the first time, as an evaluation may."""
+        manifest = msgspec.structs.replace(
+            again,
+            created=present.created,
+            recipe=present.recipe,
+            metrics={**again.metrics, **present.metrics},
+        )
+        self.storage.replace(manifest_name(manifest.step), self._encoded(manifest))
+        return manifest
+
     def _commit(self, manifest: Manifest) -> None:
         create_whole(self.storage, manifest_name(manifest.step), self._encoded(manifest))
 
@@ -502,6 +531,13 @@ class Run:
             f"{self.where}: saving step {step} failed: {error}. State: {size} bytes{room}; {last}. "
             f"Free space or mend the permissions, then save again."
         )
+
+
+def _same_local(present: Manifest, local: Mapping[str, Leaf]) -> bool:
+    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.local]
+    return rows == [
+        (path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in sorted(local.items())
+    ]
 
 
 def _shorten(steps: list[int]) -> str:

@@ -88,7 +88,7 @@ class Packs:
                     f"{where} expects {pack.name} to have {pack.size} bytes, "
                     f"found {self.sizes[pack.name]}."
                 )
-        for leaf in manifest.leaves:
+        for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk, size)
 

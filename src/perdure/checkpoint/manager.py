@@ -22,6 +22,7 @@ from perdure.checkpoint.recipe import allowed, check_group, check_resume
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.checkpoint.together import load_together, save_together
 from perdure.errors import (
+    ClusterError,
     PruneError,
     SaveError,
     StepNotFoundError,
@@ -32,6 +33,7 @@ from perdure.heartbeats import beat, saving
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
 from perdure.state.arena import Arena
+from perdure.state.framework_group import framework_group
 from perdure.state.per_rank import Place, placed
 from perdure.state.process_random import ProcessRandom
 from perdure.store import Leaf, Loaded, Run, Storage
@@ -112,7 +114,9 @@ class CheckpointManager:
         self._recipe = dict(recipe or {})
         self._allow = allowed(allow)
         self._compared = False
+        self._group_given = processes is not None
         self._processes: Processes = processes or SingleProcess()
+        self._require_group()
         self._background = Background()
         self._arena = Arena()
         self.preemption = PreemptionFlag(describe=self._newest)
@@ -439,9 +443,25 @@ class CheckpointManager:
         if note and self._processes.is_chief:
             warnings.warn(note, stacklevel=5)
 
+    def _require_group(self) -> None:
+        """Raise where the framework knows of other processes and this manager does not.
+
+        Each of them would take itself for the only writer.
+        """
+        group = None if self._group_given else framework_group()
+        if group is not None and group.count > 1:
+            raise ClusterError(
+                f"{self.directory}: {group.source} says that this is process {group.index} of "
+                f"{group.count}, and the manager was not given the group. Make it in every process as "
+                f"CheckpointManager(..., processes=perdure.init({group.engine!r})), or with "
+                f"strategy.processes. For a directory that this process alone uses, pass "
+                f"processes=perdure.checkpoint.SingleProcess()."
+            )
+
     def _check_group(self) -> None:
         """Once: the recipe with its dataset, which the strategy could not compare."""
         if not self._compared:
+            self._require_group()
             note = check_group(self._processes, self._recipe, self._allow)
             self._compared = True
             if note:

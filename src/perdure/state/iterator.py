@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from perdure.errors import StateError
+from perdure.state.grain_state import completed, shortened
 
 
 def is_positioned(value: Any) -> bool:
@@ -23,7 +24,7 @@ def position(iterator: Any) -> str:
     """Where the iterator is. Raises `StateError` for a position that is neither bytes nor JSON."""
     state = iterator.get_state()
     if isinstance(state, bytes):
-        return f"b{state.decode()}"
+        return f"b{shortened(state).decode()}"
     try:
         return f"j{json.dumps(state, sort_keys=True)}"
     except TypeError as error:
@@ -35,5 +36,8 @@ def position(iterator: Any) -> str:
 
 def reposition(iterator: Any, text: str) -> Any:
     """The iterator, put back."""
-    iterator.set_state(text[1:].encode() if text.startswith("b") else json.loads(text[1:]))
+    if text.startswith("b"):
+        iterator.set_state(completed(text[1:].encode(), iterator))
+    else:
+        iterator.set_state(json.loads(text[1:]))
     return iterator

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import Crash, Operations, contents, make_leaves, repeated, run_on, sharing_states
+from helpers import Crash, Operations, contents, local_leaves, make_leaves, repeated, run_on, sharing_states
 
 from perdure.store import Leaf, Request, Run, check, repair
 from perdure.store.format import MAX_STEP
@@ -38,6 +38,7 @@ class Case:
     added: Callable[[], States] = dict
     damage: Callable[[Path], object] = Path.exists
     codec: str | None = None
+    local: bool = False
 
 
 def collect(run: Run, steps: set[int]) -> None:
@@ -88,6 +89,20 @@ CASES = {
         before=encoded,
         codec="shuffle-zstd",
     ),
+    "save_local": Case(
+        lambda run: run.save(3, make_leaves(3, SIZES), local=local_leaves(3)),
+        frozenset({1, 2}),
+        added=small(3),
+        local=True,
+    ),
+    "local_again": Case(
+        lambda run: run.save(2, make_leaves(2, SIZES), local=local_leaves(102)),
+        frozenset({1, 2}),
+        local=True,
+    ),
+    "compaction_local": Case(
+        lambda run: collect(run, {1}), frozenset({2, 3, 4}), before=sharing_states, local=True
+    ),
     "repair": Case(
         lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
     ),
@@ -97,7 +112,7 @@ CASES = {
 def prepared(path: Path, case: Case) -> Path:
     with run_on(path, codec=case.codec) as run:
         for step, leaves in case.before().items():
-            run.save(step, leaves)
+            run.save(step, leaves, local=local_leaves(step) if case.local else None)
     case.damage(path)
     return path
 
@@ -116,7 +131,11 @@ def assert_whole(path: Path, case: Case) -> None:
     assert case.kept <= set(report.good)
     assert report.ok or case.act is CASES["repair"].act, report.problems
     for step in report.good:
-        assert contents(Run(path).load(step).leaves) == contents(states[step])
+        loaded = Run(path).load(step)
+        assert contents(loaded.leaves) == contents(states[step])
+        if case.local:
+            known = [contents(local_leaves(seed)) for seed in (step, 100 + step)]
+            assert contents(dict(loaded.local)) in known
     with run_on(path) as run:
         repaired = repair(run).report
         assert case.kept <= set(repaired.good)

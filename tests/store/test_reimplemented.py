@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backports import zstd
 from blake3 import blake3
-from helpers import contents, make_leaves, repeated, run_on
+from helpers import contents, local_leaves, make_leaves, repeated, run_on
 
 from perdure.store import Leaf
 
@@ -29,20 +29,23 @@ def decoded(stored: bytes, digest: str, size: int) -> bytes:
     return bytes(plain[i % width * count + i // width] for i in range(size))
 
 
-def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
+def read(
+    root: Path, step: int, which: str = "leaves"
+) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["digest"] == blake3(b"{" + raw[77:]).hexdigest()
+    assert (manifest["format"] == 3) == ("local" in manifest)
     leaves = {}
     rows = []
-    for leaf in manifest["leaves"]:
+    for leaf in manifest[which]:
         if "text" in leaf:
             data = leaf["text"].encode()
             hashes = [blake3(data).hexdigest()]
         else:
             data, hashes = b"", []
             left = leaf.get("size", sum(chunk[3] for chunk in leaf.get("chunks", [])))
-            assert manifest["format"] == 2 or "size" not in leaf
+            assert manifest["format"] >= 2 or "size" not in leaf
             for digest, pack, offset, length in leaf.get("chunks", []):
                 with (root / "packs" / manifest["packs"][pack]["name"]).open("rb") as file:
                     file.seek(offset)
@@ -55,6 +58,8 @@ def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ..
         shape = leaf.get("shape", [])
         leaves[leaf["path"]] = (leaf["dtype"], tuple(shape), data)
         rows.append([leaf["path"], leaf["dtype"], shape, hashes])
+    if which == "local":
+        return "", leaves
     text = json.dumps(sorted(rows), separators=(",", ":"), ensure_ascii=False)
     assert blake3(text.encode()).hexdigest() == manifest["fingerprint"]
     return manifest["fingerprint"], leaves
@@ -104,5 +109,21 @@ def test_a_reader_written_from_the_document_agrees(tmp_path: Path) -> None:
     found, read_back = read(tmp_path, 12)
     assert found == fingerprint
     assert read_back == {**contents(leaves), "größe/a%2Fb": contents(leaves)["model/layer1"]}
+    for pack in (tmp_path / "packs").iterdir():
+        check_pack(pack)
+
+
+def test_a_reader_written_from_the_document_agrees_about_local_leaves(tmp_path: Path) -> None:
+    leaves, local = make_leaves(4), local_leaves(7, 3)
+    with run_on(tmp_path, codec="shuffle-zstd") as run:
+        plain = run.save(1, leaves)
+        with_local = run.save(2, leaves, local=local)
+        encoded = run.save(3, {**leaves, **repeated(make_leaves(5, (2000,)))}, local=local)
+    assert (plain.format, with_local.format, encoded.format) == (1, 3, 3)
+    assert with_local.fingerprint == plain.fingerprint
+    for step in (2, 3):
+        assert read(tmp_path, step, "local")[1] == contents(local)
+    assert read(tmp_path, 2) == (plain.fingerprint, contents(leaves))
+    assert read(tmp_path, 3)[0] == encoded.fingerprint
     for pack in (tmp_path / "packs").iterdir():
         check_pack(pack)

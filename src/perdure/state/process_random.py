@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from perdure.errors import UnsupportedLeafError
+from perdure.errors import CorruptionError, UnsupportedLeafError
 from perdure.store.leaf import Leaf
 
 _LOCAL = re.compile(r"process/([0-9]+)/random")
@@ -75,12 +75,19 @@ class ProcessRandom:
         """Put the generators back, as far as `local` has those of this process.
 
         Returns warnings: at most one, for generators that were drawn from and could not be put back.
+        Raises `CorruptionError` for leaves that this did not write.
         """
-        saved = {
-            int(found[1]): _decoder.decode(leaf.data)
-            for path, leaf in local.items()
-            if (found := _LOCAL.fullmatch(path))
-        }
+        try:
+            saved = {
+                int(found[1]): _decoder.decode(leaf.data)
+                for path, leaf in local.items()
+                if (found := _LOCAL.fullmatch(path))
+            }
+        except ValueError as error:  # of msgspec
+            raise CorruptionError(
+                f"{where}: its random generators cannot be read: {error}. Restore with "
+                f"ManagerOptions(save_random_state=False), or an older step."
+            ) from error
         same = saved.keys() == set(range(group.count))
         own = saved[group.index] if same else _common(list(saved.values()))
         lost = {name: why for name, record in own.items() if (why := put_back(name, record.state))}

@@ -1,4 +1,4 @@
-"""The generators that a process shares come back with a checkpoint, so that what draws from them does."""
+"""The generators that a process shares come back with a checkpoint, and what draws from them too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Trainer, check
 from perdure.state import process_random
 from perdure.store import Run
+from perdure.torch import MirroredStrategy
 from pretend import Pretend, play
 
 STEPS, KILLED_AFTER, EVERY = 12, 7, 3
@@ -46,9 +47,7 @@ def bits(*values: Any) -> list[bytes]:
 
 
 def torch_loop(directory: Path, stop: int, options: ManagerOptions | None) -> list[bytes]:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     state = Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters()))
     with CheckpointManager(directory, save_interval_steps=EVERY, options=options) as manager:
         state, start = manager.restore_or_initialize(state)
@@ -188,7 +187,8 @@ def test_a_capture_takes_less_than_a_tenth_of_a_millisecond() -> None:
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
 def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
-    np.random.set_bit_generator(getattr(np.random, kind)(5))
+    shared: Any = np.random
+    shared.set_bit_generator(getattr(np.random, kind)(5))
     try:
         np.random.standard_normal()  # noqa: NPY002
         saved = process_random.encoded(process_random.capture())["numpy"]
@@ -196,7 +196,7 @@ def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
         assert process_random.put_back("numpy", saved) is None
         assert np.random.standard_normal(5).tolist() == expected  # noqa: NPY002
     finally:
-        np.random.set_bit_generator(np.random.MT19937(0))
+        shared.set_bit_generator(np.random.MT19937(0))
 
 
 # --- another topology ---
@@ -334,25 +334,27 @@ def test_a_generator_of_a_device_that_is_gone_is_a_warning(
 
 
 def test_the_steps_of_a_strategy_are_no_draws(tmp_path: Path) -> None:
-    from perdure.torch import MirroredStrategy
-
-    torch.use_deterministic_algorithms(False)
-    strategy = MirroredStrategy(replicas=2)
-
     def grad(state: Any, batch: Any, key: Any) -> Any:
         return {"sum": torch.nn.functional.dropout(state["w"], 0.5)}
 
     def update(state: Any, total: Any) -> Any:
         return {"w": state["w"] + total["sum"]}, {}
 
-    step = strategy.step(grad, update)
-    values = strategy.distribute_values_from_function(lambda context: context)
-    with CheckpointManager(tmp_path) as manager:
-        state, _ = manager.restore_or_initialize({"w": torch.ones(5)})
-        generators = manager._random
-        assert generators is not None
-        state, _ = step(state, strategy.keys(0))
-        manager.save(1, state)
-        manager.wait_until_finished()
-        assert values and generators._drawn == set()
-    torch.use_deterministic_algorithms(False)
+    try:
+        strategy = MirroredStrategy(replicas=2)
+        step = strategy.step(grad, update)
+        with CheckpointManager(tmp_path) as manager:
+            state, _ = manager.restore_or_initialize({"w": torch.ones(5)})
+            for number, drawing in enumerate((False, True)):
+                state, _ = step(state, strategy.keys(number))
+                if drawing:
+                    torch.rand(1)  # the control
+                manager.save(number, state)
+        first, second = (Run(tmp_path).load(number).local for number in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    drawn = [
+        {name for name, record in process_random.records(each)[0].items() if record.drawn}
+        for each in (first, second)
+    ]
+    assert drawn == [set(), {"torch"}]

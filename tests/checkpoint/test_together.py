@@ -390,7 +390,7 @@ def test_a_grain_loader_with_a_shard_for_each_process_resumes(tmp_path: Path) ->
     def iterator(index: int, seed: int = 1) -> Any:
         options = grain.sharding.ShardOptions(index, 2)
         sampler = grain.samplers.IndexSampler(40, options, shuffle=True, num_epochs=2, seed=seed)
-        corpus = [f"line {number} of a corpus" for number in range(40)]
+        corpus: Any = [f"line {number} of a corpus" for number in range(40)]
         return iter(grain.DataLoader(data_source=corpus, sampler=sampler, worker_count=0))
 
     def saving(processes: Pretend) -> Any:

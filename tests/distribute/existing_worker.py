@@ -116,7 +116,7 @@ def main() -> None:
         out["steps"] = manager.all_steps()
     if args.engine == "torch":
         out["ddp"] = native_ddp(f"{args.directory}/ddp", processes)
-        dist.destroy_process_group()
+        sys.modules["torch.distributed"].destroy_process_group()
     sys.stdout.write(json.dumps(out) + "\n")
 
 

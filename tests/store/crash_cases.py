@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import Crash, Operations, contents, local_leaves, make_leaves, repeated, run_on, sharing_states
+from helpers import (
+    Crash,
+    Operations,
+    contents,
+    local_leaves,
+    make_leaves,
+    repeated,
+    run_on,
+    sharing_states,
+)
 
 from perdure.store import Leaf, Request, Run, check, repair
 from perdure.store.format import MAX_STEP

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class FrameworkGroup(NamedTuple):
+@dataclass(frozen=True)
+class FrameworkGroup:
     """`engine` ("jax" or "torch") says that this is process `index` of `count`.
 
     `address` is the host:port where its processes met, None where the framework does not know one.

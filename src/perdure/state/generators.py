@@ -28,9 +28,10 @@ def generator_node(value: Any, stored: Mapping[str, Spec] | None) -> Node | None
         bits = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
         children = dict(bits.state)
         # What `spawn` makes depends on the seed, and on how many were spawned before.
-        seeded = _SEEDS and type(bits.seed_seq) is np.random.SeedSequence
-        if seeded and (stored is None or _SEEDED_BY in stored):
-            children[_SEEDED_BY] = _seed_text(bits.seed_seq)
+        seed = bits.seed_seq
+        seeded = _SEEDS and (stored is None or _SEEDED_BY in stored)
+        if seeded and isinstance(seed, np.random.SeedSequence):
+            children[_SEEDED_BY] = _seed_text(seed)
         return Node([("", children)], lambda new: _put_back_numpy(value, bits, new[0]))
     return None
 

@@ -39,9 +39,9 @@ def completed(state: bytes, iterator: Any) -> bytes:
         text = own.get(name)
         if not isinstance(text, str) or _hash(text) != position[name].get("blake3"):
             raise StateError(
-                f"the {name.replace('_', ' ')} of this grain.DataLoader is not the one that it was saved "
-                f"with: Grain tells them apart by `repr`, which gives {str(text)[:200]!r} here. Make it "
-                f"with the same arguments, shard options included."
+                f"the {name.replace('_', ' ')} of this grain.DataLoader is not the one that it was "
+                f"saved with: Grain tells them apart by `repr`, which gives {str(text)[:200]!r} here. "
+                f"Make it with the same arguments, shard options included."
             )
         position[name] = text
     return json.dumps(position).encode()

@@ -52,7 +52,9 @@ class Place:
 
     def owns(self, path: str) -> bool:
         """Whether a leaf lies in a `PerRank` member."""
-        return bool(self.members) and any(_rank(path, member) is not None for member in self.members)
+        return bool(self.members) and any(
+            _rank(path, member) is not None for member in self.members
+        )
 
     def leaves_out(self, path: str) -> bool:
         """Whether a stored leaf lies in a `PerRank` member and is that of another rank."""

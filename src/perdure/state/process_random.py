@@ -1,7 +1,7 @@
-"""The random generators that all code of a process shares: Python's, NumPy's, PyTorch's and Keras's.
+"""The random generators that all code of a process shares: Python's, NumPy's, PyTorch's, Keras's.
 
-Whoever draws from them (dropout in PyTorch, `random.shuffle`, `np.random.permutation`) makes them a part
-of the training state. Nothing here imports a framework: a generator counts once its framework is
+Code that draws from them (dropout in PyTorch, `random.shuffle`, `np.random.permutation`) makes them a
+part of the training state. Nothing here imports a framework: a generator counts once its framework is
 imported, and that of a device once the device is in use.
 """
 
@@ -67,8 +67,8 @@ class ProcessRandom:
         # One that was not there before (PyTorch was imported since) may have been drawn from.
         self._drawn |= {name for name in states if states[name] != self._before.get(name)}
         self._before = states
-        records = {name: Record(name in self._drawn, states[name]) for name in sorted(states)}
-        data = msgspec.msgpack.encode(records)
+        by_name = {name: Record(name in self._drawn, states[name]) for name in sorted(states)}
+        data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
     def restore(self, local: Mapping[str, Leaf], group: _Group, where: str) -> list[str]:
@@ -78,11 +78,7 @@ class ProcessRandom:
         Raises `CorruptionError` for leaves that this did not write.
         """
         try:
-            saved = {
-                int(found[1]): _decoder.decode(leaf.data)
-                for path, leaf in local.items()
-                if (found := _LOCAL.fullmatch(path))
-            }
+            saved = records(local)
         except ValueError as error:  # of msgspec
             raise CorruptionError(
                 f"{where}: its random generators cannot be read: {error}. Restore with "
@@ -100,12 +96,22 @@ class ProcessRandom:
             reasons += [f"{_text(name)} ({why})" for name in sorted(drawn - own.keys())]
         if not reasons:
             return []
-        return [
+        text = (
             f"{where}: random generators that this run draws from were not restored: "
             f"{', '.join(reasons)}. Random numbers drawn from them after this resume differ from those "
             f"of an uninterrupted run. Resume where it was saved, or draw from generators that are "
             f"seeded by the step."
-        ]
+        )
+        return [text]
+
+
+def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, Record]]:
+    """What the local leaves of a checkpoint say of the generators of each process."""
+    return {
+        int(found[1]): _decoder.decode(leaf.data)
+        for path, leaf in local.items()
+        if (found := _LOCAL.fullmatch(path))
+    }
 
 
 def capture() -> dict[str, Any]:
@@ -133,7 +139,9 @@ def encoded(captured: Mapping[str, Any]) -> dict[str, bytes]:
     for name, state in captured.items():
         if name == "python":
             version, words, gauss = state
-            states[name] = msgspec.msgpack.encode((version, np.array(words, "<u4").tobytes(), gauss))
+            states[name] = msgspec.msgpack.encode(
+                (version, np.array(words, "<u4").tobytes(), gauss)
+            )
         elif name == "numpy":
             states[name] = msgspec.msgpack.encode(_packed(state))
         elif name == "keras":

@@ -152,9 +152,7 @@ class Run:
             try:
                 leaves = load_leaves(self.storage, manifest, wanted)
                 local = () if wanted else manifest.local
-                return Loaded(
-                    manifest, leaves, local=load_records(self.storage, manifest, local)
-                )
+                return Loaded(manifest, leaves, local=load_records(self.storage, manifest, local))
             except CorruptionError as error:
                 # An outage is no damage: nothing may be passed over or set aside because of it.
                 if isinstance(error.__cause__, ConnectionError):

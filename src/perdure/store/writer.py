@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -89,7 +89,8 @@ def write_pack(
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
     `encode` makes what is stored of a chunk smaller where it can. `local` leaves are small and are
-    stored as they are. No pack is written when every chunk is known already. On an error nothing stays but a temporary file that the next writer clears.
+    stored as they are. No pack is written when every chunk is known already. On an error nothing stays
+    but a temporary file that the next writer clears.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())

@@ -83,7 +83,8 @@ def with_existing(cluster: Cluster, engine: str) -> Cluster:
     if given and (cluster.process_id, cluster.num_processes) != (existing.index, existing.count):
         raise ClusterError(
             f"{existing.source} is initialized as process {existing.index} of {existing.count}; "
-            f"{cluster.source} says {cluster.process_id} of {cluster.num_processes}. Unset the wrong one"
+            f"{cluster.source} says {cluster.process_id} of {cluster.num_processes}. Unset the wrong "
+            f"one"
         )
     if given:
         return cluster

@@ -34,7 +34,8 @@ def join(
 ) -> Processes:
     """Become a member of the group; nothing to do for a group of one. May be called twice.
 
-    A group that the program made by `jax.distributed.initialize` is joined as it is. Raises ClusterError when not all came, or two claim one number (see `call_roll`).
+    A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
+    ClusterError when not all came, or two claim one number (see `call_roll`).
     """
     cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import nest
@@ -32,7 +32,7 @@ def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Proce
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cluster.num_processes == 1 and not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         atexit.register(_destroy)
     return join(cluster, options, backend)
 

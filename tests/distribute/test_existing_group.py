@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 from group import results
 
 from perdure.distribute import Cluster, SimpleClusterResolver
-from perdure.distribute.cluster import resolve as resolution
 from perdure.distribute.cluster import with_existing
 from perdure.errors import ClusterError
 from perdure.state.framework_group import FrameworkGroup
@@ -37,7 +37,7 @@ def group(count: int, index: int = 1) -> Any:
 def test_who_described_nothing_belongs_to_the_group_of_the_framework(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resolution, "framework_group", group(2))
+    monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
     alone = Cluster(None, 1, 0, source="the environment")
     assert with_existing(alone, "jax") == Cluster("host:99", 2, 1, source="jax.distributed")
     slurm = Cluster("host:1", 2, 1, source="Slurm")
@@ -48,6 +48,6 @@ def test_who_described_nothing_belongs_to_the_group_of_the_framework(
 def test_a_description_that_contradicts_the_framework_is_an_error(
     monkeypatch: pytest.MonkeyPatch, given: Any
 ) -> None:
-    monkeypatch.setattr(resolution, "framework_group", group(2))
+    monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
     with pytest.raises(ClusterError, match=r"initialized as process 1 of 2"):
         with_existing(SimpleClusterResolver(*given).cluster(), "torch")

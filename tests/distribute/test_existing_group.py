@@ -10,7 +10,7 @@ import pytest
 from group import results
 
 from perdure.distribute import Cluster, SimpleClusterResolver
-from perdure.distribute.cluster import with_existing
+from perdure.distribute.cluster import resolve_for, with_existing
 from perdure.errors import ClusterError
 from perdure.state.framework_group import FrameworkGroup
 
@@ -51,3 +51,15 @@ def test_a_description_that_contradicts_the_framework_is_an_error(
     monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
     with pytest.raises(ClusterError, match=r"initialized as process 1 of 2"):
         with_existing(SimpleClusterResolver(*given).cluster(), "torch")
+
+
+def test_half_a_description_is_none_where_the_framework_has_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+    with pytest.raises(ClusterError, match="lacks RANK"):
+        resolve_for("torch", None, half)
+    monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
+    assert resolve_for("torch", None, half).process_id == 1
+    with pytest.raises(ClusterError, match="lacks RANK"):
+        resolve_for("torch", "torchrun", half)

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from perdure.checkpoint.processes import Processes
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.errors import ClusterError
 
 ENGINES = ("jax", "torch")
@@ -41,5 +41,5 @@ def init(
         (engine,) = found
     if engine not in ENGINES:
         raise ClusterError(f"init: expected 'jax' or 'torch', found {engine!r}")
-    cluster = resolve(resolver)
+    cluster = resolve_for(engine, resolver)
     return import_module(f"perdure.distribute.{engine}.group").initialize(cluster, options)

@@ -43,7 +43,7 @@ def _jax_group() -> FrameworkGroup | None:
     if state is None or state.client is None:
         return None
     address = getattr(state, "coordinator_address", None)
-    return FrameworkGroup("jax", state.process_id, state.num_processes, address)
+    return FrameworkGroup("jax", state.process_id or 0, state.num_processes or 1, address)
 
 
 def _torch_group() -> FrameworkGroup | None:

@@ -15,7 +15,7 @@ from perdure.state.adapter import Node, Spec
 _RANK = re.compile(r"rank([0-9]+)(?:/|$)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PerRank:
     """A member of the state that each process of a group has for itself.
 

@@ -178,7 +178,7 @@ def put_back(name: str, state: bytes) -> str | None:
                 torch.set_rng_state(words)
         else:
             return "this release of perdure does not know it"
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         return f"its state was refused: {error}"
     return None
 

@@ -70,6 +70,26 @@ def resolve(
     return Cluster(None, 1, 0, source="the environment")
 
 
+def resolve_for(
+    engine: str,
+    resolver: ClusterResolver | str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Cluster:
+    """`resolve`, where a group that the program has initialized in the framework already counts.
+
+    An environment that describes a group incompletely is then no error: MASTER_ADDR and MASTER_PORT,
+    with the rank as an argument, are a usual way to call `init_process_group`.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        cluster = resolve(resolver, environ)
+    except ClusterError:
+        if resolver is not None or environ.get(SOURCE) or framework_group(engine) is None:
+            raise
+        cluster = Cluster(None, 1, 0, source="the environment")
+    return with_existing(cluster, engine)
+
+
 def with_existing(cluster: Cluster, engine: str) -> Cluster:
     """`cluster`, or the group that the program has initialized in the framework already.
 

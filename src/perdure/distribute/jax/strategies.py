@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perdure.checkpoint.processes import SingleProcess
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve, with_existing
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.jax import group
 from perdure.distribute.jax.engine import Devices, JaxEngine
 from perdure.distribute.jax.threads import pin
@@ -72,7 +72,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         local_device_ids: Sequence[int] | None = None,
         options: ClusterOptions | None = None,
     ) -> None:
-        cluster = with_existing(resolve(cluster_resolver), "jax")
+        cluster = resolve_for("jax", cluster_resolver)
         pool = pin(threads)
         processes = group.join(cluster, local_device_ids, options)
         super().__init__(JaxEngine(devices, processes, pool), replicas, seed=seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
     _exchange.timeout = wait
     # The reference keeps the store alive where the program destroys its group before the end.
     leave = timedelta(seconds=options.leave_timeout)
-    atexit.register(_leave, _connected(store, leave), cluster, leave, store)
+    at_end = (_connected(store, leave), cluster, leave, store)
+    # Also in the children of multiprocessing, which run no functions of atexit.
+    Finalize(None, _leave, at_end, exitpriority=0)
     return KeyValueProcesses(
         lambda: _Store(_connected(store, wait)), cluster.process_id, cluster.num_processes
     )

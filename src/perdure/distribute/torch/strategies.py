@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from perdure.checkpoint.processes import SingleProcess
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve, with_existing
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.torch import group
 from perdure.distribute.torch.engine import TorchEngine
@@ -66,7 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         threads: int | None = None,
         options: ClusterOptions | None = None,
     ) -> None:
-        cluster = with_existing(resolve(cluster_resolver), "torch")
+        cluster = resolve_for("torch", cluster_resolver)
         processes = group.join(cluster, options)
         super().__init__(TorchEngine(devices, processes, threads), replicas, seed=seed)
         self.cluster_resolver = cluster

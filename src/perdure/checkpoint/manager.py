@@ -198,7 +198,8 @@ class CheckpointManager:
         another process writes there (in a group: at the next call).
 
         In a group every process calls this at the same steps with its own copy of the state, writes
-        its share, and comes out with the same result; copies that differ raise `StateError`.
+        its share, and comes out with the same result; copies that differ raise `StateError`, but for
+        members wrapped in `PerRank`.
         """
         self._settle(wait=False)
         if not self.should_save(step) and not force:
@@ -233,7 +234,8 @@ class CheckpointManager:
         changed in place. Without `like` the state is nested dicts of NumPy arrays. Newer
         checkpoints that are damaged are passed over with a warning and moved to quarantine; a
         damaged `step` that was asked for raises `CorruptionError`. Raises `StepNotFoundError`
-        where there is none, `MismatchError` where `like` does not fit.
+        where there is none, `MismatchError` where `like` does not fit. The random generators of the
+        process are put back last (see `ManagerOptions.save_random_state`).
         """
         restored = self._restore(step, like)
         if restored is None:
@@ -366,7 +368,9 @@ class CheckpointManager:
             if self._processes.count == 1:
                 self._run.save(step, leaves, self._recipe, metrics, local=local)
             else:
-                ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
+                ranked = {}
+                if place.members:
+                    ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
                 group, own = self._processes.channel("save"), Own(ranked, local)
                 save_together(self._run, group, step, leaves, self._recipe, metrics, own)
         finally:

@@ -144,7 +144,8 @@ def main(where: Path) -> None:
 
     # What layers without a seed draw from, outside of `fit`.
     def drawn() -> list[float]:
-        return keras.random.uniform((3,)).tolist()
+        numbers: Any = keras.random.uniform((3,))
+        return numbers.tolist()
 
     drawn()
     with CheckpointManager(where.with_name(f"{where.name}-{keras.backend.backend()}")) as manager:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from perdure.checkpoint import PerRank
 from perdure.distribute import (
     AutoShardPolicy,
     InputContext,
@@ -37,6 +38,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "PerRank",
     "PerReplica",
     "ReduceOp",
     "apply_gradients",

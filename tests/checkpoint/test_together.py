@@ -7,11 +7,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 import pytest
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
-from perdure.errors import LockedError, SaveError, StateError, StepExistsError, WorkerLostError
+from perdure.checkpoint import PerRank
+from perdure.errors import (
+    LockedError,
+    MismatchError,
+    SaveError,
+    StateError,
+    StepExistsError,
+    WorkerLostError,
+)
 from perdure.store import Run, share, writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
@@ -251,3 +260,158 @@ def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:
     play(2, program)
     assert left == [75, 75]
     assert same(load(tmp_path), 4)
+
+
+# --- members that each process has for itself ---
+
+
+def per_rank(k: int, index: int, on_change: Any = "error", size: int = 3) -> dict[str, Any]:
+    mine = {"mean": np.full(size, 10 * k + index, np.float32), "seen": 100 * k + index}
+    return {**state(k), "own": PerRank(mine, on_change)}
+
+
+def rank_saver(directory: Path, *steps: int) -> Any:
+    def program(processes: Pretend) -> list[int]:
+        with CheckpointManager(directory, processes=processes) as manager:
+            for step in steps:
+                manager.save(step, per_rank(step, processes.index))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    return program
+
+
+def rank_restorer(directory: Path, on_change: Any = "error", member: str = "own") -> Any:
+    def program(processes: Pretend) -> Any:
+        like = per_rank(0, 7, on_change)
+        with CheckpointManager(directory, processes=processes) as manager:
+            restored, step = manager.restore(like={member: like.pop("own"), **like})
+        assert same(restored, step)
+        value = restored[member].value
+        return [*value["mean"].tolist(), value["seen"]]
+
+    return program
+
+
+def test_each_process_saves_and_gets_its_own_value(tmp_path: Path) -> None:
+    assert play(3, rank_saver(tmp_path, 1, 2)) == [[1, 2]] * 3
+    paths = [leaf.path for leaf in Run(tmp_path).manifest(2).leaves]
+    assert [path for path in paths if path.startswith("own/")] == [
+        f"own/rank{rank}/{name}" for rank in range(3) for name in ("mean", "seen")
+    ]
+    expected = [[20.0 + rank] * 3 + [200 + rank] for rank in range(3)]
+    assert play(3, rank_restorer(tmp_path)) == expected
+    assert load(tmp_path, 2)["own"]["rank1"]["seen"] == 201
+    assert check(Run(tmp_path)).problems == ()
+
+
+def test_the_fingerprint_covers_the_values_of_all(tmp_path: Path) -> None:
+    assert play(2, rank_saver(tmp_path, 1)) == [[1]] * 2
+    assert play(2, rank_saver(tmp_path, 1)) == [[1]] * 2, "equal bits are no work"
+    manifest = Run(tmp_path).manifest(1)
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            value = per_rank(1, processes.index)
+            if processes.index == 1:
+                value["own"].value["seen"] = -1
+            manager.save(1, value)
+
+    assert [type(error) for error in play(2, program)] == [StepExistsError] * 2
+    assert Run(tmp_path).manifest(1) == manifest
+
+
+def test_large_values_are_written_by_the_process_that_has_them(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, per_rank(1, processes.index, size=CHUNK // 2 + 1))
+
+    assert play(3, program) == [None] * 3
+    manifest = Run(tmp_path).manifest(1)
+    for leaf in manifest.leaves:
+        if leaf.path.startswith("own/") and leaf.chunks:
+            assert len(leaf.chunks) == 1 + (CHUNK // 2 + 1) * 4 // CHUNK
+            by = {manifest.packs[chunk.pack].name.split("-")[1] for chunk in leaf.chunks}
+            assert by == {leaf.path[8].zfill(5)}
+    assert check(Run(tmp_path)).problems == ()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_processes_needs_a_decision(tmp_path: Path, count: int) -> None:
+    play(2, rank_saver(tmp_path, 1))
+    for error in play(count, rank_restorer(tmp_path)):
+        assert isinstance(error, MismatchError)
+        assert "own: " in str(error)
+        assert f"saved by 2 processes, and this run has {count}" in str(error)
+    first = [10.0] * 3 + [100]
+    assert play(count, rank_restorer(tmp_path, "rank0")) == [first] * count
+    kept = [7.0] * 3 + [7]
+    assert play(count, rank_restorer(tmp_path, "keep")) == [kept] * count
+    assert play(2, rank_restorer(tmp_path, "keep"))[1] == [11.0] * 3 + [101]
+
+
+def test_a_member_that_the_checkpoint_lacks_or_has_otherwise_is_a_mismatch(tmp_path: Path) -> None:
+    play(2, rank_saver(tmp_path, 1))
+    for error in play(2, rank_restorer(tmp_path, "keep", member="other")):
+        assert isinstance(error, MismatchError)
+        assert "other/rank" in str(error)
+
+    def program(processes: Pretend) -> Any:
+        like = {**state(0), "own": PerRank({"mean": np.zeros(3, np.float32)})}
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.restore(like=like)
+
+    for rank, error in enumerate(play(2, program)):
+        assert isinstance(error, MismatchError)
+        assert f"own/rank{rank}/seen: the checkpoint has" in str(error)
+
+
+def test_a_value_inside_of_another_is_refused(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, {"own": PerRank({"inner": PerRank(1)})})
+
+    for error in play(2, program):
+        assert isinstance(error, StateError)
+        assert "own/rank" in str(error)
+
+
+def test_the_error_for_differing_copies_names_the_way_for_ddp(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, {"running_mean": np.full(3, processes.index)})
+
+    for error in play(2, program):
+        assert "running_mean: process 1 holds other bits" in str(error)
+        assert "PerRank" in str(error)
+
+
+def test_a_grain_loader_with_a_shard_for_each_process_resumes(tmp_path: Path) -> None:
+    def iterator(index: int, seed: int = 1) -> Any:
+        options = grain.sharding.ShardOptions(index, 2)
+        sampler = grain.samplers.IndexSampler(40, options, shuffle=True, num_epochs=2, seed=seed)
+        corpus: Any = [f"line {number} of a corpus" for number in range(40)]
+        return iter(grain.DataLoader(data_source=corpus, sampler=sampler, worker_count=0))
+
+    def saving(processes: Pretend) -> Any:
+        data = iterator(processes.index)
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            for _ in range(5):
+                next(data)
+            manager.save(5, {"data": PerRank(data)})
+            manager.wait_until_finished()
+            return [next(data) for _ in range(4)]
+
+    def resuming(processes: Pretend, seed: int = 1) -> Any:
+        data = iterator(processes.index, seed)
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.restore(like={"data": PerRank(data)})
+            return [next(data) for _ in range(4)]
+
+    expected = play(2, saving)
+    assert expected[0] != expected[1]
+    assert play(2, resuming) == expected
+    assert "corpus" not in (tmp_path / "checkpoints/000000000005.json").read_text()
+    for error in play(2, lambda processes: resuming(processes, 2)):
+        assert isinstance(error, StateError)
+        assert "sampler" in str(error)

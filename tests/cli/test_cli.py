@@ -96,7 +96,7 @@ def test_a_step_that_is_not_there_is_wrong_usage(run: Path) -> None:
 
 
 def test_a_newer_format_is_a_problem(run: Path) -> None:
-    (run / "perdure.json").write_text('{"format":3,"created":"2030"}\n')
+    (run / "perdure.json").write_text('{"format":4,"created":"2030"}\n')
     result = perdure("verify", run)
     assert result.exit_code == 1
     assert "Install a newer perdure" in result.output

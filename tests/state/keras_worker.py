@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from perdure import Checkpoint
+from perdure import Checkpoint, CheckpointManager
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.keras import Stateless
 from perdure.state import flatten, restore
@@ -141,6 +141,18 @@ def main(where: Path) -> None:
     other = compiled()
     Stateless(other.model, other.optimizer).write(net.state())
     out["written equal"] = bits(other) == bits(straight)
+
+    # What layers without a seed draw from, outside of `fit`.
+    def drawn() -> list[float]:
+        numbers: Any = keras.random.uniform((3,))
+        return numbers.tolist()
+
+    drawn()
+    with CheckpointManager(where.with_name(f"{where.name}-{keras.backend.backend()}")) as manager:
+        manager.save(1, {"x": 1})
+        out["drawn"] = [drawn(), drawn()]
+        manager.restore(1)
+        out["drawn again"] = [drawn(), drawn()]
 
     # Across backends: whoever comes first saves, the other restores.
     if (where / "checkpoints").is_dir():

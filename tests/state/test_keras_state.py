@@ -110,3 +110,12 @@ def test_errors(told: Any, backend: str) -> None:
 def test_buffers_of_a_wrapped_torch_module_are_not_lost_in_silence(told: Any) -> None:
     assert "wraps a torch module with buffers" in told["torch"]["buffers"]
     assert "running_mean" in told["torch"]["buffers"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_manager_restores_the_generator_that_seeds_come_from(
+    told: dict[str, Any], backend: str
+) -> None:
+    first, second = told[backend]["drawn"]
+    assert first != second
+    assert told[backend]["drawn again"] == [first, second]

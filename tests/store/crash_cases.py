@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import Crash, Operations, contents, make_leaves, repeated, run_on, sharing_states
+from helpers import (
+    Crash,
+    Operations,
+    contents,
+    local_leaves,
+    make_leaves,
+    repeated,
+    run_on,
+    sharing_states,
+)
 
 from perdure.checkpoint.prune import plan_prune
 from perdure.checkpoint.retention import Retention
@@ -42,6 +51,7 @@ class Case:
     follow: Callable[[Run], object] = Run.steps
     """What is called after the crash, and must then succeed."""
     codec: str | None = None
+    local: bool = False
 
 
 def collect(run: Run, steps: set[int]) -> None:
@@ -130,6 +140,20 @@ CASES = {
         before=sharing_states,
         damage=rolled_back,
     ),
+    "save_local": Case(
+        lambda run: run.save(3, make_leaves(3, SIZES), local=local_leaves(3)),
+        frozenset({1, 2}),
+        added=small(3),
+        local=True,
+    ),
+    "local_again": Case(
+        lambda run: run.save(2, make_leaves(2, SIZES), local=local_leaves(102)),
+        frozenset({1, 2}),
+        local=True,
+    ),
+    "compaction_local": Case(
+        lambda run: collect(run, {1}), frozenset({2, 3, 4}), before=sharing_states, local=True
+    ),
     "repair": Case(
         lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
     ),
@@ -139,7 +163,7 @@ CASES = {
 def prepared(path: Path, case: Case) -> Path:
     with run_on(path, codec=case.codec) as run:
         for step, leaves in case.before().items():
-            run.save(step, leaves)
+            run.save(step, leaves, local=local_leaves(step) if case.local else None)
     case.damage(path)
     return path
 
@@ -158,7 +182,11 @@ def assert_whole(path: Path, case: Case) -> None:
     assert case.kept <= set(report.good)
     assert report.ok or case.act is CASES["repair"].act, report.problems
     for step in report.good:
-        assert contents(Run(path).load(step).leaves) == contents(states[step])
+        loaded = Run(path).load(step)
+        assert contents(loaded.leaves) == contents(states[step])
+        if case.local:
+            known = [contents(local_leaves(seed)) for seed in (step, 100 + step)]
+            assert contents(dict(loaded.local)) in known
     with run_on(path) as run:
         case.follow(run)
         repaired = repair(run).report

@@ -24,6 +24,15 @@ def make_leaves(seed: int, sizes: tuple[int, ...] = (1000, 40, 0)) -> dict[str, 
     return leaves
 
 
+def local_leaves(seed: int, processes: int = 2) -> dict[str, Leaf]:
+    """A leaf for each process that is no part of the state."""
+    source = random.Random(f"local {seed}")
+    return {
+        f"process/{process}/random": Leaf("uint8", (500,), memoryview(source.randbytes(500)), True)
+        for process in range(processes)
+    }
+
+
 def sharing_states() -> dict[int, dict[str, Leaf]]:
     """Four steps; the later ones read little of what step 1 wrote, and its bulk no more."""
 

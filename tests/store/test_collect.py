@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import Operations, contents, make_leaves, run_on, sharing_states
+from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
 
 from perdure.errors import CorruptionError, PruneError, StoreError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
@@ -217,3 +217,25 @@ def test_a_writer_that_comes_back_does_not_trust_what_it_remembers(tmp_path: Pat
     run.save(6, sharing_states()[1])
     assert check(run).problems == ()
     run.close()
+
+
+def test_local_leaves_are_moved_and_kept_like_all_others(place: Path | MemoryStorage) -> None:
+    states, local = sharing_states(), local_leaves(1)
+    base = {"base": states[1]["base"]}
+    with run_on(place) as run:
+        run.save(1, states[1], local=local)
+        run.save(2, base, local=local)  # everything is there: it reads from the first pack
+        before = run.manifest(2)
+        run.execute(run.plan(prune({1})))
+        after = run.manifest(2)
+        assert after.packs != before.packs
+        assert after.fingerprint == before.fingerprint
+        loaded = run.load(2)
+        assert contents(loaded.leaves) == contents(base)
+        assert contents(dict(loaded.local)) == contents(local)
+        assert check(run).problems == ()
+        assert after.stored_nbytes == 2000 + 2 * 500
+        run.save(3, base, local=local_leaves(2))
+        run.execute(run.plan(prune({2})))
+        assert contents(dict(run.load(3).local)) == contents(local_leaves(2))
+        assert check(run).problems == ()

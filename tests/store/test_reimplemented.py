@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from backports import zstd
 from blake3 import blake3
-from helpers import contents, make_leaves, repeated, run_on
+from helpers import contents, local_leaves, make_leaves, repeated, run_on
 
 from perdure.state import snapshot
 from perdure.store import Leaf
@@ -36,13 +36,16 @@ def decoded(stored: bytes, digest: str, size: int) -> bytes:
     return bytes(plain[i % width * count + i // width] for i in range(size))
 
 
-def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
+def read(
+    root: Path, step: int, which: str = "leaves"
+) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["digest"] == blake3(b"{" + raw[77:]).hexdigest()
+    assert (manifest["format"] == 3) == ("local" in manifest)
     leaves = {}
     rows = []
-    for leaf in manifest["leaves"]:
+    for leaf in manifest[which]:
         if "text" in leaf:
             data = leaf["text"].encode()
             hashes = [blake3(data).hexdigest()]
@@ -62,6 +65,8 @@ def read(root: Path, step: int) -> tuple[str, dict[str, tuple[str, tuple[int, ..
         shape = leaf.get("shape", [])
         leaves[leaf["path"]] = (leaf["dtype"], tuple(shape), data)
         rows.append([leaf["path"], leaf["dtype"], shape, hashes])
+    if which == "local":
+        return "", leaves
     text = json.dumps(sorted(rows), separators=(",", ":"), ensure_ascii=False)
     assert blake3(text.encode()).hexdigest() == manifest["fingerprint"]
     return manifest["fingerprint"], leaves
@@ -214,3 +219,19 @@ def test_a_reader_written_from_the_document_agrees_about_weak_types(tmp_path: Pa
     assert np.frombuffer(data, np.dtype(dtype.removeprefix("weak:"))).tolist()[1:] == [-0.0, 7.5]
     assert read(tmp_path, 2)[0] != found, "a strong type is another state"
     assert check_run(tmp_path).good == (1, 2)
+
+
+def test_a_reader_written_from_the_document_agrees_about_local_leaves(tmp_path: Path) -> None:
+    leaves, local = make_leaves(4), local_leaves(7, 3)
+    with run_on(tmp_path, codec="shuffle-zstd") as run:
+        plain = run.save(1, leaves)
+        with_local = run.save(2, leaves, local=local)
+        encoded = run.save(3, {**leaves, **repeated(make_leaves(5, (2000,)))}, local=local)
+    assert (plain.format, with_local.format, encoded.format) == (1, 3, 3)
+    assert with_local.fingerprint == plain.fingerprint
+    for step in (2, 3):
+        assert read(tmp_path, step, "local")[1] == contents(local)
+    assert read(tmp_path, 2) == (plain.fingerprint, contents(leaves))
+    assert read(tmp_path, 3)[0] == encoded.fingerprint
+    for pack in (tmp_path / "packs").iterdir():
+        check_pack(pack)

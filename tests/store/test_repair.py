@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers import contents, make_leaves, run_on, sharing_states
+from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
 from perdure.cli import main
-from perdure.errors import FormatVersionError, LockedError
+from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import Run, check, repair
 from perdure.store.format import manifest_name
 
@@ -192,3 +192,30 @@ def test_verify_repairs_on_demand_and_says_what_is_left(tmp_path: Path) -> None:
     assert "a restore takes step 3, the newest good one" in done.output
     again = CliRunner().invoke(main, ["verify", str(tmp_path), "--json"])
     assert json.loads(again.output)["good"] == [2, 3]
+
+
+def test_a_damaged_local_leaf_is_damage_of_its_checkpoint(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1), local=local_leaves(1))
+        chunk = run.save(2, make_leaves(2), local=local_leaves(2)).local[1].chunks[0]
+    flip(pack(tmp_path, 2), chunk.offset)
+    report = check(Run(tmp_path))
+    assert (report.good, report.bad) == ((1,), (2,))
+    assert any("process/1/random" in problem.what for problem in report.problems)
+    newest = Run(tmp_path).load_newest()
+    assert newest is not None
+    assert newest.manifest.step == 1
+    assert "process/1/random" in newest.skipped[0][1]
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == (1,)
+
+
+def test_a_manifest_of_an_older_format_has_no_local_leaves(tmp_path: Path) -> None:
+    from test_format import resealed
+
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1), local=local_leaves(1))
+    manifest = tmp_path / manifest_name(1)
+    manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":3', b'"format":2'))
+    with pytest.raises(CorruptionError, match="local leaves"):
+        Run(tmp_path).load(1)

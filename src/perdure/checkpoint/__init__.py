@@ -9,12 +9,14 @@ from perdure.checkpoint.preemption import (
 )
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.retention import Retention
+from perdure.state.per_rank import PerRank
 
 __all__ = [
     "EXIT_PREEMPTED",
     "Checkpoint",
     "CheckpointManager",
     "ManagerOptions",
+    "PerRank",
     "PreemptionCheckpointHandler",
     "Processes",
     "Restored",

@@ -25,6 +25,7 @@ from perdure.checkpoint.restorable import Restorable
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.checkpoint.together import by_chief, load_together, save_together
 from perdure.errors import (
+    ClusterError,
     MismatchError,
     PruneError,
     SaveError,
@@ -36,8 +37,12 @@ from perdure.heartbeats import beat, saving
 from perdure.state import restore as restore_state
 from perdure.state import snapshot, unflatten
 from perdure.state.arena import Arena
+from perdure.state.framework_group import framework_group
+from perdure.state.per_rank import Place, placed
+from perdure.state.process_random import ProcessRandom
 from perdure.store import Leaf, Loaded, Run, Storage
 from perdure.store.format import RecipeValue
+from perdure.store.share import Own
 
 
 class Restored(NamedTuple):
@@ -57,12 +62,18 @@ class ManagerOptions:
     ("shuffle-zstd") stores chunks smaller where it can, for slow or dear storage; it may change from
     one session to the next, fingerprints do not depend on it, and it needs the extra `zstd`. `clock`
     gives seconds since 1970.
+
+    `save_random_state` saves the random generators that the code of a process shares with every
+    checkpoint, and puts them back at the end of a restore: Python's `random`, `numpy.random`,
+    PyTorch's (CPU and the devices in use) and Keras's. Each process of a group has its own. They are
+    no part of the fingerprint. Turn it off for a manager that restores into a run of another.
     """
 
     retention: Retention = field(default_factory=Retention)
     on_error: Literal["raise", "continue"] = "raise"
     codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time
+    save_random_state: bool = True
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "continue"):
@@ -107,13 +118,16 @@ class CheckpointManager:
         self._recipe = dict(recipe or {})
         self._allow = allowed(allow)
         self._compared = False
+        self._group_given = processes is not None
         self._processes: Processes = processes or SingleProcess()
+        self._require_group()
         self._background = Background()
         self._arena = Arena()
         self._restorable = Restorable()
         # Weakly: the signal's handler must not keep a manager, and its lock, that nobody else has.
         newest = weakref.WeakMethod(self._newest)
         self.preemption = PreemptionFlag(describe=lambda: text() if (text := newest()) else "")
+        self._random = ProcessRandom() if self._options.save_random_state else None
         self._notes: list[str] = []
         self._told: set[str] = set()
         # A save above this step is new; None until the processes have agreed on it.
@@ -198,7 +212,8 @@ class CheckpointManager:
         has changed.
 
         In a group every process calls this at the same steps with its own copy of the state, writes
-        its share, and comes out with the same result; copies that differ raise `StateError`.
+        its share, and comes out with the same result; copies that differ raise `StateError`, but for
+        members wrapped in `PerRank`.
         """
         self._settle(wait=False)
         if not self.should_save(step) and not force:
@@ -236,9 +251,10 @@ class CheckpointManager:
         changed in place. Without `like` the state is nested dicts of NumPy arrays. Newer
         checkpoints that are damaged are skipped with a warning; if this manager holds the writer's
         lock they move to quarantine at once, otherwise at its first save, so that a manager that
-        only restores changes nothing. Raises `CorruptionError` if the `step` that was asked for is
-        damaged, `UnreachableError` if a checkpoint cannot be read now (no permission, too many open
-        files, no answer: this is no damage, and no older checkpoint is used instead),
+        only restores changes nothing. The random generators of the process are put back last (see
+        `ManagerOptions.save_random_state`). Raises `CorruptionError` if the `step` that was asked for
+        is damaged, `UnreachableError` if a checkpoint cannot be read now (no permission, too many
+        open files, no answer: this is no damage, and no older checkpoint is used instead),
         `StepNotFoundError` if there is none, and `MismatchError` if `like` does not fit.
         """
         restored = self._restore(step, like)
@@ -259,8 +275,11 @@ class CheckpointManager:
         like = init() if callable(init) and not hasattr(init, "state_dict") else init
         restored = self._restore(None, like)
         if restored is None:
-            self._restorable.expect(like)
+            with placed(self._processes.index, self._processes.count):
+                self._restorable.expect(like)
             restored = Restored(like, 0)
+            if self._random:
+                self._random.begin()
         beat("compile", restored.step)
         return restored
 
@@ -366,15 +385,19 @@ class CheckpointManager:
         leaving: bool = False,
     ) -> None:
         self._check_group()
-        leaves = snapshot(state, self._arena)
-        try:
-            self._restorable.check_first(f"{self.directory}: step {step}", state, leaves)
-        except MismatchError as error:
-            if not leaving:
-                raise
-            warnings.warn(str(error), stacklevel=4)  # better than to lose the state
+        drawn = self._random.capture() if self._random else None
+        with placed(self._processes.index, self._processes.count) as place:
+            leaves = snapshot(state, self._arena)
+            try:
+                self._restorable.check_first(f"{self.directory}: step {step}", state, leaves)
+            except MismatchError as error:
+                if not leaving:
+                    raise
+                warnings.warn(str(error), stacklevel=4)  # better than to lose the state
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
+        self._background.submit(
+            self.preemption.timed(lambda: self._commit(step, leaves, numbers, place, drawn))
+        )
 
     def _is_new(self, step: int) -> bool:
         """Whether `step` is above every committed one, so that a save of it continues the run.
@@ -405,16 +428,29 @@ class CheckpointManager:
             else f"{self.directory} holds no checkpoint yet."
         )
 
-    def _commit(self, step: int, leaves: Mapping[str, Leaf], metrics: Mapping[str, float]) -> None:
+    def _commit(
+        self,
+        step: int,
+        leaves: dict[str, Leaf],
+        metrics: Mapping[str, float],
+        place: Place,
+        generators: Mapping[str, Any] | None,
+    ) -> None:
         saving(step)
         if note := self._restorable.changed(f"{self.directory}: step {step}", leaves):
             self._notes.append(note)
         try:
+            local = {}
+            if self._random and generators is not None:
+                local = self._random.leaves(generators, place.index)
             if self._processes.count == 1:
-                self._run.save(step, leaves, self._recipe, metrics)
+                self._run.save(step, leaves, self._recipe, metrics, local=local)
             else:
-                group = self._processes.channel("save")
-                save_together(self._run, group, step, leaves, self._recipe, metrics)
+                ranked = {}
+                if place.members:
+                    ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
+                group, own = self._processes.channel("save"), Own(ranked, local)
+                save_together(self._run, group, step, leaves, self._recipe, metrics, own)
         finally:
             saving(None)
             notes, self._run.notes = self._run.notes, []
@@ -461,10 +497,20 @@ class CheckpointManager:
         if self._processes.is_chief:
             self._set_aside(loaded)
         self._check_recipe(loaded)
-        if like is not None:
-            self._restorable.expect(like)
-        state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
+        with placed(self._processes.index, self._processes.count):
+            if like is not None:
+                self._restorable.expect(like)
+            state = unflatten(loaded.leaves) if like is None else restore_state(like, loaded.leaves)
+        self._restore_random(loaded)
         return Restored(state, loaded.manifest.step)
+
+    def _restore_random(self, loaded: Loaded) -> None:
+        """The last part of a restore: what comes before may draw random numbers."""
+        if self._random is None:
+            return
+        where = f"{self.directory}: step {loaded.manifest.step}"
+        for note in self._random.restore(loaded.local, self._processes, where):
+            warnings.warn(note, stacklevel=5)
 
     def _set_aside(self, loaded: Loaded) -> None:
         for step, reason in loaded.skipped:
@@ -489,9 +535,25 @@ class CheckpointManager:
         if note and self._processes.is_chief:
             warnings.warn(note, stacklevel=5)
 
+    def _require_group(self) -> None:
+        """Raise where the framework knows of other processes and this manager does not.
+
+        Each of them would take itself for the only writer.
+        """
+        group = None if self._group_given else framework_group()
+        if group is not None and group.count > 1:
+            raise ClusterError(
+                f"{self.directory}: {group.source} says that this is process {group.index} of "
+                f"{group.count}, and the manager was not given the group. Make it in every process as "
+                f"CheckpointManager(..., processes=perdure.init({group.engine!r})), or with "
+                f"strategy.processes. For a directory that this process alone uses, pass "
+                f"processes=perdure.checkpoint.SingleProcess()."
+            )
+
     def _check_group(self) -> None:
         """Once: the recipe with its dataset, which the strategy could not compare."""
         if not self._compared:
+            self._require_group()
             note = check_group(self._processes, self._recipe, self._allow)
             self._compared = True
             if note:

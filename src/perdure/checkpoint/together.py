@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +26,7 @@ from perdure.errors import (
 from perdure.store import Leaf, Loaded, Run
 from perdure.store.contents import Catalog
 from perdure.store.format import RecipeValue, hash_bytes
-from perdure.store.share import Share, assemble, leaf_digests, write_share
+from perdure.store.share import Own, OwnRows, Share, assemble, leaf_digests, write_share
 from perdure.store.writer import Held, Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
@@ -56,15 +56,20 @@ def save_together(
     leaves: Mapping[str, Leaf],
     recipe: Mapping[str, RecipeValue],
     metrics: Mapping[str, float],
+    own: Own | None = None,
 ) -> None:
     """One checkpoint by all processes; committed in all of them on return, or an error in all.
 
-    Called by every process with its own copy of the state, on a channel of its own. Raises
-    `StateError` naming the leaf and the process where the copies differ, and what `Run.save` raises.
+    Called by every process with its own copy of the state, on a channel of its own, and with the
+    leaves that it alone has. Raises `StateError` naming the leaf and the process where the copies
+    differ, and what `Run.save` raises.
     """
+    own = own or Own()
+    # The fingerprint covers the leaves of all processes, so the chief needs their hashes first.
+    rows = processes.gather(msgspec.msgpack.encode(OwnRows.of(own)))
     if not processes.is_chief:
         if processes.broadcast(None) == _WRITE:
-            part = _write_part(run, processes, step, leaves, Catalog(run.storage))
+            part = _write_part(run, processes, step, leaves, Catalog(run.storage), own)
             with suppress(SaveError, StateError):  # the chief sees the same, and says so below
                 _agreed(processes, leaves, part)
         _follow(_decode(processes.broadcast(None), _Outcome))
@@ -75,7 +80,7 @@ def save_together(
         nonlocal asked
         asked = True
         processes.broadcast(_WRITE)
-        part = _write_part(run, processes, step, leaves, held)
+        part = _write_part(run, processes, step, leaves, held, own)
         return assemble(leaves, _agreed(processes, leaves, part))
 
     def end(outcome: _Outcome) -> None:
@@ -83,8 +88,11 @@ def save_together(
             processes.broadcast(_NOTHING)
         processes.broadcast(msgspec.msgpack.encode(outcome))
 
+    every: list[OwnRows] = [_decode(data, OwnRows) for data in rows]
+    whole: dict[str, Any] = {**leaves, **{row.path: row for each in every for row in each.ranked}}
+    local: dict[str, Any] = {row.path: row for each in every for row in each.local}
     try:
-        run.save(step, leaves, recipe, metrics, write)
+        run.save(step, whole, recipe, metrics, write, local)
     except WorkerLostError:
         raise  # there is nobody left to agree with
     except Exception as error:
@@ -150,11 +158,13 @@ def _write_part(
     step: int,
     leaves: Mapping[str, Leaf],
     held: Mapping[str, Held] | Catalog,
+    own: Own,
 ) -> _Part:
     try:
         known = held.held() if isinstance(held, Catalog) else held
         index, count = processes.index, processes.count
-        return _Part(write_share(run.storage, step, leaves, known, index, count, run.encode))
+        share = write_share(run.storage, step, leaves, known, index, count, run.encode, own)
+        return _Part(share)
     except (OSError, StoreError) as error:
         return _Part(error=f"process {processes.index}: {error}")
 
@@ -184,7 +194,9 @@ def _differ(processes: Processes, digests: Mapping[str, str]) -> NoReturn:
         "the processes of the group hold different states:\n"
         + "\n".join(lines[:20])
         + "\nAll processes must start from the same state and run the same steps: give them one seed, "
-        "and restore in all of them."
+        "and restore in all of them. What each process has for itself (the buffers of BatchNorm under "
+        "DistributedDataParallel, the position in its shard of the data) must be made equal before the "
+        "save (buffers: dist.broadcast from rank 0) or be wrapped: perdure.checkpoint.PerRank(member)."
     )
 
 

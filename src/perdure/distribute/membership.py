@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from perdure.checkpoint.processes import Processes
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.errors import ClusterError
 
 ENGINES = ("jax", "torch")
@@ -19,13 +19,16 @@ def init(
 ) -> Processes:
     """Join the group, and return it; `CheckpointManager(..., processes=perdure.init())`.
 
-    Reads what `perdure run`, another launcher or a scheduler wrote (see `resolve`), meets the others,
-    and passes every argument to `jax.distributed.initialize` or to
-    `torch.distributed.init_process_group`, so that neither looks for itself. `engine` is "jax" or
-    "torch"; by default the one that the program has imported. A process that is alone joins nothing.
-    `MultiWorkerMirroredStrategy` does the same by itself. May be called twice.
+    Where the program has called `jax.distributed.initialize` or
+    `torch.distributed.init_process_group` (with any backend) already, that group is joined. Otherwise
+    this reads what `perdure run`, another launcher or a scheduler wrote (see `resolve`), meets the
+    others, and passes every argument to that function, so that the framework does not look for itself.
+    `engine` is "jax" or "torch"; by default the one that the program has imported. A process that is
+    alone gets a process group of one on PyTorch, so that `DistributedDataParallel` works there too, and
+    nothing on JAX. `MultiWorkerMirroredStrategy` joins its group by itself. May be called twice.
 
-    Raises `ClusterError` when the description contradicts itself, or not all came in time.
+    Raises `ClusterError` when the description contradicts itself or the group of the framework, or
+    when not all came in time.
     """
     if engine is None:
         found = [name for name in ENGINES if name in sys.modules]
@@ -38,5 +41,5 @@ def init(
         (engine,) = found
     if engine not in ENGINES:
         raise ClusterError(f"init: expected 'jax' or 'torch', found {engine!r}")
-    cluster = resolve(resolver)
-    return import_module(f"perdure.distribute.{engine}.group").join(cluster, options=options)
+    cluster = resolve_for(engine, resolver)
+    return import_module(f"perdure.distribute.{engine}.group").initialize(cluster, options)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager
+from perdure.checkpoint import CheckpointManager, ManagerOptions
 
 # By directory. An exception ends a `fit` without a word to its callbacks, and the next one must not
 # find the directory locked by what is left of it.
 _open: dict[str, CheckpointManager] = {}
 
 
-def open_manager(directory: Any, **options: Any) -> CheckpointManager:
+def open_manager(
+    directory: Any, options: ManagerOptions | None = None, **more: Any
+) -> CheckpointManager:
     """A manager for `directory`; one that is left over in this process is closed before."""
-    manager = CheckpointManager(directory, **options)
+    # A backup holds the generators itself, as they were where `fit` resumes.
+    options = replace(options or ManagerOptions(), save_random_state=False)
+    manager = CheckpointManager(directory, options=options, **more)
     if (left := _open.pop(manager.directory, None)) is not None:
         left.close()
     _open[manager.directory] = manager

@@ -16,6 +16,7 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, Spec, Stateful
+from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
@@ -230,12 +231,8 @@ class Builtin:
                 [("", value.main), *value.extras.items()],
                 lambda new: Beside(new[0], dict(zip(value.extras, new[1:], strict=True))),
             )
-        if isinstance(value, np.random.Generator):
-            return Node(
-                [("", value.bit_generator.state)],
-                lambda new: _reseeded(value, new[0]),
-                in_place=True,
-            )
+        if (node := generator_node(value, stored)) is not None:
+            return node
         if type(value) is np.ma.MaskedArray:
             return _masked(value, stored)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -356,8 +353,3 @@ class _Positioned(Stateful):
 
     def load(self, state: Any) -> None:
         reposition(self.target, state)
-
-
-def _reseeded(target: np.random.Generator, state: Any) -> np.random.Generator:
-    target.bit_generator.state = state
-    return target

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from perdure.errors import StateError
+from perdure.state.grain_state import completed, shortened
 
 
 def is_positioned(value: Any) -> bool:
@@ -28,6 +29,7 @@ def position(iterator: Any) -> str:
     """
     state = iterator.get_state()
     if isinstance(state, bytes):
+        state = shortened(state)
         try:
             return f"b{state.decode()}"
         except UnicodeDecodeError:
@@ -48,7 +50,8 @@ def reposition(iterator: Any, text: str) -> Any:
     if kind == "j":
         iterator.set_state(json.loads(rest, object_hook=_decoded))
     else:
-        iterator.set_state(rest.encode() if kind == "b" else bytes.fromhex(rest))
+        state = rest.encode() if kind == "b" else bytes.fromhex(rest)
+        iterator.set_state(completed(state, iterator))
     return iterator
 
 

@@ -15,6 +15,7 @@ from perdure.state.adapter import Adapter, Difference, Node, Spec, Stateful
 from perdure.state.arena import Arena
 from perdure.state.builtin import plain_value
 from perdure.state.objects import Collector, Stored, same, two_leaves
+from perdure.state.per_rank import here, placed
 from perdure.state.template import differences, listed, mismatch, template_of
 from perdure.state.walk import (
     Named,
@@ -71,7 +72,11 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     before then, unless the message names an object that it could not put back.
     """
     specs = {path: Spec.of(leaf) for path, leaf in leaves.items()}
-    if lines := differences(template_of(like, specs), leaves):
+    with placed(here().index, here().count) as place:
+        template = template_of(like, specs)
+    # Of a `PerRank` member, the leaves of other processes are not for this one.
+    own = {path: leaf for path, leaf in leaves.items() if not place.leaves_out(path)}
+    if lines := differences(template, own):
         raise mismatch(lines, _advice(lines))
     changes: list[_Change] = []
     among = adapters()

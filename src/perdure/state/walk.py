@@ -11,6 +11,7 @@ from typing import Any
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Spec, Stateful
 from perdure.state.builtin import Builtin
+from perdure.state.per_rank import PerRank, per_rank_node
 from perdure.store.format import escape
 from perdure.store.leaf import Leaf
 
@@ -40,6 +41,8 @@ def node_of(
     `stored` has the specs of the whole checkpoint while restoring.
     """
     below = None if stored is None else _Below(stored, path)
+    if isinstance(value, PerRank):
+        return per_rank_node(value, below, path)
     for adapter in among:
         if (node := adapter.node(value, below)) is not None:
             return node

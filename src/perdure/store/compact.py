@@ -42,7 +42,7 @@ def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[s
         here = [live.get(pack.name) for pack in manifest.packs]
         if all(found is None for found in here):
             continue
-        for leaf in manifest.leaves:
+        for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 if (found := here[chunk.pack]) is not None:
                     found[chunk.offset] = (chunk.hash, chunk.length, size)
@@ -188,7 +188,7 @@ def rewrite(
     for step, manifest in sorted(manifests.items()):
         needed = {
             chunk.hash
-            for leaf in manifest.leaves
+            for leaf in manifest.every_leaf()
             for chunk in leaf.chunks
             if (manifest.packs[chunk.pack].name, chunk.offset) in bad
         }
@@ -218,22 +218,28 @@ def _replace(
     there = {pack.name: pack for pack in manifest.packs}
     there |= {name: PackRecord(name=name, size=size) for name, size in sizes.items()}
     numbers: dict[str, int] = {}
-    leaves: list[LeafRecord] = []
-    for leaf in manifest.leaves:
+    records: list[LeafRecord] = []
+    for leaf in manifest.every_leaf():
         chunks = []
         for chunk in leaf.chunks:
             name = manifest.packs[chunk.pack].name
             at = moved(name, chunk) or Held(name, chunk.offset, chunk.length)
             number = numbers.setdefault(at.pack, len(numbers))
             chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
-        leaves.append(
+        records.append(
             leaf
             if leaf.text is not None
             else array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
         )
     packs = tuple(there[name] for name in numbers)
+    leaves = tuple(records[: len(manifest.leaves)])
+    local = tuple(records[len(manifest.leaves) :])
     renewed = msgspec.structs.replace(
-        manifest, format=format_of(leaves, manifest.containers), packs=packs, leaves=tuple(leaves)
+        manifest,
+        format=format_of(leaves, manifest.containers, local),
+        packs=packs,
+        leaves=leaves,
+        local=local,
     )
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)

@@ -262,7 +262,7 @@ class Catalog:
                         sizes[pack.name] = None
                     if pack.name in self.damaged:
                         sizes[pack.name] = None
-            for leaf in manifest.leaves:
+            for leaf in manifest.every_leaf():
                 for chunk in leaf.chunks:
                     pack = manifest.packs[chunk.pack]
                     if sizes[pack.name] == pack.size:

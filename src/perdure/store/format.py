@@ -26,7 +26,7 @@ FORMAT = 1
 CODEC_FORMAT = 2
 """Of manifests and packs with encoded chunks; all others stay as every reader knows them."""
 STRUCTURE_FORMAT = 3
-"""Of manifests that say more of a state than its leaves (`Manifest.containers`)."""
+"""Of manifests with `containers` or `local` leaves. The newest format of all."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
@@ -174,7 +174,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """What one checkpoint is made of. Its file is the commit.
 
     `containers` describes the states of objects with `load_state_dict`, by path. It is covered by the
-    digest and not by the fingerprint.
+    digest and not by the fingerprint. `local` are leaves that belong to one process and not to the
+    state, such as its random generators. They are no part of the fingerprint; in all else they are
+    leaves like the others.
     """
 
     format: Natural
@@ -186,9 +188,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     packs: tuple[PackRecord, ...]
     leaves: tuple[LeafRecord, ...]
     containers: dict[str, Container] = msgspec.field(default_factory=dict)
+    local: tuple[LeafRecord, ...] = ()
+
+    def every_leaf(self) -> tuple[LeafRecord, ...]:
+        """The leaves of the state and the local ones: all records that refer to chunks."""
+        return (*self.leaves, *self.local) if self.local else self.leaves
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the state."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
@@ -196,7 +204,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         """Bytes that its chunks take in its packs, each of them counted once."""
         places = {
             (chunk.pack, chunk.offset): chunk.length
-            for leaf in self.leaves
+            for leaf in self.every_leaf()
             for chunk in leaf.chunks
         }
         return sum(places.values())
@@ -361,6 +369,12 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         raise CorruptionError(f"{where}: expected a step up to {MAX_STEP}, found {manifest.step}.")
     if manifest.containers:
         _check_containers(manifest, where)
+    if manifest.local:
+        if manifest.format < STRUCTURE_FORMAT:
+            raise CorruptionError(
+                f"{where}: it has local leaves, which format {manifest.format} does not know."
+            )
+        checked_fingerprint(manifest.format, manifest.packs, manifest.local, where)
     actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
     if actual != manifest.fingerprint:
         raise CorruptionError(
@@ -390,9 +404,13 @@ def array_record(
     return msgspec.structs.replace(record, size=nbytes)
 
 
-def format_of(leaves: Iterable[LeafRecord], containers: Mapping[str, Container]) -> int:
-    """The format of a manifest with these leaves and containers: the lowest that can say it."""
-    if containers:
+def format_of(
+    leaves: Iterable[LeafRecord],
+    containers: Mapping[str, Container] | None = None,
+    local: Sequence[LeafRecord] = (),
+) -> int:
+    """The format of a manifest with these leaves and fields: the lowest that can express it."""
+    if containers or local:
         return STRUCTURE_FORMAT
     return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
 
@@ -433,7 +451,7 @@ def decode_pack_index(
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
     chunks: tuple[PackedChunk, ...]
-    if _check_version(index, where) == FORMAT:
+    if _check_version(index, where, CODEC_FORMAT) == FORMAT:
         pairs = _decode(index, PackIndex, where).chunks
         chunks = tuple((digest, length, length) for digest, length in pairs)
     else:

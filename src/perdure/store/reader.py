@@ -72,6 +72,15 @@ def load_leaves(
             if wanted is None or wanted(path)
         }
     )
+    leaves.update(load_records(storage, manifest, records))
+    return leaves
+
+
+def load_records(
+    storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]
+) -> dict[str, Leaf]:
+    """Read and verify some of the leaves of `manifest`, of the state or local; as `load_leaves`."""
+    leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
     _require_packs(storage, manifest, records)
     for record in records:
@@ -128,14 +137,15 @@ def load_leaves(
 
 def verify_leaves(storage: Storage, manifest: Manifest) -> None:
     """Read and verify every leaf, a part of them in memory at a time; raises `CorruptionError`."""
-    part: set[str] = set()
+    part: list[LeafRecord] = []
     size = 0
-    for number, leaf in enumerate(manifest.leaves, 1):
-        part.add(leaf.path)
+    records = manifest.every_leaf()
+    for number, leaf in enumerate(records, 1):
+        part.append(leaf)
         size += leaf.nbytes
-        if size >= VERIFY_BYTES or number == len(manifest.leaves):
-            load_leaves(storage, manifest, part.__contains__)
-            part, size = set(), 0
+        if size >= VERIFY_BYTES or number == len(records):
+            load_records(storage, manifest, part)
+            part, size = [], 0
 
 
 def damaged_chunks(

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -96,11 +96,15 @@ from perdure.store.writer import Held, Written, write_pack
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable."""
+    """A verified checkpoint: its manifest, its leaves, and the newer ones that were not readable.
+
+    `local` are the leaves of each process that are no part of the state; empty in a partial load.
+    """
 
     manifest: Manifest
     leaves: Leaves
     skipped: tuple[tuple[int, str], ...] = ()
+    local: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 class Run:
@@ -186,12 +190,15 @@ class Run:
         Raises as `manifest` does. Later saves of this object write the chunks of a pack again in
         which this finds damage.
         """
-        from perdure.store.reader import load_leaves  # numpy: not needed to list a run
+        # numpy: not needed to list a run
+        from perdure.store.reader import load_leaves, load_records
 
         manifest = self.manifest(step)
         while True:
             try:
-                return Loaded(manifest, load_leaves(self.storage, manifest, wanted))
+                leaves = load_leaves(self.storage, manifest, wanted)
+                local = () if wanted else manifest.local
+                return Loaded(manifest, leaves, local=load_records(self.storage, manifest, local))
             except CorruptionError as error:
                 # A prune may have moved the chunks since the manifest was read; then it says so.
                 again = self.manifest(step)
@@ -220,7 +227,7 @@ class Run:
                     if step in self.steps():
                         raise
                     continue
-                return Loaded(loaded.manifest, loaded.leaves, tuple(skipped.items()))
+                return replace(loaded, skipped=tuple(skipped.items()))
         if not skipped:
             return None
         reasons = "\n".join(f"  step {step}: {why}" for step, why in skipped.items())
@@ -304,17 +311,19 @@ class Run:
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
         write: Callable[[Mapping[str, Held]], Written] | None = None,
+        local: Mapping[str, Leaf] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds already are not written again. Saving a step again
         with equal bits returns the manifest that is there, made durable, with those `metrics` added
-        that it lacks; with other bits it raises `StepExistsError`. A step below the newest one that is
-        not there raises `HistoryError`. Any failure raises `SaveError` and leaves every earlier
-        checkpoint as it was.
+        that it lacks and with these `local` leaves; with other bits it raises `StepExistsError`. A
+        step below the newest one that is not there raises `HistoryError`. Any failure raises
+        `SaveError` and leaves every earlier checkpoint as it was.
 
         `write`, given the chunks that are held, makes the others durable in place of this process: a
-        group shares them out. It is called at most once, and not at all for a step that is there.
+        group shares them out. It is called at most once, and not at all for a step that is there with
+        the same `local` leaves, which belong to one process each and are no part of the fingerprint.
         """
         if not 0 <= step <= MAX_STEP:
             raise StoreError(
@@ -322,8 +331,9 @@ class Run:
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
         with collector_paused(len(leaves) if size <= SHORT_BYTES else 0):
+            numbers = plain_metrics(metrics or {})
             manifest, is_new = self._save(
-                step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write
+                step, leaves, dict(recipe or {}), numbers, write, local or {}
             )
             if is_new:
                 self._check_shared(manifest, leaves, size)
@@ -336,29 +346,38 @@ class Run:
         recipe: dict[str, RecipeValue],
         metrics: dict[str, float | None],
         write: Callable[[Mapping[str, Held]], Written] | None,
+        local: Mapping[str, Leaf],
     ) -> tuple[Manifest, bool]:
         """The checkpoint, and whether it was not there before."""
         try:
             self.begin_writing()
-            if (present := self._same_step(step, leaves)) is not None:
+            present = self._same_step(step, leaves)
+            if present is not None and (not local or _same_local(present, local)):
                 return self._with_metrics(present, metrics), False
             require_room(self.storage, leaves, self._catalog.held())
-            records, packs, located = self._write(step, leaves, write)
-            version = format_of(records, containers_of(leaves))
+            written = self._write(step, leaves, write, local)
+            containers = containers_of(leaves)
+            version = format_of(written.leaves, containers, written.local)
             new = f"{self.where}: the manifest of this save"
             manifest = Manifest(
                 format=version,
                 step=step,
                 created=time_text(self._clock()),
-                fingerprint=checked_fingerprint(version, packs, records, new),
+                fingerprint=checked_fingerprint(version, written.packs, written.leaves, new),
                 recipe=recipe,
                 metrics=metrics,
-                packs=tuple(packs),
-                leaves=tuple(records),
-                containers=containers_of(leaves),
+                packs=tuple(written.packs),
+                leaves=tuple(written.leaves),
+                containers=containers,
+                local=tuple(written.local),
             )
-            data = self._encoded(manifest)
-            create_whole(self.storage, manifest_name(step), data)
+            if present is None:
+                data = self._encoded(manifest)
+                create_whole(self.storage, manifest_name(step), data)
+            else:
+                manifest = _as_present(present, manifest)
+                data = self._encoded(manifest)
+                self.storage.replace(manifest_name(step), data)
         except FileExistsError as error:
             self._catalog.forget()
             raise LockedError(
@@ -371,30 +390,31 @@ class Run:
         except (OSError, UnreachableError) as error:
             self._catalog.forget()
             raise SaveError(self._save_failed(step, leaves, error)) from error
-        self._catalog.add(manifest, data[:HEAD_BYTES], located)
+        self._catalog.add(manifest, data[:HEAD_BYTES], written.located)
         self._durable.add(step)
-        return manifest, True
+        return manifest, present is None
 
     def _write(
         self,
         step: int,
         leaves: Mapping[str, Leaf],
         write: Callable[[Mapping[str, Held]], Written] | None,
+        local: Mapping[str, Leaf],
     ) -> Written:
         """Write the chunks that are not held; check that the packs of the others are still there."""
         if write is not None:
             written = write(self._catalog.held())
-            if not self._catalog.agrees(written[1]):
+            if not self._catalog.agrees(written.packs):
                 raise OSError("a pack has another size than its checkpoints say")
             return written
         while True:
             try:
                 held = self._catalog.held()
-                written = write_pack(self.storage, step, 0, leaves, held, self.encode)
+                written = write_pack(self.storage, step, 0, leaves, held, self.encode, local)
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
                 self._catalog.distrust(error)
                 continue
-            if self._catalog.agrees(written[1]):
+            if self._catalog.agrees(written.packs):
                 return written
             # A pack has another size than when it was last looked at.
             self._catalog.forget()
@@ -807,7 +827,7 @@ class Run:
         suspects, seen = self._catalog.suspects, set(self._catalog.bad)
         for manifest in manifests.values():
             due = []
-            for leaf in manifest.leaves:
+            for leaf in manifest.every_leaf():
                 for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                     place = manifest.packs[chunk.pack].name, chunk.offset
                     if place[0] in suspects and place not in seen:
@@ -829,8 +849,8 @@ class Run:
                 if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
                     data = leaf.data[start:stop]
                     again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
-        _, _, located = write_pack(self.storage, manifest.step, 0, again, {}, self.encode)
-        self._catalog.held().update(located)
+        written = write_pack(self.storage, manifest.step, 0, again, {}, self.encode)
+        self._catalog.held().update(written.located)
 
     def _rewrite(self) -> None:
         """Let manifests read what was damaged from where it was written again."""
@@ -908,6 +928,13 @@ class Run:
         )
 
 
+def _same_local(present: Manifest, local: Mapping[str, Leaf]) -> bool:
+    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.local]
+    return rows == [
+        (path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in sorted(local.items())
+    ]
+
+
 def _shorten(steps: list[int]) -> str:
     if len(steps) <= 8:
         return ", ".join(map(str, steps))
@@ -938,3 +965,14 @@ def _own_lock(error: BlockingIOError) -> str | None:
         return str(owner["since"]) if owner["process"] == _process_token() else None
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _as_present(present: Manifest, again: Manifest) -> Manifest:
+    """A checkpoint that is saved again with other local leaves, as after an evaluation that drew random
+    numbers: everything else stays what it was."""
+    return msgspec.structs.replace(
+        again,
+        created=present.created,
+        recipe=present.recipe,
+        metrics={**again.metrics, **present.metrics},
+    )

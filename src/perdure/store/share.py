@@ -1,13 +1,15 @@
 """One checkpoint written by several processes: who writes which chunk, and how it becomes one.
 
 Every process holds the whole state. Chunk i of the state, in path order, is written by process
-i mod P; the chief puts the shares together. Nothing here commits: the manifest, written by the chief
-after all shares are durable, makes all of it visible, or none.
+i mod P; what belongs to one process alone (its `Own` leaves) is written by that one; the chief puts
+the shares together. Nothing here commits: the manifest, written by the chief after all shares are
+durable, makes all of it visible, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +17,7 @@ from msgspec import Struct
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
 from perdure.store.format import (
+    SCALAR_PREFIX,
     Chunk,
     LeafRecord,
     PackRecord,
@@ -30,12 +33,64 @@ from perdure.store.writer import Held, Written, write_pack
 class Share(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process wrote: its chunks by number, each as (hash, pack, offset, length).
 
-    `state` is the hash of the whole state as this process holds it.
+    `state` is the hash of the whole state as this process holds it. `ranked` and `local` are the
+    records of its own leaves, whose chunks count the packs in the order of `packs`.
     """
 
     state: str
     chunks: dict[int, tuple[str, str, int, int]]
     packs: dict[str, int]
+    ranked: tuple[LeafRecord, ...] = ()
+    local: tuple[LeafRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Own:
+    """The leaves that one process has and the others have not, by path.
+
+    `ranked` are part of the state (members wrapped in `PerRank`), `local` are not (its random
+    generators).
+    """
+
+    ranked: Mapping[str, Leaf] = field(default_factory=dict)
+    local: Mapping[str, Leaf] = field(default_factory=dict)
+
+
+class RemoteLeaf(Struct, frozen=True, gc=False):
+    """A leaf of another process: what a fingerprint needs of it, without its bytes."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    digests: tuple[str, ...]
+
+    @property
+    def data(self) -> memoryview:
+        return memoryview(b"")
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.dtype.startswith(SCALAR_PREFIX)
+
+    def hashes(self) -> list[str]:
+        return list(self.digests)
+
+
+class OwnRows(Struct, frozen=True):
+    """The `Own` leaves of one process, for the others."""
+
+    ranked: tuple[RemoteLeaf, ...]
+    local: tuple[RemoteLeaf, ...]
+
+    @classmethod
+    def of(cls, own: Own) -> OwnRows:
+        def rows(leaves: Mapping[str, Leaf]) -> tuple[RemoteLeaf, ...]:
+            return tuple(
+                RemoteLeaf(path, leaf.dtype, leaf.shape, tuple(leaf.hashes()))
+                for path, leaf in sorted(leaves.items())
+            )
+
+        return cls(rows(own.ranked), rows(own.local))
 
 
 def write_share(
@@ -46,18 +101,22 @@ def write_share(
     process: int,
     count: int,
     encode: Encode | None = None,
+    own: Own | None = None,
 ) -> Share:
     """Write the chunks that are this process's and that `known` lacks; durable on return."""
-    own = {
-        # Names that sort as the numbers do.
+    own = own or Own()
+    mine = {
+        # Names that sort as the numbers do, and before all others.
         f"{number:012d}": Leaf(leaves[path].dtype, (len(data),), data, frozen=True)
         for number, (path, data) in enumerate(_chunks(leaves))
         if number % count == process
     }
-    records, packs, _ = write_pack(storage, step, process, own, known, encode)
+    everything = mine | {f"r{path}": leaf for path, leaf in own.ranked.items()}
+    written = write_pack(storage, step, process, everything, known, encode, own.local)
+    packs = written.packs
     chunks = {
         int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
-        for record in records
+        for record in written.leaves[: len(mine)]
         for chunk in record.chunks
     }
     hashed = {number: placed[0] for number, placed in chunks.items()}
@@ -65,6 +124,11 @@ def write_share(
         state=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
         chunks=chunks,
         packs={pack.name: pack.size for pack in packs},
+        ranked=tuple(
+            msgspec.structs.replace(record, path=record.path[1:])
+            for record in written.leaves[len(mine) :]
+        ),
+        local=tuple(written.local),
     )
 
 
@@ -90,9 +154,26 @@ def assemble(leaves: Mapping[str, Leaf], shares: Sequence[Share]) -> Written:
         else array_record(path, leaf.dtype, leaf.shape, chunks[path], len(leaf.data))
         for path, leaf in sorted(leaves.items())
     ]
-    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
     located = {at[0]: Held(*at[1:]) for at in placed.values()}
-    return records, packs, located
+    local: list[LeafRecord] = []
+    for share in shares:
+        packs_of_share = list(share.packs)
+
+        def numbered(chunk: Chunk, packs: Sequence[str] = packs_of_share) -> Chunk:
+            pack = packs[chunk.pack]
+            located[chunk.hash] = Held(pack, chunk.offset, chunk.length)
+            number = names.setdefault(pack, len(names))
+            return Chunk(chunk.hash, number, chunk.offset, chunk.length)
+
+        for gathered, own in ((records, share.ranked), (local, share.local)):
+            gathered += [
+                msgspec.structs.replace(record, chunks=tuple(map(numbered, record.chunks)))
+                for record in own
+            ]
+    for gathered in (records, local):
+        gathered.sort(key=lambda record: record.path)
+    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
+    return Written(records, packs, located, local)
 
 
 def leaf_digests(

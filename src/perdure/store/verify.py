@@ -104,7 +104,7 @@ class Packs:
                     f"found {self.sizes[pack.name]}."
                 )
         unread: UnreachableError | None = None
-        for leaf in manifest.leaves:
+        for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 try:
                     self._require_chunk(f"{where}, leaf {leaf.path!r}", manifest, chunk, size)

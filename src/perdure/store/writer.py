@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -65,8 +67,14 @@ class Held(Struct, frozen=True, gc=False):
     length: int
 
 
-Written = tuple[list[LeafRecord], list[PackRecord], dict[str, Held]]
-"""A manifest's leaf records, the packs that they read from, and where the new chunks lie."""
+class Written(NamedTuple):
+    """What a save wrote: a manifest's records, the packs that they read from, and where the new
+    chunks lie."""
+
+    leaves: list[LeafRecord]
+    packs: list[PackRecord]
+    located: dict[str, Held]
+    local: list[LeafRecord]
 
 
 @dataclass
@@ -84,18 +92,20 @@ def write_pack(
     leaves: Mapping[str, Leaf],
     known: Mapping[str, Held],
     encode: Encode | None = None,
+    local: Mapping[str, Leaf] = MappingProxyType({}),
 ) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
-    `encode` makes what is stored of a chunk smaller where it can. No pack is written when every chunk
-    is known already. On an error nothing stays but a temporary file that the next writer clears.
-    Raises `DamagedChunk` if a pack with known chunks is gone.
+    `encode` makes what is stored of a chunk smaller where it can. `local` leaves are small and are
+    stored as they are. No pack is written when every chunk is known already. On an error nothing
+    stays but a temporary file that the next writer clears. Raises `DamagedChunk` if a pack with known
+    chunks is gone.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
     located = pack.located
-    left = sum(len(leaf.data) for leaf in leaves.values())
+    left = sum(len(leaf.data) for leaf in (*leaves.values(), *local.values()))
     try:
         with collector_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
@@ -107,13 +117,19 @@ def write_pack(
             left -= len(data)
         with collector_paused(len(leaves)):
             pack.add_small(small, known, left)
+        # A local leaf that did not change would keep the pack of the first save alive for ever, for
+        # a few kilobytes. So it is written again, unless there would be no pack without it.
+        beside, own = sorted(local.items()), known if pack.is_empty else {}
+        beside_hashes: list[list[str]] = [[] for _ in beside]
+        pack.add_small(_in_pack_order(beside, beside_hashes, CHUNK_BYTES + 1)[1], own, left)
         pack.commit()
     except BaseException:
         pack.abort()
         raise
     with collector_paused(len(leaves)):
+        ordered, hashes = ordered + beside, hashes + beside_hashes
         records, packs = _records(ordered, hashes, known, located, storage, pack.written)
-    return records, packs, located
+    return Written(records[: len(leaves)], packs, located, records[len(leaves) :])
 
 
 class _Pack:
@@ -125,6 +141,10 @@ class _Pack:
         self._encoded: dict[str, int] = {}
         self._storage = storage
         self._sink: Sink | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._sink is None
 
     def add(self, digest: str, data: memoryview, left: int, size: int) -> None:
         """Append a chunk of `size` bytes, stored as `data`.

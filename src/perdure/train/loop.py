@@ -373,7 +373,8 @@ def open_manager(trainer: Trainer, source: Source) -> CheckpointManager:
         options=options,
         recipe=trainer.recipe(source),
         allow=config.allow,
-        processes=trainer.processes,
+        # Without a strategy nobody said that this process is alone: the manager finds out.
+        processes=None if trainer.strategy is None else trainer.processes,
     )
 
 

@@ -9,7 +9,7 @@ from perdure.distribute.cluster.description import (
     ClusterResolver,
     SimpleClusterResolver,
 )
-from perdure.distribute.cluster.resolve import SOURCES, resolve
+from perdure.distribute.cluster.resolve import SOURCES, resolve, resolve_for, with_existing
 from perdure.distribute.cluster.roll import Member, call_roll
 from perdure.distribute.cluster.tf_config import TFConfigClusterResolver
 
@@ -23,4 +23,6 @@ __all__ = [
     "TFConfigClusterResolver",
     "call_roll",
     "resolve",
+    "resolve_for",
+    "with_existing",
 ]

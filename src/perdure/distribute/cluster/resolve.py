@@ -15,9 +15,13 @@ from perdure.distribute.cluster.schedulers import from_kubernetes, from_open_mpi
 from perdure.distribute.cluster.tf_config import from_tf_config
 from perdure.distribute.cluster.variables import from_jax, from_torchrun
 from perdure.errors import ClusterError
+from perdure.state.framework_group import framework_group
 
 # Names one source where there are several, for a program that takes no argument.
 SOURCE = "PERDURE_CLUSTER"
+
+# In place of an address that the framework does not tell: nobody connects to it again.
+_JOINED = "joined:1"
 
 Source = Callable[[Mapping[str, str]], Cluster | None]
 
@@ -64,6 +68,48 @@ def resolve(
         if (own := source(environ)) is not None:
             return own
     return Cluster(None, 1, 0, source="the environment")
+
+
+def resolve_for(
+    engine: str,
+    resolver: ClusterResolver | str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Cluster:
+    """`resolve`, where a group that the program has initialized in the framework already counts.
+
+    An environment that describes a group incompletely is then no error: MASTER_ADDR and MASTER_PORT,
+    with the rank as an argument, are a usual way to call `init_process_group`.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        cluster = resolve(resolver, environ)
+    except ClusterError:
+        if resolver is not None or environ.get(SOURCE) or framework_group(engine) is None:
+            raise
+        cluster = Cluster(None, 1, 0, source="the environment")
+    return with_existing(cluster, engine)
+
+
+def with_existing(cluster: Cluster, engine: str) -> Cluster:
+    """`cluster`, or the group that the program has initialized in the framework already.
+
+    That group counts where `cluster` describes a process by itself, because nobody described more.
+    Raises ClusterError where both describe several processes and contradict each other.
+    """
+    existing = framework_group(engine)
+    if existing is None or (existing.count == 1 and cluster.num_processes == 1):
+        return cluster
+    given = cluster.num_processes > 1 or cluster.source == "arguments"
+    if given and (cluster.process_id, cluster.num_processes) != (existing.index, existing.count):
+        raise ClusterError(
+            f"{existing.source} is initialized as process {existing.index} of {existing.count}; "
+            f"{cluster.source} says {cluster.process_id} of {cluster.num_processes}. Unset the wrong "
+            f"one"
+        )
+    if given:
+        return cluster
+    address = existing.address or _JOINED
+    return Cluster(address, existing.count, existing.index, source=existing.source)
 
 
 def _named(name: str, where: str, environ: Mapping[str, str]) -> Cluster:

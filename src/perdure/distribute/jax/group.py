@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.checkpoint.processes import Processes, SingleProcess
-from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll
+from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.processes import KeyValueProcesses, lost
@@ -34,21 +34,21 @@ def join(
 ) -> Processes:
     """Become a member of the group; nothing to do for a group of one. May be called twice.
 
-    Raises ClusterError when not all came, or two claim one number (see `call_roll`).
+    A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
+    ClusterError when not all came, or two claim one number (see `call_roll`).
     """
+    cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:
         return SingleProcess()
     options = options or ClusterOptions.from_environment()
-    if jax.distributed.is_initialized():
-        found = (jax.process_count(), jax.process_index())
-        if found != (cluster.num_processes, cluster.process_id):
-            raise ClusterError(
-                f"jax.distributed is initialised as process {found[1]} of {found[0]}; "
-                f"{cluster.source} says {cluster.process_id} of {cluster.num_processes}"
-            )
-    else:
+    if not jax.distributed.is_initialized():
         _initialize(cluster, local_device_ids, options)
     return _members(cluster.process_id, cluster.num_processes, options.operation_timeout)
+
+
+def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
+    """`join`, for programs without a strategy."""
+    return join(cluster, options=options)
 
 
 @functools.lru_cache(maxsize=1)

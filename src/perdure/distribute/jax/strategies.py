@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perdure.checkpoint.processes import SingleProcess
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.jax import group
 from perdure.distribute.jax.engine import Devices, JaxEngine
 from perdure.distribute.jax.threads import pin
@@ -53,7 +53,8 @@ class OneDeviceStrategy(MirroredStrategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """The devices of a group of processes. Make it before anything else that uses JAX.
 
-    The group is `cluster_resolver` (also the name of a source: "slurm"), or what the environment
+    The group is the one that the program has initialized in the framework already, or
+    `cluster_resolver` (also the name of a source: "slurm"), or what the environment
     describes: TF_CONFIG, JAX_*, torchrun's, Open MPI's, Slurm's, Kubernetes'; docs/CLUSTER.md has them.
     `options` says how long it waits. Raises ClusterError when a process does not come or comes twice.
     Raises WorkerLostError from a step when another process dies: save nothing, leave with os._exit,
@@ -71,7 +72,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         local_device_ids: Sequence[int] | None = None,
         options: ClusterOptions | None = None,
     ) -> None:
-        cluster = resolve(cluster_resolver)
+        cluster = resolve_for("jax", cluster_resolver)
         pool = pin(threads)
         processes = group.join(cluster, local_device_ids, options)
         super().__init__(JaxEngine(devices, processes, pool), replicas, seed=seed)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import nest
-from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll
+from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.processes import KeyValueProcesses, lost
 from perdure.errors import ClusterError
@@ -25,24 +26,90 @@ from perdure.errors import ClusterError
 _joined: dict[Cluster, Processes] = {}
 
 
-def join(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
+def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
+    """`join`, for programs that use `torch.distributed` themselves: with NCCL for CUDA tensors, and a
+    process group also for a process that is alone."""
+    cluster = with_existing(cluster, "torch")
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cluster.num_processes == 1 and not dist.is_initialized():
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(_destroy)
+    return join(cluster, options, backend)
+
+
+def join(
+    cluster: Cluster, options: ClusterOptions | None = None, backend: str = "gloo"
+) -> Processes:
     """Become a member of the group; nothing to do for a group of one. May be called twice.
 
-    Raises ClusterError when not all came, or two claim one number (see `call_roll`).
+    A process group that the program made is joined as it is, whatever its backend. Raises
+    ClusterError when not all came, or two claim one number (see `call_roll`).
     """
+    cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:
         return SingleProcess()
     if cluster not in _joined:
-        _joined[cluster] = _enter(cluster, options or ClusterOptions.from_environment())
+        options = options or ClusterOptions.from_environment()
+        if dist.is_initialized():
+            _joined[cluster] = _adopt(cluster, options)
+        else:
+            _joined[cluster] = _enter(cluster, options, backend)
     return _joined[cluster]
 
 
-def _enter(cluster: Cluster, options: ClusterOptions) -> Processes:
-    if dist.is_initialized():
+def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
+    """Join the process group that the program made: talk through its store, on connections of our
+    own, and exchange partial sums in a gloo group of the same processes."""
+    store = dist.distributed_c10d._get_default_store()
+    wait = timedelta(seconds=options.operation_timeout)
+    _exchange.timeout = wait
+    # The reference keeps the store alive where the program destroys its group before the end.
+    leave = timedelta(seconds=options.leave_timeout)
+    at_end = (_connected(store, leave), cluster, leave, store)
+    # Also in the children of multiprocessing, which run no functions of atexit.
+    Finalize(None, _leave, at_end, exitpriority=0)
+    return KeyValueProcesses(
+        lambda: _Store(_connected(store, wait)), cluster.process_id, cluster.num_processes
+    )
+
+
+def _connected(store: Any, wait: timedelta) -> Any:
+    """Another connection to the store of a process group."""
+    try:
+        if hasattr(store, "clone"):
+            connection = store.clone()
+        else:  # PyTorch before 2.8
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            connection = TCPStore(store.host, store.port, is_master=False)
+    except (AttributeError, RuntimeError) as error:
         raise ClusterError(
-            "torch.distributed is initialised already; let the strategy do it, which needs a group "
-            "whose collectives and timeouts it knows"
-        )
+            f"torch.distributed is initialized with a {type(store).__name__} that takes no further "
+            f"connection ({error}); call perdure.init('torch') in place of init_process_group"
+        ) from error
+    connection.set_timeout(wait)
+    return connection
+
+
+class _Exchange:
+    """The group that partial sums are exchanged in: the default one, unless the program made that."""
+
+    timeout: timedelta | None = None
+    _group: Any = None
+
+    def group(self) -> Any:
+        if self.timeout is not None and self._group is None:
+            # Of the program's group neither backend nor time limit are known. A collective: every
+            # process comes here for the first time in the same step.
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._group
+
+
+_exchange = _Exchange()
+
+
+def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
     call_roll(cluster, options.start_timeout)
     host, port = cluster.host_port
     start = timedelta(seconds=options.start_timeout)
@@ -54,7 +121,7 @@ def _enter(cluster: Cluster, options: ClusterOptions) -> Processes:
             host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
         )
         dist.init_process_group(
-            "gloo",
+            backend,
             store=store,
             rank=cluster.process_id,
             world_size=cluster.num_processes,
@@ -65,6 +132,7 @@ def _enter(cluster: Cluster, options: ClusterOptions) -> Processes:
             f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
+    atexit.register(_destroy)
     atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout))
     return KeyValueProcesses(
         lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait)),
@@ -73,13 +141,18 @@ def _enter(cluster: Cluster, options: ClusterOptions) -> Processes:
     )
 
 
-def _leave(store: Any, cluster: Cluster, limit: timedelta) -> None:
+def _leave(store: Any, cluster: Cluster, limit: timedelta, _kept: Any = None) -> None:
     """The store lives in process 0, which must not go before the others have read all they need."""
     with contextlib.suppress(RuntimeError):
         store.set(f"perdure/left/{cluster.process_id}", b"")
         if cluster.is_chief:
             store.wait([f"perdure/left/{p}" for p in range(cluster.num_processes)], limit)
-        dist.destroy_process_group()
+
+
+def _destroy() -> None:
+    with contextlib.suppress(RuntimeError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class _Store:
@@ -122,7 +195,11 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
         own = torch.cat([b.slices(len(counts), size) for b in bulk], 1)
         slices = torch.empty(sum(counts) * size, dtype=torch.uint8)
         dist.all_to_all_single(
-            slices, own.reshape(-1), [n * size for n in counts], [len(roots) * size] * len(counts)
+            slices,
+            own.reshape(-1),
+            [n * size for n in counts],
+            [len(roots) * size] * len(counts),
+            _exchange.group(),
         )
         parts = iter(slices.split(size))
         values = [[like.typed(next(parts), len(counts)) for _ in range(n)] for n in counts]
@@ -137,7 +214,7 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
 def _all_gather(own: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
     """The lines of every process; the same number of them travels, what pads is never read."""
     every = [torch.empty_like(own) for _ in counts]
-    dist.all_gather(every, own)
+    dist.all_gather(every, own, _exchange.group())
     return [list(block[:count]) for block, count in zip(every, counts, strict=True)]
 
 

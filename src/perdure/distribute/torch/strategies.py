@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from perdure.checkpoint.processes import SingleProcess
-from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.torch import group
 from perdure.distribute.torch.engine import TorchEngine
@@ -48,7 +48,8 @@ class OneDeviceStrategy(MirroredStrategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """The devices of a group of processes; `devices` as in MirroredStrategy.
 
-    The group is `cluster_resolver` (also the name of a source: "slurm"), or what the environment
+    The group is the one that the program has initialized in the framework already, or
+    `cluster_resolver` (also the name of a source: "slurm"), or what the environment
     describes: TF_CONFIG, JAX_*, torchrun's, Open MPI's, Slurm's, Kubernetes'; docs/CLUSTER.md has them.
     `options` says how long it waits. Raises ClusterError when a process does not come or comes twice.
     Raises WorkerLostError from a step when another process dies: save nothing, leave, and let the
@@ -65,7 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         threads: int | None = None,
         options: ClusterOptions | None = None,
     ) -> None:
-        cluster = resolve(cluster_resolver)
+        cluster = resolve_for("torch", cluster_resolver)
         processes = group.join(cluster, options)
         super().__init__(TorchEngine(devices, processes, threads), replicas, seed=seed)
         self.cluster_resolver = cluster

@@ -1,0 +1,58 @@
+"""The group of processes that a framework says this process belongs to. Imports no framework."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FrameworkGroup:
+    """`engine` ("jax" or "torch") says that this is process `index` of `count`.
+
+    `address` is the host:port where its processes met, None where the framework does not know one.
+    """
+
+    engine: str
+    index: int
+    count: int
+    address: str | None
+
+    @property
+    def source(self) -> str:
+        """The module of the framework that says so."""
+        return f"{self.engine}.distributed"
+
+
+def framework_group(engine: str | None = None) -> FrameworkGroup | None:
+    """The group that the program or its launcher has initialized already, None if there is none.
+
+    With `engine`, that of this framework; otherwise the larger one of the two.
+    """
+    groups = [
+        group
+        for name, find in (("jax", _jax_group), ("torch", _torch_group))
+        if engine in (None, name) and name in sys.modules and (group := find()) is not None
+    ]
+    return max(groups, key=lambda group: group.count, default=None)
+
+
+def _jax_group() -> FrameworkGroup | None:
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    # Not jax.process_count(), which starts the devices.
+    if state is None or state.client is None:
+        return None
+    address = getattr(state, "coordinator_address", None)
+    return FrameworkGroup("jax", state.process_id or 0, state.num_processes or 1, address)
+
+
+def _torch_group() -> FrameworkGroup | None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)  # a store of files has none
+    address = None if host is None else f"{host}:{store.port}"
+    return FrameworkGroup("torch", dist.get_rank(), dist.get_world_size(), address)

@@ -1,0 +1,360 @@
+"""The generators that a process shares come back with a checkpoint, and what draws from them too."""
+
+from __future__ import annotations
+
+import random
+import threading
+import timeit
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Trainer, check
+from perdure.state import process_random
+from perdure.store import Run
+from perdure.torch import MirroredStrategy
+from pretend import Pretend, play
+
+STEPS, KILLED_AFTER, EVERY = 12, 7, 3
+OFF = ManagerOptions(save_random_state=False)
+
+
+@pytest.fixture(autouse=True)
+def _generators_stay() -> Iterator[None]:
+    before = process_random.encoded(process_random.capture())
+    yield
+    for name, state in before.items():
+        process_random.put_back(name, state)
+
+
+def new_process(seed: int) -> None:
+    """The shared generators are those of another process."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def bits(*values: Any) -> list[bytes]:
+    return [np.asarray(value.detach()).tobytes() for value in values]
+
+
+# --- PyTorch's loop of three lines, with dropout ---
+
+
+def torch_loop(directory: Path, stop: int, options: ManagerOptions | None) -> list[bytes]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    state = Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    with CheckpointManager(directory, save_interval_steps=EVERY, options=options) as manager:
+        state, start = manager.restore_or_initialize(state)
+        for step in range(start, stop):
+            state.optimizer.zero_grad()
+            order = np.random.permutation(6)  # noqa: NPY002
+            data = torch.full((4, 6), step + random.random())[:, order]
+            (state.model(data) * torch.rand(4, 1)).sum().backward()
+            state.optimizer.step()
+            manager.save(step + 1, state)
+    return bits(*model.state_dict().values())
+
+
+def trained(loop: Callable[..., list[bytes]], path: Path, options: Any = None) -> tuple[Any, Any]:
+    new_process(0)
+    whole = loop(path / "whole", STEPS, options)
+    new_process(0)
+    loop(path / "killed", KILLED_AFTER, options)
+    new_process(1)
+    return whole, loop(path / "killed", STEPS, options)
+
+
+def test_a_torch_loop_with_dropout_resumes_exactly(tmp_path: Path) -> None:
+    whole, resumed = trained(torch_loop, tmp_path)
+    assert resumed == whole
+    for place in ("whole", "killed"):
+        assert check(Run(tmp_path / place)).problems == ()
+
+
+def test_without_the_generators_it_does_not(tmp_path: Path) -> None:
+    whole, resumed = trained(torch_loop, tmp_path, OFF)
+    assert resumed != whole
+
+
+def trainer_loop(directory: Path, stop: int, options: ManagerOptions | None) -> list[bytes]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step_fn(state: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+        return state, loss.item()
+
+    checkpoint = options or ManagerOptions()
+    config = RunConfig(
+        directory, save_checkpoints_steps=EVERY, checkpoint=checkpoint, progress="off"
+    )
+    state = Checkpoint(model=model, optimizer=optimizer)
+    Trainer(step_fn, state, lambda step: torch.full((4, 6), float(step)), config).train(stop)
+    return bits(*model.state_dict().values())
+
+
+@pytest.mark.parametrize("options", [None, OFF])
+def test_a_trainer_without_a_strategy_resumes_exactly(
+    tmp_path: Path, options: ManagerOptions | None
+) -> None:
+    whole, resumed = trained(trainer_loop, tmp_path, options)
+    assert (resumed == whole) == (options is None)
+
+
+def test_what_the_initialisation_draws_does_not_count_on_a_resume(tmp_path: Path) -> None:
+    def init() -> dict[str, Any]:
+        return {"x": np.array([random.random() for _ in range(5)])}
+
+    def loop(stop: int) -> Any:
+        with CheckpointManager(tmp_path) as manager:
+            state, start = manager.restore_or_initialize(init)
+            for step in range(start, stop):
+                state = {"x": state["x"] + random.gauss(0, 1)}  # two numbers are made, one is kept
+                manager.save(step + 1, state)
+        return state["x"].tolist()
+
+    new_process(0)
+    source = random.Random(0)
+    expected = np.array([source.random() for _ in range(5)])
+    for _ in range(5):
+        expected = expected + source.gauss(0, 1)
+    loop(3)
+    new_process(9)
+    assert loop(5) == expected.tolist()
+
+
+# --- where they lie ---
+
+
+def test_they_are_no_part_of_the_state(tmp_path: Path) -> None:
+    state = {"x": np.arange(3)}
+    for name, options in (("with", None), ("without", OFF)):
+        with CheckpointManager(tmp_path / name, options=options) as manager:
+            manager.save(1, state)
+    stored, bare = (Run(tmp_path / name).manifest(1) for name in ("with", "without"))
+    assert stored.fingerprint == bare.fingerprint
+    assert stored.leaves[0].path == "x"
+    assert [leaf.path for leaf in stored.local] == ["process/0/random"]
+    assert (stored.format, bare.format, bare.local) == (3, 1, ())
+    with CheckpointManager(tmp_path / "with") as manager:
+        assert list(manager.restore(1).state) == ["x"]
+
+
+def test_a_step_that_is_saved_again_gets_the_generators_of_the_second_save(tmp_path: Path) -> None:
+    """As after an evaluation that draws, in a run that is preempted before its next step."""
+    new_process(0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"x": 1}, {"loss": 2.0})
+        random.random()
+        manager.save(1, {"x": 1}, {"accuracy": 1.0}, force=True)
+        manager.wait_until_finished()
+        assert manager.metrics(1) == {"loss": 2.0, "accuracy": 1.0}
+    expected = random.random()
+    new_process(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore()
+    assert random.random() == expected
+    assert check(Run(tmp_path)).ok
+
+
+def test_they_keep_no_old_pack_alive(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, max_to_keep=2) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"x": np.full(100, step)})
+    assert len(list((tmp_path / "packs").iterdir())) == 2
+
+
+def test_they_write_no_pack_where_nothing_has_changed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": np.arange(10)})
+    assert len(list((tmp_path / "packs").iterdir())) == 1
+
+
+def test_a_capture_takes_less_than_a_tenth_of_a_millisecond() -> None:
+    process_random.capture()
+    assert min(timeit.repeat(process_random.capture, number=20, repeat=50)) / 20 < 100e-6
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
+    shared: Any = np.random
+    shared.set_bit_generator(getattr(np.random, kind)(5))
+    try:
+        np.random.standard_normal()  # noqa: NPY002
+        saved = process_random.encoded(process_random.capture())["numpy"]
+        expected = np.random.standard_normal(5).tolist()  # noqa: NPY002
+        assert process_random.put_back("numpy", saved) is None
+        assert np.random.standard_normal(5).tolist() == expected  # noqa: NPY002
+    finally:
+        shared.set_bit_generator(np.random.MT19937(0))
+
+
+# --- another topology ---
+
+
+class Faked:
+    """Generators of the processes of a group that is played in one process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: dict[int, bytes] = {}
+        self.restored: dict[int, bytes] = {}
+        monkeypatch.setattr(process_random, "capture", lambda: {"python": self._current()})
+        monkeypatch.setattr(process_random, "encoded", dict)
+        monkeypatch.setattr(process_random, "put_back", self._put_back)
+        self._thread = threading.local()
+
+    def of(self, index: int) -> None:
+        self._thread.index = index
+
+    def _current(self) -> bytes:
+        return self.states[self._thread.index]
+
+    def _put_back(self, name: str, state: bytes) -> None:
+        self.restored[self._thread.index] = state
+        self.states[self._thread.index] = state
+
+
+def saved_by(fake: Faked, path: Path, states: list[bytes], drawn: list[bytes] | None) -> None:
+    def program(processes: Pretend) -> None:
+        fake.of(processes.index)
+        fake.states[processes.index] = states[processes.index]
+        with CheckpointManager(path, processes=processes) as manager:
+            manager.restore_or_initialize({"x": 0})
+            if drawn:
+                fake.states[processes.index] = drawn[processes.index]
+            manager.save(1, {"x": 1})
+
+    assert play(len(states), program) == [None] * len(states)
+
+
+def resumed_by(fake: Faked, path: Path, count: int) -> tuple[dict[int, bytes], list[str]]:
+    fake.restored.clear()
+
+    def program(processes: Pretend) -> None:
+        fake.of(processes.index)
+        fake.states[processes.index] = b"fresh%d" % processes.index
+        with CheckpointManager(path, processes=processes) as manager:
+            manager.restore_or_initialize({"x": 0})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert play(count, program) == [None] * count
+    return dict(fake.restored), [str(each.message) for each in caught]
+
+
+def test_each_process_of_a_group_gets_its_own_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Faked(monkeypatch)
+    saved_by(fake, tmp_path, [b"a", b"b", b"c"], [b"A", b"B", b"C"])
+    assert [leaf.path for leaf in Run(tmp_path).manifest(1).local] == [
+        f"process/{process}/random" for process in range(3)
+    ]
+    assert resumed_by(fake, tmp_path, 3) == ({0: b"A", 1: b"B", 2: b"C"}, [])
+    assert check(Run(tmp_path)).problems == ()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_processes_drops_them_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    fake = Faked(monkeypatch)
+    saved_by(fake, tmp_path, [b"a", b"b"], [b"A", b"B"])
+    restored, warned = resumed_by(fake, tmp_path, count)
+    assert restored == {}
+    assert len(warned) == 1
+    assert "differ from those of an uninterrupted run" in warned[0]
+    assert "saved by 2 processes" in warned[0]
+
+
+def test_nobody_is_warned_of_generators_that_the_run_does_not_draw_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Faked(monkeypatch)
+    saved_by(fake, tmp_path, [b"a", b"b"], None)
+    assert resumed_by(fake, tmp_path, 3) == ({}, [])
+
+
+def test_generators_that_are_equal_in_all_processes_continue_in_any_number_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Faked(monkeypatch)
+    saved_by(fake, tmp_path, [b"a", b"a"], [b"A", b"A"])
+    assert resumed_by(fake, tmp_path, 3) == ({0: b"A", 1: b"A", 2: b"A"}, [])
+
+
+def test_that_a_generator_was_drawn_from_is_known_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Faked(monkeypatch)
+    saved_by(fake, tmp_path, [b"a", b"b"], [b"A", b"B"])
+
+    def program(processes: Pretend) -> None:
+        fake.of(processes.index)
+        fake.states[processes.index] = b"fresh"
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            _, step = manager.restore_or_initialize({"x": 0})
+            manager.save(step + 1, {"x": 2})  # without drawing
+
+    play(2, program)
+    _, warned = resumed_by(fake, tmp_path, 1)
+    assert len(warned) == 1
+
+
+def test_a_generator_of_a_device_that_is_gone_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = process_random.capture
+    state = [torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
+    used = iter([state[0], state[0], state[1]])
+    monkeypatch.setattr(process_random, "capture", lambda: {**real(), "torch cuda:3": next(used)})
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"x": 0})
+        manager.save(1, {"x": 1})
+        expected = random.random()
+    monkeypatch.setattr(process_random, "capture", real)
+    random.seed(99)
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.warns(UserWarning, match=r"cuda:3 .*CUDA devices") as warned,
+    ):
+        manager.restore()
+    assert len(warned) == 1
+    assert random.random() == expected, "the others are restored all the same"
+
+
+def test_the_steps_of_a_strategy_are_no_draws(tmp_path: Path) -> None:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"sum": torch.nn.functional.dropout(state["w"], 0.5)}
+
+    def update(state: Any, total: Any) -> Any:
+        return {"w": state["w"] + total["sum"]}, {}
+
+    try:
+        strategy = MirroredStrategy(replicas=2)
+        step = strategy.step(grad, update)
+        with CheckpointManager(tmp_path) as manager:
+            state, _ = manager.restore_or_initialize({"w": torch.ones(5)})
+            for number, drawing in enumerate((False, True)):
+                state, _ = step(state, strategy.keys(number))
+                if drawing:
+                    torch.rand(1)  # the control
+                manager.save(number, state)
+        first, second = (Run(tmp_path).load(number).local for number in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    drawn = [
+        {name for name, record in process_random.records(each)[0].items() if record.drawn}
+        for each in (first, second)
+    ]
+    assert drawn == [set(), {"torch"}]

@@ -2,6 +2,7 @@
 
 PerdureError
 ├── StoreError                    a run directory cannot be used as asked
+│   ├── InvalidArgumentError      a wrong argument; also a `ValueError`
 │   ├── NotARunError              the path holds no run directory
 │   ├── FormatVersionError        written by a newer perdure
 │   ├── StepNotFoundError         no checkpoint of that step
@@ -34,6 +35,10 @@ class PerdureError(Exception):
 
 class StoreError(PerdureError):
     """A run directory cannot be used as asked."""
+
+
+class InvalidArgumentError(StoreError, ValueError):
+    """An argument has a wrong type or value. Nothing was changed."""
 
 
 class NotARunError(StoreError):

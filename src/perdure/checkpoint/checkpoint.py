@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from perdure.errors import StepNotFoundError
-from perdure.state import flatten, unflatten
+from perdure.checkpoint.arguments import step_number
+from perdure.errors import InvalidArgumentError, StepNotFoundError
+from perdure.state import flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
+from perdure.store.urls import split_step
 
 
 class Checkpoint:
@@ -48,15 +50,17 @@ class Checkpoint:
         `codec` ("shuffle-zstd", with the extra `zstd`) stores them smaller where it can.
         They are read where they lie, without a copy: no other thread may change them meanwhile.
         """
+        step = step_number(step)
         with Run(directory, create=True, codec=codec) as run:
             return run.save(step, flatten(self)).fingerprint
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
         """Restore the members from `step`, or from the newest good checkpoint; returns its step.
 
+        `directory` may name one checkpoint: `RUN@STEP`, as `CheckpointManager.latest_checkpoint` does.
         Changes nothing in the run directory. Raises `MismatchError` when the members do not fit.
         """
-        loaded = _load(Run(directory), step, None)
+        loaded = _load(directory, step, None)
         restore_state(self, loaded.leaves)
         return loaded.manifest.step
 
@@ -68,19 +72,33 @@ def load(
 ) -> Any:
     """A checkpoint as nested dicts of NumPy arrays and Python scalars, without any framework.
 
-    `step` None means the newest good one. `leaves` names leaf paths, or branches of the tree
-    (`"model"` for all below it); only their chunks are read. Changes nothing in the run directory.
+    `step` None means the newest good one; `directory` may name one itself: `RUN@STEP`. `leaves` names
+    leaf paths, or branches of the tree (`"model"` for all below it); only their chunks are read.
+    Changes nothing in the run directory.
     """
-    names = (leaves,) if isinstance(leaves, str) else tuple(leaves or ())
-
-    def wanted(path: str) -> bool:
-        return any(path == name or path.startswith(f"{name}/") for name in names)
-
-    return unflatten(_load(Run(directory), step, wanted if names else None).leaves)
+    wanted = part_filter(part_names(leaves)) if leaves else None
+    return unflatten(_load(directory, step, wanted).leaves)
 
 
-def _load(run: Run, step: int | None, wanted: Callable[[str], bool] | None) -> Loaded:
-    loaded = run.load_newest(wanted) if step is None else run.load(step, wanted)
+def _load(
+    directory: str | os.PathLike[str] | Storage,
+    step: int | None,
+    wanted: Callable[[str], bool] | None,
+) -> Loaded:
+    if directory is None:
+        raise InvalidArgumentError(
+            "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
+            "first save; `CheckpointManager.restore_or_initialize` starts afresh then."
+        )
+    if isinstance(directory, str):
+        directory, named = split_step(directory)
+        if named is not None and step is not None and named != step:
+            raise InvalidArgumentError(
+                f"step: expected {named}, which `{directory}@{named}` names, or None, found {step}."
+            )
+        step = named if step is None else step
+    run = Run(directory)
+    loaded = run.load_newest(wanted) if step is None else run.load(step_number(step), wanted)
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     for bad, reason in loaded.skipped:

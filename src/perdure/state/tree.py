@@ -70,6 +70,15 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     return _rebuild(like, "", leaves, stored)
 
 
+def is_state(value: Any) -> bool:
+    """Whether an adapter recognises `value` itself as a leaf or as a container of leaves."""
+    try:
+        _classify(value, "", None)
+    except StateError:
+        return False
+    return True
+
+
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
     """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a template."""
     root: dict[str, Any] = {}

@@ -156,13 +156,19 @@ class Run:
                     raise
                 manifest = again
 
-    def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
+    def load_newest(
+        self,
+        wanted: Callable[[str], bool] | None = None,
+        unreadable: Mapping[int, str] | None = None,
+    ) -> Loaded | None:
         """The newest checkpoint that is whole, and why newer ones were passed over.
+
+        `unreadable` holds steps that are not to be tried, with the reasons.
 
         None where there is no checkpoint at all; `NoGoodCheckpointError` where there are some and
         none is readable, because starting afresh then would throw a run away silently.
         """
-        skipped: dict[int, str] = {}
+        skipped = dict(unreadable or {})
         # Steps that a prune takes away while this reads are not damaged; newer ones are there then.
         while untried := [step for step in self.steps() if step not in skipped]:
             for step in reversed(untried):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from perdure.checkpoint import CheckpointManager, Processes
 from perdure.checkpoint.preemption import Interrupted
-from perdure.errors import LockedError, StoreError, TrainError
+from perdure.errors import TrainError
 from perdure.heartbeats import beat
 from perdure.state import Beside
 from perdure.train.hooks import Hook
@@ -98,7 +98,7 @@ class Loop:
 
     def _resume(self) -> None:
         trainer, manager = self._trainer, self._manager
-        self._claim()
+        self._manager.claim()
         restored = manager.restore_or_initialize(whole(trainer, self._source))
         fresh = manager.latest_step() is None
         if self._group is not None:
@@ -116,20 +116,6 @@ class Loop:
         if trainer.processes.is_chief and trainer.summaries.directory is None:
             trainer.say("no summaries: the run directory is not local; name a summary_dir")
         self._saved = restored.step
-
-    def _claim(self) -> None:
-        """Become the writer, or raise in every process of the group."""
-        problem = ""
-        try:
-            self._manager.claim()
-        except StoreError as error:
-            if self._group is None:
-                raise
-            problem = str(error)
-        if self._group is not None:
-            problem = self._group.processes.broadcast(problem.encode()).decode()
-        if problem:
-            raise LockedError(problem)
 
     def _react_again(self) -> None:
         """What an evaluation changed behind its save is changed again, by the same metrics."""

@@ -115,7 +115,7 @@ class CheckpointManager(Turns):
     ) -> None:
         self._max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
         self._interval = positive("save_interval_steps", save_interval_steps)
-        self._recipe = checked(recipe or {})
+        self._recipe = checked({} if recipe is None else recipe)
         self._allow = allowed(allow)
         self._options = options or ManagerOptions()
         self._run = Run(
@@ -216,12 +216,13 @@ class CheckpointManager(Turns):
         restored) step and this one. A forced save counts as a save.
         """
         step = step_number(step)
-        last = self._last
-        if last is None:  # nothing was restored: a run goes on from its newest checkpoint
-            last = self.latest_step() or 0
-        return step % self._interval == 0 or (
-            step > last and step // self._interval > last // self._interval
-        )
+        if step % self._interval == 0:
+            return True
+        if (
+            self._last is None
+        ):  # no restore, no save yet: a run continues from its newest checkpoint
+            self._last = self.latest_step() or 0
+        return step > self._last and step // self._interval > self._last // self._interval
 
     @exclusive
     def save(
@@ -252,7 +253,6 @@ class CheckpointManager(Turns):
             SaveError: the save before this one failed (a warning under `on_error="continue"`).
         """
         step = step_number(step)
-        numbers = metric_numbers(metrics or {})
         beat("step", step)
         if self._processes.count == 1:  # in a group only where all of them do: in a due save
             self._settle(wait=False)
@@ -260,25 +260,28 @@ class CheckpointManager(Turns):
             return False
         beat("save", step)
         self._settle(wait=True)
+        if self._processes.count > 1:
+            self._last = step  # also in a process that raises: all decide alike at the next step
         try:
             if self._processes.count == 1:
                 self._run.claim()
-            self._submit(step, state, numbers)
+            self._submit(step, state, metrics)
         except SaveError as error:
-            self._tolerate(error)
-            self._last = step
+            self._tolerate(error, stacklevel=4)
             return False
+        finally:
+            beat("step", step)
         self._last = step
-        beat("step", step)
         return True
 
     @exclusive
-    def wait_until_finished(self) -> None:
+    def wait_until_finished(self) -> bool:
         """Wait for the save under way; what it saved is durable then. Raises what it raised.
 
-        Under `on_error="continue"` a failed save is a warning here too, and `all_steps` lacks it.
+        Under `on_error="continue"` a failed save is a warning here too, `all_steps` lacks it, and this
+        returns False.
         """
-        self._settle(wait=True)
+        return self._settle(wait=True)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save runs in the background."""
@@ -360,12 +363,10 @@ class CheckpointManager(Turns):
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         step = step_number(step)
-        numbers = metric_numbers(metrics or {})
         beat("save", step)
         self._settle(wait=True)
         self.preemption.before_saving(step)
-        self._submit(step, state, numbers)
-        self._last = step
+        self._submit(step, state, metrics)
         self._background.wait()
 
     def exit_preempted(self) -> NoReturn:
@@ -458,17 +459,19 @@ class CheckpointManager(Turns):
         self._settle(wait=True)
         chief_does(self._processes, f"{call}({step})", lambda: change(step))
 
-    def _submit(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
+    def _submit(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> None:
         self._check_group()
         try:
+            numbers = metric_numbers({} if metrics is None else metrics)
             leaves = snapshot(state, self._arena)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error))
-                if isinstance(error, Exception):
-                    raise as_save_error(error) from error.__cause__ or error
+                shared = as_save_error(error)
+                if shared is not error and isinstance(error, Exception):
+                    raise shared from error
             raise
-        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, metrics)))
+        self._background.submit(self.preemption.timed(lambda: self._commit(step, leaves, numbers)))
 
     def _decline(self, step: int, error: BaseException) -> None:
         decline_save(self._processes.channel("save"), step, error)
@@ -504,8 +507,9 @@ class CheckpointManager(Turns):
         for pack, why in execute_prune(self._run, plan).left.items():
             self._notes.append(f"{self.directory}: {pack} was not compacted: {why}")
 
-    def _settle(self, *, wait: bool) -> None:
-        """Deal with what the background said: raise it, or warn where that was asked for."""
+    def _settle(self, *, wait: bool) -> bool:
+        """Raise the error of the background save, or warn and return False if that was asked for."""
+        good = True
         try:
             if wait:
                 self._background.wait()
@@ -513,17 +517,21 @@ class CheckpointManager(Turns):
                 self._background.check()
         except (SaveError, PruneError) as error:
             self._tolerate(error)
+            good = isinstance(error, PruneError)  # it comes after the commit
         if not self._background.busy:
             notes, self._notes = self._notes, []
             for note in notes:
                 if note not in self._told:
                     self._told.add(note)
                     warnings.warn(note, stacklevel=5)
+        return good
 
-    def _tolerate(self, error: StoreError) -> None:
+    def _tolerate(self, error: StoreError, stacklevel: int = 5) -> None:
         if self._options.on_error == "raise":
             raise error
-        warnings.warn(f"{error} Training goes on; the next save tries again.", stacklevel=5)
+        warnings.warn(
+            f"{error} Training goes on; the next save tries again.", stacklevel=stacklevel
+        )
 
     @exclusive
     def _restore(
@@ -595,8 +603,7 @@ def _newest(run: Run) -> str:
 
 def _abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
     """What `close` does for a manager that nobody refers to any more; its save has ended then."""
-    if os.getpid() != pid:
+    if os.getpid() != pid:  # the lock is the parent's
         return
-    preemption.remove()
-    preemption.in_scope = lambda _frame: False  # another thread cannot give the signal back
+    preemption.abandon()
     run.close()

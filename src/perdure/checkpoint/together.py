@@ -257,9 +257,9 @@ def _follow_save(
 
 def _raise_own(error: BaseException | None, told: PerdureError) -> NoReturn:
     """Raise what the group agreed on, or an interrupt of this process, which only it has."""
-    if error is told or (error is not None and not isinstance(error, Exception)):
+    if error is not None and not isinstance(error, Exception):
         raise error
-    raise told from error
+    raise told from (None if error is told else error)
 
 
 def _write_part(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.errors import CorruptionError
 from perdure.store import Run
+
+_MOST_METRICS = 4
 
 
 @click.command("ls")
@@ -30,6 +34,7 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
                 "leaves": len(manifest.leaves),
                 "bytes": manifest.nbytes,
                 "fingerprint": manifest.fingerprint,
+                "metrics": manifest.metrics,
             }
         )
     if as_json:
@@ -44,12 +49,25 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
         )
     else:
         table(
-            ("step", "created", "leaves", "size", "fingerprint"),
+            ("step", "created", "leaves", "size", "fingerprint", "metrics"),
             [
-                (r["step"], r["created"], r["leaves"], size_text(r["bytes"]), r["fingerprint"][:16])
+                (
+                    *(r["step"], r["created"], r["leaves"], size_text(r["bytes"])),
+                    *(r["fingerprint"][:16], _metrics_text(r["metrics"])),
+                )
                 for r in rows
             ],
         )
         for bad in damaged:
             click.echo(f"step {bad['step']} is damaged: {bad['error']}", err=True)
     ctx.exit(1 if damaged else 0)
+
+
+def _metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """`accuracy=0.91 loss=0.25`, the first few by name."""
+    texts = [
+        f"{name}={'not-finite' if value is None else format(value, 'g')}"
+        for name, value in sorted(metrics.items())
+    ]
+    more = [f"(and {len(texts) - _MOST_METRICS} more)"] if len(texts) > _MOST_METRICS else []
+    return " ".join([*texts[:_MOST_METRICS], *more])

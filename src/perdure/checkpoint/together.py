@@ -119,7 +119,7 @@ def as_save_error(error: BaseException) -> PerdureError:
     """`error` itself if perdure raised it on purpose, else a `SaveError` about it."""
     if isinstance(error, PerdureError):
         return error
-    return SaveError(f"{error!r}. Every earlier checkpoint is still there.")
+    return SaveError(f"the save failed: {error!r}. Every earlier checkpoint is still there.")
 
 
 def load_together(

@@ -48,16 +48,16 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
             }
         )
     else:
-        table(
-            ("step", "created", "leaves", "size", "fingerprint", "metrics"),
-            [
-                (
-                    *(r["step"], r["created"], r["leaves"], size_text(r["bytes"])),
-                    *(r["fingerprint"][:16], _metrics_text(r["metrics"])),
-                )
-                for r in rows
-            ],
-        )
+        header = ["step", "created", "leaves", "size", "fingerprint"]
+        cells = [
+            [r["step"], r["created"], r["leaves"], size_text(r["bytes"]), r["fingerprint"][:16]]
+            for r in rows
+        ]
+        if any(row["metrics"] for row in rows):
+            header.append("metrics")
+            for line, row in zip(cells, rows, strict=True):
+                line.append(_metrics_text(row["metrics"]))
+        table(header, cells)
         for bad in damaged:
             click.echo(f"step {bad['step']} is damaged: {bad['error']}", err=True)
     ctx.exit(1 if damaged else 0)

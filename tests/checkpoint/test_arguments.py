@@ -192,7 +192,7 @@ def test_values_of_numpy_and_frameworks_in_a_recipe_are_exact(tmp_path: Path) ->
 def test_a_recipe_that_cannot_be_recorded_is_refused_before_anything_is_done(
     tmp_path: Path, value: Any
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match="recipe: expected .* for 'field'"):
+    with pytest.raises(InvalidArgumentError, match=r"recipe: expected .* for 'field'"):
         CheckpointManager(tmp_path / "run", recipe={"good": 1, "field": value})
     with pytest.raises(InvalidArgumentError, match="recipe: expected strings as names"):
         CheckpointManager(tmp_path / "run", recipe={1: 1})  # type: ignore[dict-item]
@@ -447,5 +447,5 @@ def test_only_the_chunks_of_the_part_are_read(tmp_path: Path) -> None:
 
 def test_a_trainer_does_not_call_a_module_either(tmp_path: Path) -> None:
     model = EquinoxModel(jnp.ones(3))
-    trainer = Trainer(lambda s, b: (s, {}), model, [1, 2], RunConfig(tmp_path))
+    trainer = Trainer(lambda s, _: (s, {}), model, [1, 2], RunConfig(tmp_path))
     assert trainer.state is model

@@ -275,7 +275,7 @@ def flip(data: memoryview) -> None:
 
 
 class Blind(LocalStorage):
-    """A host whose cache holds damaged bytes of the newest pack, and of others if `packs` names them."""
+    """A host whose cache holds damaged bytes of the packs that `packs` names."""
 
     def __init__(self, root: Path, *packs: str) -> None:
         super().__init__(root)

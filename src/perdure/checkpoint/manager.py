@@ -523,7 +523,7 @@ class CheckpointManager(Turns):
             for note in notes:
                 if note not in self._told:
                     self._told.add(note)
-                    warnings.warn(note, stacklevel=5)
+                    warnings.warn(note, stacklevel=4)
         return good
 
     def _tolerate(self, error: StoreError, stacklevel: int = 5) -> None:
@@ -573,7 +573,7 @@ class CheckpointManager(Turns):
             warnings.warn(
                 f"{self.directory}: step {step} is damaged and was passed over for step "
                 f"{loaded.manifest.step}: {reason} {where}",
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def _check_recipe(self, loaded: Loaded) -> None:

@@ -2,7 +2,6 @@
 
 PerdureError
 ├── StoreError                    a run directory cannot be used as asked
-│   ├── InvalidArgumentError      a wrong argument; also a `ValueError`
 │   ├── NotARunError              the path holds no run directory
 │   ├── FormatVersionError        written by a newer perdure
 │   ├── StepNotFoundError         no checkpoint of that step
@@ -23,7 +22,8 @@ PerdureError
 │   └── WorkerLostError           a process of the group is gone
 ├── LaunchError                   a run cannot be started or watched as asked
 ├── DataError                     a dataset cannot be read or addressed
-└── TrainError                    the training loop is asked for what it cannot do
+├── TrainError                    the training loop is asked for what it cannot do
+└── ArgumentError                 an argument has a value that cannot be used; also a ValueError
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class PerdureError(Exception):
 
 class StoreError(PerdureError):
     """A run directory cannot be used as asked."""
-
-
-class InvalidArgumentError(StoreError, ValueError):
-    """An argument has a wrong type or value. Nothing was changed."""
 
 
 class NotARunError(StoreError):
@@ -123,3 +119,7 @@ class DataError(PerdureError):
 
 class TrainError(PerdureError):
     """The training loop was asked for something that it cannot do."""
+
+
+class ArgumentError(PerdureError, ValueError):
+    """An argument has a value that cannot be used."""

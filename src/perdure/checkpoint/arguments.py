@@ -8,7 +8,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from perdure.errors import InvalidArgumentError
+from perdure.errors import ArgumentError
 from perdure.state import is_state
 from perdure.store.format import MAX_STEP
 
@@ -18,7 +18,7 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
 def step_number(step: Any) -> int:
     """`step` as an int; NumPy integers and 0-d integer arrays of any framework are accepted.
 
-    Raises `InvalidArgumentError` for a bool, a float, a negative number or one above `MAX_STEP`.
+    Raises `ArgumentError` for a bool, a float, a negative number or one above `MAX_STEP`.
     """
     try:
         if "bool" in type(step).__name__ or "bool" in str(getattr(step, "dtype", "")):
@@ -27,12 +27,12 @@ def step_number(step: Any) -> int:
             raise TypeError
         number = operator.index(step)
     except TypeError:
-        raise InvalidArgumentError(
+        raise ArgumentError(
             f"step: expected an integer from 0 to {MAX_STEP}, found {shown(step)} of type "
             f"{type(step).__name__}."
         ) from None
     if not 0 <= number <= MAX_STEP:
-        raise InvalidArgumentError(
+        raise ArgumentError(
             f"step: expected an integer from 0 to {MAX_STEP}, found {shown(number)}."
         )
     return number
@@ -45,29 +45,29 @@ def positive(name: str, value: Any) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise InvalidArgumentError(f"{name}: expected at least 1, found {shown(value)}.")
+        raise ArgumentError(f"{name}: expected at least 1, found {shown(value)}.")
     return number
 
 
 def metric_numbers(metrics: Any) -> dict[str, float]:
     """`metrics` as floats; NaN and the infinities are allowed.
 
-    Raises `InvalidArgumentError` that names the metric which is not a number.
+    Raises `ArgumentError` that names the metric which is not a number.
     """
     if not isinstance(metrics, Mapping):
-        raise InvalidArgumentError(
+        raise ArgumentError(
             f"metrics: expected a mapping from names to numbers, found {shown(metrics)}."
         )
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if not is_text(name):
-            raise InvalidArgumentError(f"metrics: expected strings as names, found {shown(name)}.")
+            raise ArgumentError(f"metrics: expected strings as names, found {shown(name)}.")
         try:
             if isinstance(value, (str, bytes, bytearray)):
                 raise TypeError
             numbers[name] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of PyTorch
-            raise InvalidArgumentError(
+            raise ArgumentError(
                 f"metrics: expected a number for {name!r}, found {shown(value)} of type "
                 f"{type(value).__name__}."
             ) from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.arguments import step_number
-from perdure.errors import InvalidArgumentError, StepNotFoundError
+from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
@@ -86,14 +86,14 @@ def _load(
     wanted: Callable[[str], bool] | None,
 ) -> Loaded:
     if directory is None:
-        raise InvalidArgumentError(
+        raise ArgumentError(
             "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
             "first save; `CheckpointManager.restore_or_initialize` starts afresh then."
         )
     if isinstance(directory, str):
         directory, named = split_step(directory)
         if named is not None and step is not None and named != step:
-            raise InvalidArgumentError(
+            raise ArgumentError(
                 f"step: expected {named}, which `{directory}@{named}` names, or None, found {step}."
             )
         step = named if step is None else step

@@ -40,7 +40,7 @@ from perdure.checkpoint.together import (
 )
 from perdure.checkpoint.turns import Turns, exclusive
 from perdure.errors import (
-    InvalidArgumentError,
+    ArgumentError,
     PruneError,
     SaveError,
     StepNotFoundError,
@@ -246,7 +246,7 @@ class CheckpointManager(Turns):
             force: save even if `should_save(step)` is False.
 
         Raises:
-            InvalidArgumentError: `step` is no step, or a metric is no number.
+            ArgumentError: `step` is no step, or a metric is no number.
             UnsupportedLeafError: a value in `state` has no exact form.
             LockedError: another process writes there (in a group: at the next call).
             StateError: in a group, the copies of the state differ (at the next call).
@@ -447,7 +447,7 @@ class CheckpointManager(Turns):
             return None if step is None else step_number(step)
         run, named = split_step(step)
         if named is None or run != self.directory:
-            raise InvalidArgumentError(
+            raise ArgumentError(
                 f"step: expected a step, or a name such as {name_at_step(self.directory, 120)!r}, "
                 f"found {step!r}. For another run directory use `perdure.load`."
             )
@@ -457,7 +457,17 @@ class CheckpointManager(Turns):
         """One change of the run directory by the chief, with the same outcome in every process."""
         step = step_number(step)
         self._settle(wait=True)
-        chief_does(self._processes, f"{call}({step})", lambda: change(step))
+
+        def named() -> None:
+            try:
+                change(step)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.directory}: {call}({step}) failed: {error}. No checkpoint was lost; try "
+                    f"again."
+                ) from error
+
+        chief_does(self._processes, f"{call}({step})", named)
 
     def _submit(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> None:
         self._check_group()

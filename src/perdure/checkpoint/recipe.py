@@ -17,7 +17,7 @@ import msgspec
 
 from perdure.checkpoint.arguments import is_text, shown
 from perdure.checkpoint.processes import Processes
-from perdure.errors import InvalidArgumentError, RecipeMismatchError
+from perdure.errors import ArgumentError, RecipeMismatchError
 from perdure.store.format import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]
@@ -43,23 +43,23 @@ class _Bearer(msgspec.Struct):
 def checked(recipe: Any) -> dict[str, RecipeValue]:
     """`recipe` with plain Python values; NumPy scalars and 0-d arrays are converted exactly.
 
-    Raises `InvalidArgumentError` that names a field which a manifest cannot hold exactly: None, NaN,
+    Raises `ArgumentError` that names a field which a manifest cannot hold exactly: None, NaN,
     an infinity, an integer of more than 64 bits, a list.
     """
     if not isinstance(recipe, Mapping):
-        raise InvalidArgumentError(
+        raise ArgumentError(
             f"recipe: expected a mapping from names to values, found {shown(recipe)}."
         )
     fields: dict[str, RecipeValue] = {}
     for name, given in recipe.items():
         if not is_text(name):
-            raise InvalidArgumentError(f"recipe: expected strings as names, found {shown(name)}.")
+            raise ArgumentError(f"recipe: expected strings as names, found {shown(name)}.")
         value = given
         if getattr(given, "ndim", None) == 0 and callable(getattr(given, "item", None)):
             value = given.item()
         plain = _plain(value)
         if plain is None:
-            raise InvalidArgumentError(
+            raise ArgumentError(
                 f"recipe: expected a string, a bool, an integer of at most 64 bits or a finite float "
                 f"for {name!r}, found {shown(given)} of type {type(given).__name__}. Convert it, or "
                 f"leave it out."

@@ -17,6 +17,7 @@ from msgspec import Struct
 from perdure import errors
 from perdure.checkpoint.processes import Processes
 from perdure.errors import (
+    ArgumentError,
     CorruptionError,
     NotARunError,
     PerdureError,
@@ -282,7 +283,7 @@ def _write_part(
 
 def _failed(processes: Processes, step: int, error: BaseException) -> _Part:
     text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
-    kind = type(error).__name__ if isinstance(error, StateError) else ""
+    kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
     return _Part(step, error=f"process {processes.index}: {text}", kind=kind)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from perdure.errors import InvalidArgumentError, MismatchError
+from perdure.errors import ArgumentError, MismatchError
 from perdure.state.tree import _classify, _join, _unescape, restore
 from perdure.store.leaf import Leaf
 
@@ -14,7 +14,7 @@ def part_names(leaves: str | Iterable[str]) -> tuple[str, ...]:
     """The paths in `leaves`, without those that lie below another one."""
     names = (leaves,) if isinstance(leaves, str) else tuple(leaves)
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise InvalidArgumentError(
+        raise ArgumentError(
             f"leaves: expected the path of a leaf or of a branch, or several, found {leaves!r}."
         )
     return tuple(

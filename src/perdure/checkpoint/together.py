@@ -248,8 +248,12 @@ def _follow_save(
     error = None
     if processes.broadcast(None) == _WRITE:
         part, error = write()
-        with suppress(SaveError, StateError):  # the chief finds the same, and tells it below
+        try:
             _agreed(processes, leaves, part)
+        except WorkerLostError:
+            raise
+        except PerdureError:
+            pass  # the chief finds the same, and tells it below
     try:
         _follow(_heard(processes))
     except PerdureError as told:

@@ -24,7 +24,6 @@ from perdure.errors import (
     NoGoodCheckpointError,
     SaveError,
     StepNotFoundError,
-    StoreError,
 )
 from perdure.store import Run, writer
 from pretend import Pretend, play
@@ -228,7 +227,7 @@ def test_a_second_manager_is_told_at_its_first_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"save_interval_steps": 0}])
 def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(StoreError, match=f"{next(iter(options))}: expected .* found 0"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected .* found 0"):
         CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 

@@ -190,3 +190,27 @@ def test_a_slow_disk_holds_the_next_save_back_and_loses_none(tmp_path: Path) -> 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(StoreError, match="on_error: expected 'raise' or 'continue', found 'skip'"):
         ManagerOptions(on_error="skip")  # type: ignore[arg-type]
+
+
+def test_warnings_name_the_line_of_the_caller(tmp_path: Path) -> None:
+    fault = Faulty()
+    with CheckpointManager(
+        LocalStorage(tmp_path, fault), options=CONTINUE, recipe={"lr": 1}, allow=("lr",)
+    ) as manager:
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        manager.save(2, state(2))
+        manager.wait_until_finished()
+    pack = max((tmp_path / "packs").glob("000000000002-*"))
+    pack.write_bytes(bytes(pack.stat().st_size))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CheckpointManager(
+            LocalStorage(tmp_path, fault), options=CONTINUE, recipe={"lr": 2}, allow=("lr",)
+        ) as manager:
+            manager.restore(like=state(0))  # damaged, and another recipe
+            fault.on = True
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+    assert len(caught) == 3
+    assert {each.filename for each in caught} == {__file__}

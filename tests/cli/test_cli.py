@@ -45,6 +45,25 @@ def test_ls_lists_the_checkpoints(run: Path) -> None:
     assert document["checkpoints"][1]["bytes"] == 3 * 4 * 4 + len("digits")
 
 
+def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
+    many = {f"m{number}": float(number) for number in range(6)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": 1})
+        manager.save(2, {"w": 2}, {"loss": 0.123456789, "accuracy": float("nan")})
+        manager.save(3, {"w": 3}, many)
+    lines = perdure("ls", tmp_path).output.splitlines()
+    assert lines[0].split()[-1] == "metrics"
+    assert lines[2].endswith("accuracy=not-finite loss=0.123457")
+    assert lines[3].endswith("m0=0 m1=1 m2=2 m3=3 (and 2 more)")
+    rows = json.loads(perdure("ls", tmp_path, "--json").output)["checkpoints"]
+    assert [row["metrics"] for row in rows] == [{}, {"loss": 0.123456789, "accuracy": None}, many]
+    shown = perdure("show", tmp_path, 2).output
+    assert "metric       loss = 0.123456789" in shown
+    assert "metric       accuracy = not finite" in shown
+    assert "metric" not in perdure("show", tmp_path, 1).output
+    assert json.loads(perdure("show", tmp_path, 3, "--json").output)["metrics"] == many
+
+
 def test_ls_reports_a_damaged_manifest(run: Path) -> None:
     flip(run / "checkpoints" / "000000000010.json")
     result = perdure("ls", run)

@@ -64,6 +64,36 @@ def test_a_chief_comes_first() -> None:
     assert (worker.coordinator, worker.process_id) == ("z:9", 1)
 
 
+@pytest.mark.parametrize(
+    ("jobs", "expected"),
+    [
+        ({"worker": ["a:1", "b:1"]}, [("worker", 0), ("worker", 1)]),
+        (
+            {"chief": ["c:1"], "worker": ["a:1", "b:1"]},
+            [("chief", 0), ("worker", 0), ("worker", 1)],
+        ),
+        ({"chief": ["c:1"]}, [("chief", 0)]),
+    ],
+)
+def test_task_type_and_task_id_are_those_of_tensorflow(
+    jobs: dict[str, list[str]], expected: list[tuple[str, int]]
+) -> None:
+    for number, (kind, index) in enumerate(expected):
+        config = {"cluster": jobs, "task": {"type": kind, "index": index}}
+        resolver = TFConfigClusterResolver({"TF_CONFIG": json.dumps(config)})
+        assert (resolver.task_type, resolver.task_id) == (kind, index)
+        cluster = resolver.cluster()
+        assert (cluster.task_type, cluster.task_id) == (kind, index)
+        assert cluster.process_id == number
+
+
+def test_task_type_and_task_id_without_tf_config() -> None:
+    simple = SimpleClusterResolver("a:1", 3, 2)
+    assert (simple.task_type, simple.task_id) == ("worker", 2)
+    for alone in (TFConfigClusterResolver({}), Cluster(None, 1, 0)):
+        assert (alone.task_type, alone.task_id) == (None, None)
+
+
 def test_order_of_the_sources() -> None:
     tf = tf_config({"worker": WORKERS}, {"type": "worker", "index": 2})
     jax = {**JAX, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}

@@ -226,3 +226,28 @@ def test_policies_go_by_their_names_too() -> None:
     for one, other in zip(by_name.values, by_value.values, strict=True):
         np.testing.assert_array_equal(one["x"], other["x"])
         assert len(one["x"]) == 2 * V
+
+
+def test_what_replicas_return_is_unpacked_as_in_tensorflow() -> None:
+    own = strategy(2, replicas=3)
+    batch = own.batch(ArrayDataset({"x": np.arange(3.0)}, 3, shuffle=False), 0)
+
+    def step(share: Any) -> tuple[Any, dict[str, Any]]:
+        return share["x"].sum(), {"double": 2 * share["x"].sum()}
+
+    loss, logs = own.run(step, args=(batch,))
+    assert own.local_results(loss) == (0.0, 1.0, 2.0)
+    assert own.local_results(logs["double"]) == (0.0, 2.0, 4.0)
+    assert own.reduce("sum", logs["double"]) == 6.0
+    assert batch["x"].step == 0
+    assert own.local_results(own.run(step, args=(batch,))[0]) == (0.0, 1.0, 2.0)
+    # An array of two numbers is not a pair: replicas and rows must not be mistaken for each other.
+    arrays = own.run(lambda _: np.zeros(2), args=(batch,))
+    with pytest.raises(TypeError, match="local_results"):
+        _, _ = arrays
+    with pytest.raises(TypeError, match="local_results"):
+        arrays[0]
+    with pytest.raises(TypeError, match="expected tuples of one length"):
+        list(PerReplica(((1, 2), (1,)), (0, 1)))
+    with pytest.raises(ValueError, match="not enough values"):
+        _, _, _ = own.run(step, args=(batch,))

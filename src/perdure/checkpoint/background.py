@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +18,14 @@ class Background:
         # no daemon, so that leaving Python normally waits for the save that is under way.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="perdure-save")
         self._job: Future[None] | None = None
+        self._pid = os.getpid()
         atexit.register(_tell_what_nobody_asked, weakref.ref(self))  # behind the wait for threads
 
     @property
     def busy(self) -> bool:
-        return self._job is not None and not self._job.done()
+        job = self._job  # read once: another thread may take it away
+        # A forked child has no thread that would ever finish the job.
+        return job is not None and not job.done() and os.getpid() == self._pid
 
     def submit(self, job: Callable[[], None]) -> None:
         """Start `job` once the one before it is done; raises what that one raised."""
@@ -46,8 +50,14 @@ class Background:
 
     def tell(self) -> None:
         """Log what a finished job raised, where nobody asked for it any more."""
-        if self._job is not None and self._job.done() and (error := self._job.exception()):
-            logging.getLogger(__name__).error("The last save before the end failed: %s", error)
+        job = self._job
+        if job is not None and job.done() and os.getpid() == self._pid:
+            self._job = None
+            if error := job.exception():
+                logging.getLogger(__name__).error("The last save before the end failed: %s", error)
+
+    def __del__(self) -> None:
+        self.tell()
 
 
 def _tell_what_nobody_asked(background: weakref.ref[Background]) -> None:

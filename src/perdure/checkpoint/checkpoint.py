@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from perdure.errors import StepNotFoundError
-from perdure.state import Members, flatten, unflatten
+from perdure.checkpoint.arguments import step_number
+from perdure.errors import ArgumentError, StepNotFoundError
+from perdure.state import Members, flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
+from perdure.store.urls import split_step
 
 
 class Checkpoint(Members):
@@ -49,6 +51,7 @@ class Checkpoint(Members):
         They are read where they lie: if another thread changes them meanwhile, the checkpoint is
         readable and holds values from before and after the change.
         """
+        step = step_number(step)
         with Run(directory, create=True, codec=codec) as run:
             saved = run.save(step, flatten(self)).fingerprint
             for note in run.notes:
@@ -58,9 +61,10 @@ class Checkpoint(Members):
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
         """Restore the members from `step`, or from the newest good checkpoint; returns its step.
 
+        `directory` may name one checkpoint: `RUN@STEP`, as `CheckpointManager.latest_checkpoint` does.
         Changes nothing in the run directory. Raises `MismatchError` when the members do not fit.
         """
-        loaded = load_verified(Run(directory), step, None)
+        loaded = load_verified(directory, step)
         restore_state(self, loaded.leaves)
         return loaded.manifest.step
 
@@ -72,26 +76,38 @@ def load(
 ) -> Any:
     """A checkpoint as nested dicts of NumPy arrays and Python scalars, without any framework.
 
-    `step` None means the newest good one. `leaves` names leaf paths, or branches of the tree
-    (`"model"` for all below it); only their chunks are read. Changes nothing in the run directory.
+    `step` None means the newest good one; `directory` may name one itself: `RUN@STEP`. `leaves` names
+    leaf paths, or branches of the tree (`"model"` for all below it); only their chunks are read.
+    Changes nothing in the run directory.
     """
-    names = (leaves,) if isinstance(leaves, str) else tuple(leaves or ())
-
-    def wanted(path: str) -> bool:
-        return any(path == name or path.startswith(f"{name}/") for name in names)
-
-    return unflatten(load_verified(Run(directory), step, wanted if names else None).leaves)
+    wanted = part_filter(part_names(leaves)) if leaves else None
+    return unflatten(load_verified(directory, step, wanted).leaves)
 
 
 def load_verified(
-    run: Run, step: int | None = None, wanted: Callable[[str], bool] | None = None
+    directory: str | os.PathLike[str] | Storage,
+    step: int | None = None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> Loaded:
     """Load `step`, or the newest good checkpoint, and warn about each newer one that is damaged.
 
-    Only leaves whose path `wanted` accepts are read. Raises `StepNotFoundError` if the run directory
-    holds no checkpoint.
+    `directory` may name one checkpoint: `RUN@STEP`. Only leaves whose path `wanted` accepts are read.
+    Raises `StepNotFoundError` if the run directory holds no checkpoint.
     """
-    loaded = run.load_newest(wanted) if step is None else run.load(step, wanted)
+    if directory is None:
+        raise ArgumentError(
+            "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
+            "first save; `CheckpointManager.restore_or_initialize` starts afresh then."
+        )
+    if isinstance(directory, str):
+        directory, named = split_step(directory)
+        if named is not None and step is not None and named != step:
+            raise ArgumentError(
+                f"step: expected {named}, which `{directory}@{named}` names, or None, found {step}."
+            )
+        step = named if step is None else step
+    run = Run(directory)
+    loaded = run.load_newest(wanted) if step is None else run.load(step_number(step), wanted)
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     for bad, reason in loaded.skipped:

@@ -109,6 +109,14 @@ class PreemptionFlag:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
             self._installed = False
 
+    def abandon(self) -> None:
+        """`remove` for an owner that is gone, from any thread. A handler that was set after this one
+        stays; a signal that still arrives here goes to the former handler."""
+        self._stop.set()
+        self.in_scope = lambda _frame: False
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            self.remove()
+
     def poll(self) -> None:
         """Ask the watcher once, and say it once when the grace period is over. The watching thread
         does this every second."""

@@ -7,14 +7,17 @@ affair of who makes it: `Strategy.recipe`.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from perdure.checkpoint.arguments import is_text, shown
 from perdure.checkpoint.processes import Processes
-from perdure.errors import RecipeMismatchError
+from perdure.errors import ArgumentError, RecipeMismatchError
 from perdure.store.format import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]
@@ -37,9 +40,51 @@ class _Bearer(msgspec.Struct):
     recipe: dict[str, RecipeValue]
 
 
+def checked(recipe: Any) -> dict[str, RecipeValue]:
+    """`recipe` with plain Python values; NumPy scalars and 0-d arrays are converted exactly.
+
+    Raises `ArgumentError` that names a field which a manifest cannot hold exactly: None, NaN,
+    an infinity, an integer of more than 64 bits, a list.
+    """
+    if not isinstance(recipe, Mapping):
+        raise ArgumentError(
+            f"recipe: expected a mapping from names to values, found {shown(recipe)}."
+        )
+    fields: dict[str, RecipeValue] = {}
+    for name, given in recipe.items():
+        if not is_text(name):
+            raise ArgumentError(f"recipe: expected strings as names, found {shown(name)}.")
+        value = given
+        if getattr(given, "ndim", None) == 0 and callable(getattr(given, "item", None)):
+            value = given.item()
+        plain = _plain(value)
+        if plain is None:
+            raise ArgumentError(
+                f"recipe: expected a string, a bool, an integer of at most 64 bits or a finite float "
+                f"for {name!r}, found {shown(given)} of type {type(given).__name__}. Convert it, or "
+                f"leave it out."
+            )
+        fields[name] = plain
+    return fields
+
+
+def _plain(value: Any) -> RecipeValue | None:
+    """`value` without its subclass; None if a manifest cannot hold it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value) if is_text(value) else None
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else None
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return None
+
+
 def allowed(names: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> frozenset[str]:
     """The fields that may differ: `names`, and those in PERDURE_ALLOW."""
     environ = os.environ if environ is None else environ
+    names = (names,) if isinstance(names, str) else names
     stated = (name.strip() for name in environ.get(ALLOW, "").split(","))
     return frozenset([*names, *stated]) - {""}
 

@@ -1,11 +1,12 @@
 """A group of processes that saves and restores as one.
 
-The chief holds the lock and commits; every process writes its share. Invariant: all processes of the
-group come out of a call with the same outcome. What one of them cannot do, the others are told.
+The chief holds the lock and commits; every process writes its share. Invariant: every process returns
+from a call with the same outcome: an error in one process is raised in all of them, as the same class.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +17,8 @@ from msgspec import Struct
 from perdure import errors
 from perdure.checkpoint.processes import Processes
 from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
     NotARunError,
     PerdureError,
     SaveError,
@@ -26,27 +29,33 @@ from perdure.errors import (
 from perdure.store import Leaf, Loaded, Run
 from perdure.store.contents import Catalog
 from perdure.store.format import RecipeValue, hash_bytes
+from perdure.store.leaf import Leaves, containers_of
 from perdure.store.share import Own, OwnRows, Share, assemble, leaf_digests, write_share
 from perdure.store.writer import Held, Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
+R = TypeVar("R")
 T = TypeVar("T", bound=Struct)
 
 
 class _Outcome(Struct):
-    """How something ended in one process: nothing went wrong, or the error's class and text."""
+    """How a call ended in one process: without an error, or with an error of this class and text."""
 
     kind: str | None = None
     text: str = ""
     step: int | None = None
+    call: str = ""
     steps: tuple[int, ...] = ()
+    """What the call returns, where it returns steps."""
 
 
 class _Part(Struct):
     """What one process brings to a save."""
 
+    step: int
     share: Share | None = None
     error: str = ""
+    kind: str = ""
 
 
 def save_together(
@@ -56,87 +65,146 @@ def save_together(
     leaves: Mapping[str, Leaf],
     recipe: Mapping[str, RecipeValue],
     metrics: Mapping[str, float],
+    prune: Callable[[], None],
     own: Own | None = None,
 ) -> None:
     """One checkpoint by all processes; committed in all of them on return, or an error in all.
 
     Called by every process with its own copy of the state, on a channel of its own, and with the
-    leaves that it alone has. Raises `StateError` naming the leaf and the process where the copies
-    differ, and what `Run.save` raises.
+    leaves that it alone has. The chief then calls `prune`. Raises `StateError` naming the leaf and the
+    process if the copies differ, and what `Run.save` and `prune` raise. A process that has no copy
+    calls `decline_save` instead.
     """
     own = own or Own()
-    # The fingerprint covers the leaves of all processes, so the chief needs their hashes first.
-    rows = processes.gather(msgspec.msgpack.encode(OwnRows.of(own)))
+    rows = _gather_own(processes, own)
     if not processes.is_chief:
-        if processes.broadcast(None) == _WRITE:
-            part = _write_part(run, processes, step, leaves, Catalog(run.storage), own)
-            with suppress(SaveError, StateError):  # the chief sees the same, and says so below
-                _agreed(processes, leaves, part)
-        _follow(_decode(processes.broadcast(None), _Outcome))
+        _follow_save(
+            processes,
+            leaves,
+            lambda: _write_part(run, processes, step, leaves, Catalog(run.storage), own),
+        )
         return
     asked = False
+    whole: dict[str, Any] = {**leaves, **{row.path: row for each in rows for row in each.ranked}}
+    everything = Leaves(whole, containers_of(leaves))
+    local: dict[str, Any] = {row.path: row for each in rows for row in each.local}
 
     def write(held: Mapping[str, Held]) -> Written:
         nonlocal asked
         asked = True
         processes.broadcast(_WRITE)
-        part = _write_part(run, processes, step, leaves, held, own)
-        return assemble(leaves, _agreed(processes, leaves, part))
-
-    def end(outcome: _Outcome) -> None:
-        if not asked:
-            processes.broadcast(_NOTHING)
-        processes.broadcast(msgspec.msgpack.encode(outcome))
-
-    every: list[OwnRows] = [_decode(data, OwnRows) for data in rows]
-    whole: dict[str, Any] = {**leaves, **{row.path: row for each in every for row in each.ranked}}
-    local: dict[str, Any] = {row.path: row for each in every for row in each.local}
-    try:
-        run.save(step, whole, recipe, metrics, write, local)
-    except WorkerLostError:
-        raise  # there is nobody left to agree with
-    except Exception as error:
-        end(_Outcome(type(error).__name__, str(error)))
-        raise
-    end(_Outcome())
-
-
-def load_together(run: Run, processes: Processes, step: int | None) -> Loaded | None:
-    """The same checkpoint in every process: the chief picks it, the others load the same step."""
-    if processes.is_chief:
+        part, error = _write_part(run, processes, step, leaves, held, own)
         try:
-            loaded = run.load_newest() if step is None else run.load(step)
-        except PerdureError as error:
-            _tell(processes, _Outcome(type(error).__name__, str(error)))
-            raise
-        _tell(processes, _Outcome(step=None if loaded is None else loaded.manifest.step))
-        return loaded
-    outcome = _decode(processes.broadcast(None), _Outcome)
-    _follow(outcome)
-    if outcome.step is None:
-        return None
-    try:
-        return Run(run.storage).load(outcome.step)
-    except NotARunError as error:
-        raise StoreError(
-            f"process {processes.index} does not see the run directory that the chief restores from; "
-            f"all processes need one shared directory. {error}"
-        ) from error
+            return assemble(leaves, _agreed(processes, leaves, part))
+        except PerdureError as told:
+            _raise_own(error, told)
+
+    def save_and_prune() -> None:
+        run.save(step, everything, recipe, metrics, write, local)
+        prune()
+
+    _, error = _attempt(save_and_prune)
+    told = None if error is None else as_save_error(error)
+    if not asked:
+        processes.broadcast(_NOTHING)
+    _tell(processes, _outcome(told))
+    if told is not None:
+        _raise_own(error, told)
 
 
-def by_chief(processes: Processes, action: Callable[[], list[int]]) -> list[int]:
-    """What `action` returns in the chief, in every process; what it raises there, all raise."""
-    if not processes.is_chief:
-        outcome = _decode(processes.broadcast(None), _Outcome)
-        _follow(outcome)
-        return list(outcome.steps)
+def decline_save(processes: Processes, step: int, error: BaseException) -> None:
+    """Take part in a save without a share, so that every other process learns of `error` at once."""
+    _gather_own(processes, Own())
+    if processes.is_chief:
+        processes.broadcast(_NOTHING)
+        _tell(processes, _outcome(as_save_error(error)))
+        return
     try:
-        steps = action()
-    except PerdureError as error:
-        _tell(processes, _Outcome(type(error).__name__, str(error)))
+        _follow_save(processes, {}, lambda: (_failed(processes, step, error), None))
+    except WorkerLostError:
         raise
-    _tell(processes, _Outcome(steps=tuple(steps)))
-    return steps
+    except PerdureError:
+        pass  # the caller raises `error`
+
+
+def as_save_error(error: BaseException) -> PerdureError:
+    """`error` itself if perdure raised it on purpose, else a `SaveError` about it."""
+    if isinstance(error, PerdureError):
+        return error
+    return SaveError(f"the save failed: {error!r}. Every earlier checkpoint is still there.")
+
+
+def load_together(
+    run: Run,
+    processes: Processes,
+    step: int | None,
+    wanted: Callable[[str], bool] | None = None,
+) -> tuple[Loaded | None, frozenset[int]]:
+    """The same checkpoint in every process: the chief picks it, the others load the same step.
+
+    If `step` is None and the bytes are damaged for some process, all of them take an older
+    checkpoint. Returns the checkpoint, and the skipped steps that the chief itself can read.
+    """
+    elsewhere: dict[int, str] = {}
+
+    def pick() -> Loaded | None:
+        if step is not None:
+            return run.load(step, wanted)
+        return run.load_newest(wanted, elsewhere)
+
+    if processes.count == 1:
+        return pick(), frozenset()
+    while True:
+        loaded, error = _load_once(run, processes, pick, wanted)
+        failed = _failures(processes, error)
+        if not failed:
+            return loaded, frozenset(elsewhere)
+        damaged = all(_is_damage(outcome) for outcome in failed.values())
+        if step is not None or not damaged:
+            _raise_first(processes, failed, error)
+        if loaded is not None:  # always so in the chief
+            elsewhere[loaded.manifest.step] = "; ".join(
+                f"process {number}: {outcome.text}" for number, outcome in failed.items()
+            )
+        del loaded  # before the next one takes as much memory
+
+
+def chief_does(
+    processes: Processes, call: str, action: Callable[[], Sequence[int] | None]
+) -> list[int]:
+    """`action` in the chief, with the same outcome in every process. A collective.
+
+    `call` says what it is: all processes must ask for the same. Returns the steps that `action`
+    returned.
+    """
+    if processes.count == 1:
+        return list(action() or ())
+    if processes.is_chief:
+        steps, error = _attempt(action)
+        outcome = _outcome(error)
+        outcome.steps = tuple(steps or ())
+        _tell(processes, outcome, call)
+        if error is not None:
+            raise error
+    else:
+        outcome = _heard(processes)
+        if outcome.call != call:
+            raise StoreError(
+                f"the processes of the group made different calls: process 0 {outcome.call}, process "
+                f"{processes.index} {call}. In a group every process makes the same calls."
+            )
+        _follow(outcome)
+    return list(outcome.steps)
+
+
+def all_do(processes: Processes, action: Callable[[], R]) -> R:
+    """`action` in every process; an error in one of them is raised in all. A collective."""
+    if processes.count == 1:
+        return action()
+    result, error = _attempt(action)
+    if failed := _failures(processes, error):
+        _raise_first(processes, failed, error)
+    return result  # type: ignore[return-value]
 
 
 def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
@@ -147,9 +215,79 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
         _differ(processes, digests)
 
 
-def _tell(processes: Processes, outcome: _Outcome) -> None:
-    if processes.count > 1:
-        processes.broadcast(msgspec.msgpack.encode(outcome))
+def _attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
+    try:
+        return action(), None
+    except WorkerLostError:
+        raise  # there is nobody left to agree with
+    except BaseException as error:  # noqa: BLE001 (the other processes are told)
+        return None, error
+
+
+def _load_once(
+    run: Run,
+    processes: Processes,
+    pick: Callable[[], Loaded | None],
+    wanted: Callable[[str], bool] | None,
+) -> tuple[Loaded | None, BaseException | None]:
+    """What this process loads of the step that the chief picks, and why it could not."""
+    if processes.is_chief:
+        loaded, error = _attempt(pick)
+        step = None if loaded is None else loaded.manifest.step
+        outcome = _outcome(error)
+        outcome.step = step
+        _tell(processes, outcome)
+        if error is not None:
+            raise error
+        return loaded, None
+    outcome = _heard(processes)
+    _follow(outcome)
+    if (step := outcome.step) is None:
+        return None, None
+
+    def follow() -> Loaded:
+        try:
+            return Run(run.storage).load(step, wanted)
+        except NotARunError as error:
+            raise StoreError(
+                f"it does not see the run directory that the chief restores from; all processes need "
+                f"one shared directory. {error}"
+            ) from error
+
+    return _attempt(follow)
+
+
+def _gather_own(processes: Processes, own: Own) -> list[OwnRows]:
+    """The leaves that each process has alone, by their hashes: the fingerprint covers all of them."""
+    rows = processes.gather(msgspec.msgpack.encode(OwnRows.of(own)))
+    return [_decode(data, OwnRows) for data in rows]
+
+
+def _follow_save(
+    processes: Processes,
+    leaves: Mapping[str, Leaf],
+    write: Callable[[], tuple[_Part, BaseException | None]],
+) -> None:
+    error = None
+    if processes.broadcast(None) == _WRITE:
+        part, error = write()
+        try:
+            _agreed(processes, leaves, part)
+        except WorkerLostError:
+            raise
+        except PerdureError:
+            pass  # the chief finds the same, and tells it below
+    try:
+        _follow(_heard(processes))
+    except PerdureError as told:
+        _raise_own(error, told)
+
+
+def _raise_own(error: BaseException | None, told: PerdureError) -> NoReturn:
+    """Raise what the group agreed on, or an interrupt of this process, which only it has."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    raise told from (None if error is told else error)
 
 
 def _write_part(
@@ -159,21 +297,38 @@ def _write_part(
     leaves: Mapping[str, Leaf],
     held: Mapping[str, Held] | Catalog,
     own: Own,
-) -> _Part:
-    try:
+) -> tuple[_Part, BaseException | None]:
+    def write() -> Share:
         known = held.held() if isinstance(held, Catalog) else held
         index, count = processes.index, processes.count
-        share = write_share(run.storage, step, leaves, known, index, count, run.encode, own)
-        return _Part(share)
-    except (OSError, StoreError) as error:
-        return _Part(error=f"process {processes.index}: {error}")
+        return write_share(run.storage, step, leaves, known, index, count, run.encode, own)
+
+    share, error = _attempt(write)
+    if error is not None:
+        return _failed(processes, step, error), error
+    return _Part(step, share), None
+
+
+def _failed(processes: Processes, step: int, error: BaseException) -> _Part:
+    text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
+    kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
+    return _Part(step, error=f"process {processes.index}: {text}", kind=kind)
 
 
 def _agreed(processes: Processes, leaves: Mapping[str, Leaf], part: _Part) -> list[Share]:
     """The shares of all processes, once none failed and all hold the same state. A collective."""
     parts = [_decode(data, _Part) for data in processes.gather(msgspec.msgpack.encode(part))]
-    if failed := [part.error for part in parts if part.error]:
-        raise SaveError(f"{'; '.join(failed)}. Every earlier checkpoint is still there.")
+    if failed := [part for part in parts if part.error]:
+        kinds = {part.kind for part in failed}
+        kind = getattr(errors, kinds.pop()) if len(kinds) == 1 and all(kinds) else SaveError
+        texts = "; ".join(part.error.rstrip(".") for part in failed)
+        raise kind(f"{texts}. Every earlier checkpoint is still there.")
+    if len({part.step for part in parts}) > 1:
+        steps = ", ".join(f"process {number}: {part.step}" for number, part in enumerate(parts))
+        raise StateError(
+            f"the processes of the group save different steps ({steps}). Nothing was saved. All "
+            f"processes must call `save` at the same steps, from one thread."
+        )
     shares = [part.share for part in parts if part.share is not None]
     if len({share.state for share in shares}) > 1:
         _differ(processes, leaf_digests(leaves))
@@ -200,10 +355,54 @@ def _differ(processes: Processes, digests: Mapping[str, str]) -> NoReturn:
     )
 
 
+def _failures(processes: Processes, error: BaseException | None) -> dict[int, _Outcome]:
+    """The errors of all processes, by process. A collective."""
+    sent = processes.gather(msgspec.msgpack.encode(_outcome(error)))
+    outcomes = [_decode(data, _Outcome) for data in sent]
+    return {number: each for number, each in enumerate(outcomes) if each.kind is not None}
+
+
+def _raise_first(
+    processes: Processes, failed: Mapping[int, _Outcome], error: BaseException | None
+) -> NoReturn:
+    """Raise the error of the first process that has one; an interrupt stays what it is here."""
+    first = min(failed)
+    if error is not None and (first == processes.index or not isinstance(error, Exception)):
+        raise error
+    raise _rebuilt(f"process {first}", failed[first]) from error
+
+
+def _outcome(error: BaseException | None) -> _Outcome:
+    return _Outcome() if error is None else _Outcome(type(error).__name__, str(error))
+
+
+def _tell(processes: Processes, outcome: _Outcome, call: str = "") -> None:
+    outcome.call = call
+    processes.broadcast(msgspec.msgpack.encode(outcome))
+
+
+def _heard(processes: Processes) -> _Outcome:
+    return _decode(processes.broadcast(None), _Outcome)
+
+
 def _follow(outcome: _Outcome) -> None:
     if outcome.kind is not None:
-        kind = getattr(errors, outcome.kind, StoreError)
-        raise kind(f"the chief process: {outcome.text}")
+        raise _rebuilt("the chief process", outcome)
+
+
+def _is_damage(outcome: _Outcome) -> bool:
+    kind = getattr(errors, outcome.kind or "", None)
+    return isinstance(kind, type) and issubclass(kind, CorruptionError)
+
+
+def _rebuilt(who: str, outcome: _Outcome) -> Exception:
+    """The error of another process, as the same class where that can be made from a text."""
+    name = outcome.kind or ""
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(Exception):
+            return kind(f"{who}: {outcome.text}")
+    return StoreError(f"{who}: {name}: {outcome.text}")
 
 
 def _decode(data: bytes, kind: type[T]) -> T:

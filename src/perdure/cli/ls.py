@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.errors import CorruptionError, UnreachableError
 from perdure.store import Run
+
+_MOST_METRICS = 4
 
 
 @click.command("ls")
@@ -33,6 +37,7 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
                 "leaves": len(manifest.leaves),
                 "bytes": manifest.nbytes,
                 "fingerprint": manifest.fingerprint,
+                "metrics": manifest.metrics,
             }
         )
     aside = opened.rolled_back()
@@ -58,13 +63,16 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
             }
         )
     else:
-        table(
-            ("step", "created", "leaves", "size", "fingerprint"),
-            [
-                (r["step"], r["created"], r["leaves"], size_text(r["bytes"]), r["fingerprint"][:16])
-                for r in rows
-            ],
-        )
+        header = ["step", "created", "leaves", "size", "fingerprint"]
+        cells = [
+            [r["step"], r["created"], r["leaves"], size_text(r["bytes"]), r["fingerprint"][:16]]
+            for r in rows
+        ]
+        if any(row["metrics"] for row in rows):
+            header.append("metrics")
+            for line, row in zip(cells, rows, strict=True):
+                line.append(_metrics_text(row["metrics"]))
+        table(header, cells)
         for each in aside:
             click.echo(f"step {each.manifest.step} is set aside: {each.note.reason}")
         for bad in damaged:
@@ -72,3 +80,13 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
         for each in unread:
             click.echo(each["error"], err=True)
     ctx.exit(1 if damaged or unread else 0)
+
+
+def _metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """`accuracy=0.91 loss=0.25`, the first few by name."""
+    texts = [
+        f"{name}={'not-finite' if value is None else format(value, 'g')}"
+        for name, value in sorted(metrics.items())
+    ]
+    more = [f"(and {len(texts) - _MOST_METRICS} more)"] if len(texts) > _MOST_METRICS else []
+    return " ".join([*texts[:_MOST_METRICS], *more])

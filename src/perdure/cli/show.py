@@ -16,7 +16,7 @@ from perdure.store.format import FORMAT
 @click.argument("step", type=int, required=False)
 @json_option
 def command(run: str, step: int | None, as_json: bool) -> None:
-    """Show the recipe and the leaves of STEP (by default the newest) in the run directory RUN."""
+    """Show the recipe, metrics and leaves of STEP (by default the newest) in the run directory RUN."""
     opened = Run(run)
     if step is None:
         steps = opened.steps()
@@ -34,6 +34,8 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
     for field, value in sorted(manifest.recipe.items()):
         click.echo(f"recipe       {field} = {value}")
+    for name, metric in sorted(manifest.metrics.items()):
+        click.echo(f"metric       {name} = {'not finite' if metric is None else metric}")
     click.echo("")
     rows = [
         (

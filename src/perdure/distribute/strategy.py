@@ -18,7 +18,7 @@ from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
 from perdure.data.pipelines import is_pipeline, pipeline_error
 from perdure.distribute import collectives, context, inputs
-from perdure.distribute.cluster import ClusterResolver
+from perdure.distribute.cluster import Cluster
 from perdure.distribute.context import Inside
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.finite import FiniteEngine
@@ -43,8 +43,8 @@ class Strategy:
     RecipeMismatchError in each of them where their recipes differ.
     """
 
-    cluster_resolver: ClusterResolver | None = None
-    """Whose `cluster()` is the group that this strategy joined; None for a single process."""
+    cluster_resolver: Cluster | None = None
+    """The group that this strategy joined, with `task_type` and `task_id`; None if it joined none."""
 
     def __init__(self, engine: Engine, replicas: int | None = None, *, seed: int = 0) -> None:
         if not _is_whole(seed) or not 0 <= seed < 2**63:

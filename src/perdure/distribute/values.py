@@ -5,6 +5,7 @@ Owns `PerReplica`. Invariant: it holds the values of this process's replicas onl
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,6 +36,33 @@ class PerReplica:
                 f"expected one value for each of the replicas {self.replicas}, "
                 f"got {len(self.values)} values"
             )
+
+    def __iter__(self) -> Iterator[PerReplica]:
+        """The elements of values that are tuples or lists, each as a PerReplica.
+
+        So `loss, accuracy = strategy.run(step)` works as in TensorFlow. The values themselves are in
+        `values`, and `strategy.local_results` gives them too.
+        """
+        lengths = {len(each) if isinstance(each, (tuple, list)) else None for each in self.values}
+        length = lengths.pop() if len(lengths) == 1 else None
+        if length is None:
+            raise TypeError(
+                "a PerReplica is unpacked into the elements of its values: expected tuples of one "
+                "length in all replicas. For the values use strategy.local_results(value)."
+            )
+        return iter([self[index] for index in range(length)])
+
+    def __getitem__(self, key: Any) -> PerReplica:
+        """`value[key]` of every replica's value; the values are tuples, lists or mappings."""
+        for each in self.values:
+            if not isinstance(each, (tuple, list, Mapping)):
+                raise TypeError(
+                    f"{key!r}: a PerReplica is indexed by the elements of its values: expected tuples, "
+                    f"lists or mappings, found {type(each).__name__}. For the values use "
+                    f"strategy.local_results(value)."
+                )
+        values = tuple(each[key] for each in self.values)
+        return PerReplica(values, self.replicas, self.step)
 
 
 def of(value: Any, replica: int) -> Any:

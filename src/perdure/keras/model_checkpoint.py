@@ -224,11 +224,8 @@ def load_weights(
     """
     if step is not None and step != "best" and type(step) is not int:
         raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
-    directory = Run(run)
-    chosen = _best_step(directory) if step == "best" else step
-    loaded = load_verified(
-        directory, chosen, lambda path: path == "model" or path.startswith("model/")
-    )
+    chosen = _best_step(Run(run)) if step == "best" else step
+    loaded = load_verified(run, chosen, lambda path: path == "model" or path.startswith("model/"))
     restore({"model": model}, loaded.leaves)
     return loaded.manifest.step
 

@@ -129,6 +129,15 @@ def _advice(lines: Sequence[Difference]) -> str:
     return _REBUILD + (_DRIFTED if drifted else "")
 
 
+def is_state(value: Any) -> bool:
+    """Whether an adapter recognises `value` itself as a leaf or as a container of leaves."""
+    among = adapters()
+    try:
+        return leaf_adapter(value, among) is not None or bool(node_of(value, "", among, None))
+    except StateError:
+        return False
+
+
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
     """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a template."""
     root: dict[str, Any] = {}

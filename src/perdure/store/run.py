@@ -207,14 +207,20 @@ class Run:
                     raise
                 manifest = again
 
-    def load_newest(self, wanted: Callable[[str], bool] | None = None) -> Loaded | None:
+    def load_newest(
+        self,
+        wanted: Callable[[str], bool] | None = None,
+        unreadable: Mapping[int, str] | None = None,
+    ) -> Loaded | None:
         """The newest checkpoint that is whole, and why newer ones were skipped: they are damaged.
+
+        `unreadable` holds steps that are not to be tried, with the reasons.
 
         None if there is no checkpoint at all. Raises `NoGoodCheckpointError` if there are some and
         all are damaged, because a fresh start would then throw a run away silently, and
         `UnreachableError` if the newest one that is not damaged cannot be read.
         """
-        skipped: dict[int, str] = {}
+        skipped = dict(unreadable or {})
         # Steps that a prune takes away while this reads are not damaged; newer ones are there then.
         while untried := [step for step in self.steps() if step not in skipped]:
             for step in reversed(untried):

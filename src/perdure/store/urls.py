@@ -13,6 +13,19 @@ from perdure.store.storage import Storage
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
+def name_at_step(where: str, step: int) -> str:
+    """The name of one checkpoint, `RUN@STEP`; `split_step` takes it apart."""
+    return f"{where}@{step}"
+
+
+def split_step(where: str) -> tuple[str, int | None]:
+    """`RUN@STEP` as its run directory and step; a name without a step, or of a directory, as it is."""
+    run, at, step = where.rpartition("@")
+    if not run or not at or not (step.isascii() and step.isdigit()) or os.path.isdir(where):
+        return where, None
+    return run, int(step)
+
+
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
     """The storage of a run directory. obstore is loaded for a URL, and for nothing else.
 

@@ -41,6 +41,17 @@ class Hook:
     def after_step(self, trainer: Trainer, logs: Any) -> None:
         """A step was run; `logs` is what it returned. Reading a value of it waits for the step."""
 
+    def before_save(self, trainer: Trainer) -> None:
+        """The state of `trainer.step` is about to be saved. The hook must not change it: an
+        interrupted run saves at other steps than one that was not interrupted."""
+
+    def after_save(self, trainer: Trainer) -> None:
+        """The checkpoint of `trainer.step` is durable.
+
+        Training waits for every save if a hook has this method. A save that fails, and the one before
+        leaving after a preemption, do not call it.
+        """
+
     def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
         """An evaluation is done and saved. Called again after a resume at this very step."""
 

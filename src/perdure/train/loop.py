@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from perdure.checkpoint import CheckpointManager, Processes
 from perdure.checkpoint.preemption import Interrupted
-from perdure.errors import LockedError, StoreError, TrainError
+from perdure.errors import TrainError
 from perdure.heartbeats import beat
 from perdure.state import Beside
 from perdure.train.hooks import Hook
@@ -40,15 +40,22 @@ _GO, _PREEMPTED, _DUE, _STOP = 0, 1, 2, 4
 
 
 class Loop:
-    """Runs a trainer up to `max_steps`; without an `evaluation` it only trains."""
+    """Runs a trainer up to `max_steps`, or for `steps` more than are in the checkpoint; without an
+    `evaluation` it only trains."""
 
     def __init__(
-        self, trainer: Trainer, source: Source, max_steps: int, evaluation: Evaluation | None
+        self,
+        trainer: Trainer,
+        source: Source,
+        max_steps: int | None,
+        evaluation: Evaluation | None,
+        steps: int = 0,
     ) -> None:
         config = trainer.config
         self._trainer = trainer
         self._source = source
-        self._max_steps = max_steps
+        self._max_steps = 0 if max_steps is None else max_steps
+        self._more_steps = steps
         self._evaluation = evaluation
         self._manager = trainer.manager = open_manager(trainer, source)
         self._flag = self._manager.preemption
@@ -98,13 +105,15 @@ class Loop:
 
     def _resume(self) -> None:
         trainer, manager = self._trainer, self._manager
-        self._claim()
+        self._manager.claim()
         restored = manager.restore_or_initialize(whole(trainer, self._source))
         fresh = manager.latest_step() is None
         if self._group is not None:
             self._group.processes.barrier()  # or the chief's first save might be seen as an old one
         trainer.state = restored.state.main
         trainer.step = self._start = restored.step
+        if self._more_steps:
+            self._max_steps = restored.step + self._more_steps
         trainer.summaries.open(restored.step)
         if fresh:
             # A disk that takes no checkpoint is told before the work and not after it, and another
@@ -116,20 +125,6 @@ class Loop:
         if trainer.processes.is_chief and trainer.summaries.directory is None:
             trainer.say("no summaries: the run directory is not local; name a summary_dir")
         self._saved = restored.step
-
-    def _claim(self) -> None:
-        """Become the writer, or raise in every process of the group."""
-        problem = ""
-        try:
-            self._manager.claim()
-        except StoreError as error:
-            if self._group is None:
-                raise
-            problem = str(error)
-        if self._group is not None:
-            problem = self._group.processes.broadcast(problem.encode()).decode()
-        if problem:
-            raise LockedError(problem)
 
     def _react_again(self) -> None:
         """What an evaluation changed behind its save is changed again, by the same metrics."""
@@ -256,15 +251,26 @@ class Loop:
 
     def _save(self, step: int, metrics: Mapping[str, float]) -> None:
         began = self._clock()
-        if self._may_save(step, metrics) and self._manager.save(
-            step, whole(self._trainer, self._source), metrics, force=True
-        ):
-            self._saved = step
+        if self._may_save(step, metrics):
+            self._before_save()
+            if self._manager.save(step, whole(self._trainer, self._source), metrics, force=True):
+                self._saved = step
+                self._after_save()
         if self._timer is not None:
             now = self._clock()
             self._timer.saved(now)
             if self._timer.meter is not None:
                 self._timer.meter.saved(now - began)
+
+    def _before_save(self) -> None:
+        for hook in _overriding(self._trainer.hooks, "before_save"):
+            hook.before_save(self._trainer)
+
+    def _after_save(self) -> None:
+        hooks = _overriding(self._trainer.hooks, "after_save")
+        if hooks and self._manager.wait_until_finished():
+            for hook in hooks:
+                hook.after_save(self._trainer)
 
     def _may_save(self, step: int, metrics: Mapping[str, float]) -> bool:
         policy = self._trainer.config.nan_metrics
@@ -323,6 +329,7 @@ class Loop:
             trainer.say(f"{said}; the newest checkpoint is step {manager.latest_step()}")
             manager.exit_preempted()
         trainer.say(f"{said}, which is saved now")
+        self._before_save()
         manager.save_and_exit(step, whole(trainer, self._source), values)
 
     def _close(self, begun: Sequence[Hook]) -> None:

@@ -10,11 +10,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
+from perdure.checkpoint.arguments import makes_state
 from perdure.errors import TrainError
 from perdure.store import LocalStorage
 from perdure.store.urls import open_storage
@@ -90,15 +89,28 @@ class Trainer:
         self.summaries = Summaries(local if self.processes.is_chief else None)
         self.progress = Progress("off")
 
-    def train(self, max_steps: int) -> Any:
-        """Train until `max_steps` steps are in the state, those of earlier calls and runs included.
+    def train(self, max_steps: int | None = None, *, steps: int | None = None) -> Any:
+        """Train from the newest good checkpoint in `model_dir`, and return the state.
 
-        Goes on from the newest good checkpoint in `model_dir`; returns the state. A step that is
-        reached already is said, and no error. SIGTERM, or a cloud's notice, ends the step, saves, and
-        leaves with status 75. An error of a step or a hook comes out as it is: the last checkpoint
-        stands, and another call goes on from there.
+        SIGTERM, or a cloud's notice, ends the step, saves, and leaves with status 75. After an error of
+        a step or a hook the last checkpoint stands, and another call resumes from it.
+
+        Args:
+            max_steps: train until this many steps are in the state, those of earlier calls and runs
+                included. If they are already, `train` logs that and returns.
+            steps: in place of `max_steps`: train for so many steps more than the checkpoint has at this
+                call. A program that is started again after an interruption then trains for `steps`
+                more once again; give `max_steps` in one that may be.
+
+        Raises:
+            TrainError: not exactly one of the two was given, or it is less than 1.
         """
-        self._run(max_steps, None)
+        if (max_steps is None) == (steps is None):
+            raise TrainError(
+                f"expected one of max_steps (in all) and steps (more than now), found "
+                f"max_steps={max_steps!r} and steps={steps!r}."
+            )
+        self._run(max_steps, None, steps)
         return self.state
 
     def train_and_evaluate(
@@ -185,13 +197,18 @@ class Trainer:
             return self._eval_fn(self.state, batch)
         return self.strategy.reduce("sum", self.strategy.run(self._eval_fn, (self.state, batch)))
 
-    def _run(self, max_steps: int, evaluation: Evaluation | None) -> dict[str, float]:
-        _require_steps("max_steps", max_steps)
+    def _run(
+        self, max_steps: int | None, evaluation: Evaluation | None, steps: int | None = None
+    ) -> dict[str, float]:
+        if steps is None:
+            _require_steps("max_steps", max_steps)
+        else:
+            _require_steps("steps", steps)
         config = self.config
         self.stop_reason = ""
         mode = config.progress if self.processes.is_chief else "off"
         self.progress = Progress(mode, config.console, config.log_step_count_steps)
-        return Loop(self, self._source, max_steps, evaluation).run()
+        return Loop(self, self._source, max_steps, evaluation, steps or 0).run()
 
     def _require_eval_fn(self) -> None:
         if self._eval_fn is None:
@@ -227,9 +244,7 @@ def _last(logs: Any) -> Any:
 
 def _made(state: Any, seed: int | None) -> Any:
     """The fresh state. Modules are callable too, so only functions are called."""
-    functions = (FunctionType, MethodType, BuiltinFunctionType, partial)
-    compiled = callable(state) and hasattr(state, "__wrapped__")
-    if not isinstance(state, functions) and not compiled:
+    if not makes_state(state):
         return state
     takes_one = any(
         each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from perdure.errors import ClusterError
@@ -25,7 +25,7 @@ class Cluster:
 
     `coordinator` is the host:port where process 0 listens, None for a group of one. `addresses` says
     where each process runs (host or host:port, by number), where the description has it. `source` is
-    where the description was found.
+    where the description was found. `names_chief` is True if it gives process 0 the type "chief".
     """
 
     coordinator: str | None
@@ -33,6 +33,7 @@ class Cluster:
     process_id: int
     addresses: tuple[str, ...] = ()
     source: str = "arguments"
+    names_chief: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -70,6 +71,23 @@ class Cluster:
     def is_chief(self) -> bool:
         """True in the process that writes: process 0."""
         return self.process_id == 0
+
+    @property
+    def task_type(self) -> str | None:
+        """ "chief" or "worker", as in TensorFlow; None for a process that is alone.
+
+        Only TF_CONFIG can name a chief; in other groups every process is a worker.
+        """
+        if self.coordinator is None:
+            return None
+        return "chief" if self.names_chief and self.process_id == 0 else "worker"
+
+    @property
+    def task_id(self) -> int | None:
+        """Number of this process among those of its `task_type`; None for a process that is alone."""
+        if self.coordinator is None:
+            return None
+        return self.process_id - (self.names_chief and self.process_id > 0)
 
     @property
     def host_port(self) -> tuple[str, int]:
@@ -124,7 +142,24 @@ class ClusterResolver(Protocol):
     def cluster(self) -> Cluster: ...
 
 
-class SimpleClusterResolver:
+class Task:
+    """What a resolver says of this process, under TensorFlow's names."""
+
+    def cluster(self) -> Cluster:
+        raise NotImplementedError
+
+    @property
+    def task_type(self) -> str | None:
+        """See `Cluster.task_type`."""
+        return self.cluster().task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """See `Cluster.task_id`."""
+        return self.cluster().task_id
+
+
+class SimpleClusterResolver(Task):
     """The group, from explicit arguments."""
 
     def __init__(self, coordinator: str | None, num_processes: int, process_id: int) -> None:

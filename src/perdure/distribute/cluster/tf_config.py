@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.distribute.cluster.description import Cluster, check_address, integer
+from perdure.distribute.cluster.description import Cluster, Task, check_address, integer
 from perdure.errors import ClusterError
 
 NAME = "TF_CONFIG"
@@ -41,10 +41,11 @@ def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     kind, index = _task(config, jobs)
     addresses = (*jobs.get("chief", ()), *jobs.get("worker", ()))
     before = len(jobs.get("chief", ())) if kind == "worker" else 0
-    return Cluster(addresses[0], len(addresses), before + index, addresses, NAME)
+    chief = bool(jobs.get("chief"))
+    return Cluster(addresses[0], len(addresses), before + index, addresses, NAME, chief)
 
 
-class TFConfigClusterResolver:
+class TFConfigClusterResolver(Task):
     """The group, from TF_CONFIG; a group of one where it describes none."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:

@@ -1,0 +1,105 @@
+"""What callers pass to a manager, checked at the call and turned into plain Python values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from perdure.errors import ArgumentError
+from perdure.state import is_state
+from perdure.store.format import MAX_STEP
+
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
+
+
+def step_number(step: Any) -> int:
+    """`step` as an int; NumPy integers and 0-d integer arrays of any framework are accepted.
+
+    Raises `ArgumentError` for a bool, a float, a negative number or one above `MAX_STEP`.
+    """
+    try:
+        if "bool" in type(step).__name__ or "bool" in str(getattr(step, "dtype", "")):
+            raise TypeError
+        if getattr(step, "ndim", 0) != 0:
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise ArgumentError(
+            f"step: expected an integer from 0 to {MAX_STEP}, found {shown(step)} of type "
+            f"{type(step).__name__}."
+        ) from None
+    if not 0 <= number <= MAX_STEP:
+        raise ArgumentError(
+            f"step: expected an integer from 0 to {MAX_STEP}, found {shown(number)}."
+        )
+    return number
+
+
+def positive(name: str, value: Any) -> int:
+    """`value` as an int of at least 1; `name` is the argument in the error."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ArgumentError(f"{name}: expected at least 1, found {shown(value)}.")
+    return number
+
+
+def metric_numbers(metrics: Any) -> dict[str, float]:
+    """`metrics` as floats; NaN and the infinities are allowed.
+
+    Raises `ArgumentError` that names the metric which is not a number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ArgumentError(
+            f"metrics: expected a mapping from names to numbers, found {shown(metrics)}."
+        )
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not is_text(name):
+            raise ArgumentError(f"metrics: expected strings as names, found {shown(name)}.")
+        try:
+            if isinstance(value, (str, bytes, bytearray)):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of PyTorch
+            raise ArgumentError(
+                f"metrics: expected a number for {name!r}, found {shown(value)} of type "
+                f"{type(value).__name__}."
+            ) from None
+    return numbers
+
+
+def makes_state(value: Any) -> bool:
+    """Whether `value` is a function that makes a state, and not a state that can be called.
+
+    Modules of every framework are callable. Only a function, a method, a class, a
+    `functools.partial`, a compiled function, or another callable that cannot be saved is called.
+    """
+    if not callable(value):
+        return False
+    if isinstance(value, _FUNCTIONS) or type(value) is partial:
+        return True
+    # `__wrapped__`: what jax.jit, eqx.filter_jit and functools.wraps leave on a function.
+    return hasattr(value, "__wrapped__") or not is_state(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether `value` is a string that UTF-8 can hold."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """The `repr` of a value for an error, cut to one line of at most 80 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,443 @@
+"""An error in one process of a group is raised in all of them, at once and as the same class."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdure import Checkpoint, CheckpointManager, LocalStorage, ManagerOptions, check, load
+from perdure.checkpoint import manager as manager_module
+from perdure.checkpoint import together
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    LockedError,
+    MismatchError,
+    NoGoodCheckpointError,
+    PruneError,
+    RecipeMismatchError,
+    SaveError,
+    StateError,
+    StepNotFoundError,
+    StoreError,
+    UnsupportedLeafError,
+)
+from perdure.store import Run
+from pretend import Pretend, play
+
+CHUNK = 4 * 1024 * 1024
+
+
+def state(k: int) -> dict[str, Any]:
+    return {"large": np.full(CHUNK, k, np.uint8), "small": np.full(10, k, np.float32), "step": k}
+
+
+def train(directory: Path, *steps: int, count: int = 2) -> None:
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(directory, processes=processes) as manager:
+            for step in steps:
+                manager.save(step, state(step))
+
+    assert play(count, program) == [None] * count
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 (the test looks at it)
+        return error
+    return None
+
+
+class Failing(LocalStorage):
+    """A directory whose `unlink` fails while `broken` is set."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, self.hook)
+        self.broken = False
+        self.fired = 0
+
+    def hook(self, operation: str, path: str) -> None:
+        if self.broken and operation == "unlink" and not path.endswith(".tmp"):
+            self.fired += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_pin_an_unpin_or_a_delete_that_fails_fails_in_all(tmp_path: Path, count: int) -> None:
+    train(tmp_path, 1, 2, count=count)
+    storages: list[Failing] = []
+
+    def program(processes: Pretend) -> list[Any]:
+        storage = Failing(tmp_path)
+        storages.append(storage)
+        with CheckpointManager(storage, processes=processes) as manager:
+            manager.pin(1)
+            found = [
+                raised(lambda: manager.pin(9)),
+                raised(lambda: manager.delete(9)),
+                raised(lambda: manager.delete(1)),
+            ]
+            storage.broken = processes.is_chief
+            found += [raised(lambda: manager.delete(2)), raised(lambda: manager.unpin(1))]
+            storage.broken = False
+            manager.unpin(1)
+            manager.delete(1)
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            processes.barrier()
+            return [*map(type, found), manager.all_steps()]
+
+    outcomes = play(count, program)
+    kinds = [StepNotFoundError, StepNotFoundError, StoreError, PruneError, StoreError]
+    assert outcomes[0][:5] == kinds
+    assert outcomes == [outcomes[0]] * count
+    assert sum(storage.fired for storage in storages) == 2
+    assert 3 in outcomes[0][-1]
+    assert 1 not in outcomes[0][-1]
+
+
+def test_calls_that_differ_are_an_error(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.pin(1 + processes.index)
+
+    first, second = play(2, program)
+    assert first is None
+    assert type(second) is StoreError
+    assert "process 0 pin(1), process 1 pin(2)" in str(second)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "continue"])
+def test_a_prune_that_fails_is_told_to_all(tmp_path: Path, on_error: Any) -> None:
+    train(tmp_path, 1, 2)
+    fired = []
+
+    def program(processes: Pretend) -> Any:
+        storage = Failing(tmp_path)
+        options = ManagerOptions(on_error=on_error)
+        with CheckpointManager(
+            storage, processes=processes, max_to_keep=1, options=options
+        ) as manager:
+            storage.broken = processes.is_chief
+            manager.save(3, state(3))
+            error = raised(manager.wait_until_finished)
+            storage.broken = False
+            fired.append(storage.fired)
+            manager.save(4, state(4))
+            manager.wait_until_finished()
+            processes.barrier()
+            return type(error), manager.all_steps()
+
+    if on_error == "raise":
+        assert play(2, program) == [(PruneError, [4])] * 2
+    else:
+        with pytest.warns(UserWarning, match="deleting stopped") as caught:
+            assert play(2, program) == [(type(None), [4])] * 2
+        assert sum("deleting stopped" in str(each.message) for each in caught) == 2
+    assert sum(fired) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("kind", [MemoryError, ZeroDivisionError, OSError])
+def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[Exception]
+) -> None:
+    train(tmp_path, 1)
+    real, fired = together.write_share, []
+
+    def write_share(
+        storage: Any, step: int, leaves: Any, known: Any, index: int, *rest: Any
+    ) -> Any:
+        if index == victim and step == 2:
+            fired.append(index)
+            raise kind("no room for a share")
+        return real(storage, step, leaves, known, index, *rest)
+
+    monkeypatch.setattr(together, "write_share", write_share)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(2, state(2))
+            error = raised(manager.wait_until_finished)
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            processes.barrier()
+            return type(error), f"process {victim}" in str(error), manager.all_steps()
+
+    assert play(2, program) == [(SaveError, True, [1, 3])] * 2
+    assert fired == [victim]
+    assert check(Run(tmp_path)).ok
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, UnsupportedLeafError])
+def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[BaseException]
+) -> None:
+    train(tmp_path, 1, count=3)
+    real, fired = manager_module.snapshot, []
+
+    def snapshot(value: Any, arena: Any) -> Any:
+        if value.get("victim") == victim:
+            fired.append(victim)
+            raise kind("no room for a snapshot")
+        return real(value, arena)
+
+    monkeypatch.setattr(manager_module, "snapshot", snapshot)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            mine = {**state(2), "victim": processes.index}
+            error = raised(lambda: (manager.save(2, mine), manager.wait_until_finished()))
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            processes.barrier()
+            return type(error), manager.all_steps()
+
+    told = kind if kind is UnsupportedLeafError else SaveError
+    outcomes = play(3, program)
+    own = KeyboardInterrupt if kind is KeyboardInterrupt else told
+    assert outcomes == [(own if n == victim else told, [1, 3]) for n in range(3)]
+    assert fired == [victim]
+
+
+def test_a_metric_that_one_process_has_wrong_is_told_to_all(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            loss: Any = "low" if processes.index else 0.5
+            error = raised(
+                lambda: (manager.save(1, state(1), {"loss": loss}), manager.wait_until_finished())
+            )
+            manager.save(2, state(2))
+            manager.wait_until_finished()
+            processes.barrier()
+            return type(error), manager.all_steps()
+
+    assert play(2, program) == [(ArgumentError, [2])] * 2
+
+
+def test_on_error_continue_means_the_same_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fired = manager_module.snapshot, []
+
+    def snapshot(value: Any, arena: Any) -> Any:
+        if value.get("victim") == 1:
+            fired.append(1)
+            raise MemoryError
+        return real(value, arena)
+
+    monkeypatch.setattr(manager_module, "snapshot", snapshot)
+
+    def program(processes: Pretend) -> list[int]:
+        options = ManagerOptions(on_error="continue")
+        with CheckpointManager(tmp_path, processes=processes, options=options) as manager:
+            manager.save(1, {**state(1), "victim": processes.index})
+            manager.save(2, state(2))
+            manager.wait_until_finished()
+            processes.barrier()
+            return manager.all_steps()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert play(2, program) == [[2], [2]]
+    assert fired == [1]
+    assert sum("MemoryError" in str(each.message) for each in caught) == 2
+
+
+def test_processes_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1 + processes.index, state(1))
+
+    errors = play(2, program)
+    assert [type(error) for error in errors] == [StateError] * 2
+    assert all("process 0: 1, process 1: 2" in str(error) for error in errors)
+    assert Run(tmp_path).steps() == []
+
+
+def flip(data: memoryview) -> None:
+    data[100] ^= 1
+
+
+class Blind(LocalStorage):
+    """A host whose cache holds damaged bytes of the packs that `packs` names."""
+
+    def __init__(self, root: Path, *packs: str) -> None:
+        super().__init__(root)
+        self.packs = packs
+        self.fired = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        got = super().read_into(name, offset, target)
+        if any(pack in name for pack in self.packs) and len(target) > 100:
+            flip(target)
+            self.fired += 1
+        return got
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_damage_that_one_follower_reads_makes_all_take_an_older_checkpoint(
+    tmp_path: Path, victim: int
+) -> None:
+    train(tmp_path, 1, 2, 3, count=3)
+    fired = []
+
+    def program(processes: Pretend) -> Any:
+        packs = ("000000000003-", "000000000002-") if processes.index == victim else ()
+        storage = Blind(tmp_path, *packs)
+        with CheckpointManager(storage, processes=processes) as manager:
+            restored, step = manager.restore_or_initialize(state(0))
+            fired.append(storage.fired)
+            found = [raised(lambda: manager.restore(3)), raised(lambda: manager.restore(2))]
+            return step, restored["step"], [type(error) for error in found]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcomes = play(3, program)
+    texts = [str(each.message) for each in caught]
+    assert [text.count("stays where it is") for text in texts] == [1, 1], (
+        "steps 3 and 2, by the chief"
+    )
+    assert all(f"process {victim}" in text for text in texts)
+    assert outcomes == [(1, 1, [CorruptionError] * 2)] * 3
+    assert sum(1 for each in fired if each) == 1
+    assert Run(tmp_path).steps() == [1, 2, 3], "process 0 can read them"
+
+
+def test_a_follower_that_can_read_nothing_ends_all(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2)
+
+    def program(processes: Pretend) -> Any:
+        storage = Blind(tmp_path, "0000") if processes.index else LocalStorage(tmp_path)
+        with CheckpointManager(storage, processes=processes) as manager:
+            manager.restore_or_initialize(state(0))
+
+    errors = play(2, program)
+    assert [type(error) for error in errors] == [NoGoodCheckpointError] * 2
+    assert all("found 2 damaged" in str(error) for error in errors)
+
+
+def test_damage_that_the_chief_reads_is_set_aside_as_ever(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2)
+    for pack in (tmp_path / "packs").glob("000000000002-*"):
+        data = bytearray(pack.read_bytes())
+        flip(memoryview(data))
+        pack.write_bytes(data)
+
+    def program(processes: Pretend) -> int:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            return manager.restore_or_initialize(state(0)).step
+
+    with pytest.warns(UserWarning, match="step 2 is damaged.*moved to"):
+        assert play(2, program) == [1, 1]
+    assert Run(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_restore_that_fails_in_one_process_fails_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    train(tmp_path, 1)
+    real, fired = Run.load, []
+
+    def program(kind: type[BaseException]) -> Callable[[Pretend], Any]:
+        def member(processes: Pretend) -> Any:
+            local = threading.current_thread()
+            if processes.index == victim:
+                broken[local] = kind
+            with CheckpointManager(tmp_path, processes=processes) as manager:
+                error = raised(lambda: manager.restore(1, state(0)))
+                broken.pop(local, None)
+                restored = manager.restore(1, state(0))
+                return type(error), restored.state["step"]
+
+        return member
+
+    broken: dict[threading.Thread, type[BaseException]] = {}
+
+    def load(self: Run, step: int, wanted: Any = None) -> Any:
+        kind = broken.get(threading.current_thread())
+        if kind is not None:
+            fired.append(kind)
+            raise kind("no luck")
+        return real(self, step, wanted)
+
+    monkeypatch.setattr(Run, "load", load)
+    for kind in (MemoryError, OSError, StoreError, KeyboardInterrupt):
+        outcomes = play(2, program(kind))
+        expected = [kind, kind]
+        if kind is KeyboardInterrupt:
+            expected[1 - victim] = StoreError
+        assert outcomes == [(each, 1) for each in expected]
+    assert fired == [MemoryError, OSError, StoreError, KeyboardInterrupt]
+
+
+def test_a_template_or_an_init_function_that_fails_in_one_process_fails_in_all(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, 1)
+
+    def program(processes: Pretend) -> Any:
+        def init() -> Any:
+            if processes.index == 1:
+                raise ZeroDivisionError("in the function of the user")
+            return state(0)
+
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            like = {**state(0), "new": 1} if processes.index else state(0)
+            found = [
+                raised(lambda: manager.restore(like=like)),
+                raised(lambda: manager.restore_or_initialize(init)),
+            ]
+            return [*map(type, found), manager.restore_or_initialize(state(0)).step]
+
+    assert play(2, program) == [[MismatchError, ZeroDivisionError, 1]] * 2
+
+
+def test_a_recipe_that_one_process_does_not_allow_is_refused_by_all(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, recipe={"lr": 1}) as manager:
+        manager.save(1, state(1))
+
+    def program(processes: Pretend) -> Any:
+        allow = () if processes.index else ("lr",)
+        manager = CheckpointManager(tmp_path, recipe={"lr": 2}, allow=allow, processes=processes)
+        with manager:
+            return type(raised(lambda: manager.restore(like=state(0))))
+
+    with pytest.warns(UserWarning, match="lr"):
+        assert play(2, program) == [RecipeMismatchError] * 2
+
+
+def test_a_claim_that_fails_fails_in_all(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            return type(raised(manager.claim))
+
+    with CheckpointManager(tmp_path) as other:
+        other.claim()
+        assert play(2, program) == [LockedError] * 2
+
+
+def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            like = Checkpoint(**state(9))
+            found, step = manager.restore(like=like, leaves="small")
+            return found.small.tolist(), found.step, step
+
+    assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
+    assert load(tmp_path, leaves="step") == {"step": 1}

@@ -41,7 +41,7 @@ class StagedWriter:
         self._fd = _open_direct(path)
         self._taken = 0
         self._free: list[mmap.mmap] = []
-        self._busy: list[tuple[Future[None], mmap.mmap]] = []
+        self._busy: list[tuple[Future[None], mmap.mmap | None]] = []
         self._pool = pool("write", BUFFERS - 1)
         self._current: mmap.mmap | None = None
         self._filled = 0
@@ -63,6 +63,31 @@ class StagedWriter:
             if self._filled == self._piece:
                 self._submit()
 
+    def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
+        """`write` without the copy where that can be: page-aligned memory, whole blocks.
+
+        `release` is called, from any thread, once the memory may be used for something else.
+        """
+        if self._current is not None or len(data) % BLOCK:
+            self.write(data)
+            release()
+            return
+        pieces = [data[at : at + self._piece] for at in range(0, len(data), self._piece)]
+        left = iter(range(len(pieces) - 1, -1, -1))
+
+        def written(_: Future[None]) -> None:
+            if not next(left):  # of several threads one gets the zero
+                release()
+
+        for piece in pieces:
+            while len(self._busy) >= BUFFERS:
+                self._collect()
+            self._announce(len(piece))
+            job = submit(self._pool, self._write_at, piece, len(piece), self._offset)
+            job.add_done_callback(written)
+            self._busy.append((job, None))
+            self._offset += len(piece)
+
     def finish(self) -> int:
         """Write what is left and return the descriptor, positioned nowhere, ready for fsync."""
         total = self._offset + self._filled
@@ -82,7 +107,7 @@ class StagedWriter:
     def close(self) -> None:
         """Release the file and the buffers. May be called twice."""
         finish(job for job, _ in self._busy)
-        self._free += [buffer for _, buffer in self._busy]
+        self._free += [buffer for _, buffer in self._busy if buffer is not None]
         self._busy.clear()
         if self._current is not None:
             self._free.append(self._current)
@@ -94,7 +119,7 @@ class StagedWriter:
             self._fd = -1
 
     def _next_buffer(self) -> mmap.mmap:
-        if not self._free:
+        while not self._free:
             if self._taken < BUFFERS:
                 self._taken += 1
                 return take_buffer()
@@ -117,7 +142,8 @@ class StagedWriter:
 
     def _collect(self) -> None:
         future, buffer = self._busy.pop(0)
-        self._free.append(buffer)
+        if buffer is not None:
+            self._free.append(buffer)
         future.result()
 
     def _preallocate(self, needed: int) -> None:
@@ -129,7 +155,7 @@ class StagedWriter:
                 os.posix_fallocate(self._fd, self._allocated, length - self._allocated)
             self._allocated = length
 
-    def _write_at(self, buffer: mmap.mmap, length: int, offset: int) -> None:
+    def _write_at(self, buffer: mmap.mmap | memoryview, length: int, offset: int) -> None:
         view = memoryview(buffer)[:length]
         done = 0
         while done < length:

@@ -245,6 +245,14 @@ class LocalSink:
         else:
             self._small += data
 
+    def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
+        """See `perdure.store.storage.AdoptingSink`."""
+        if self._staged is not None:
+            self._staged.write_from(data, release)
+        else:
+            self._small += data
+            release()
+
     def commit(self) -> None:
         try:
             if self._staged is not None:

@@ -5,7 +5,7 @@ Names are relative, with `/` between parts. A backend knows nothing of packs or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -28,6 +28,15 @@ class Sink(Protocol):
 
     def abort(self) -> None:
         """Drop what was written. May be called after a failed commit, and twice."""
+
+
+@runtime_checkable
+class AdoptingSink(Protocol):
+    """What a `Sink` offers besides, if it can write from the caller's memory without a copy."""
+
+    def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
+        """Append `data`, which lies in page-aligned memory that nobody changes until `release` is
+        called: from any thread, and before `commit` or `abort` returns."""
 
 
 class Storage(Protocol):

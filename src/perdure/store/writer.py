@@ -7,12 +7,14 @@ is readable even if the program changes an array during the save.
 
 from __future__ import annotations
 
+import mmap
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,11 +40,14 @@ from perdure.store.format import (
 from perdure.store.leaf import Leaf
 from perdure.store.pools import map_ahead, pool
 from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
-from perdure.store.storage import Sink, Storage
+from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
 # Few, so that the bytes of a chunk are still in the processor's cache when they are copied.
 HASH_AHEAD = 4
+WRITING = 4
+"""So many copies of chunks may be on their way to the disk besides."""
+
 LARGE_BYTES = 256 * 1024
 """From here on a chunk is hashed on another core, and placed so that it can be read by itself."""
 
@@ -105,16 +110,24 @@ def write_pack(
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
     located = pack.located
+    buffers: list[mmap.mmap] = []
     left = sum(len(leaf.data) for leaf in (*leaves.values(), *local.values()))
     try:
         with collector_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
-        jobs = _hashed(large) if encode is None else _encoded(large, encode, (known, located))
-        for (slots, at, data, _), digest, stored in jobs:
-            slots[at] = digest
-            if digest not in known and digest not in located:
-                pack.add(digest, stored, left, len(data))
-            left -= len(data)
+        jobs = (
+            _hashed(large, buffers)
+            if encode is None
+            else _encoded(large, encode, (known, located), buffers)
+        )
+        with closing(jobs):
+            for (slots, at, data, _), digest, stored, release in jobs:
+                slots[at] = digest
+                if digest not in known and digest not in located:
+                    pack.add(digest, stored, left, len(data), release)
+                else:
+                    release()
+                left -= len(data)
         with collector_paused(len(leaves)):
             pack.add_small(small, known, left)
         # A local leaf that did not change would keep the pack of the first save alive for ever, for
@@ -126,6 +139,9 @@ def write_pack(
     except BaseException:
         pack.abort()
         raise
+    finally:  # once the pack is written or given up, nobody reads from them
+        while buffers:
+            give_buffer(buffers.pop())
     with collector_paused(len(leaves)):
         ordered, hashes = ordered + beside, hashes + beside_hashes
         records, packs = _records(ordered, hashes, known, located, storage, pack.written)
@@ -146,8 +162,10 @@ class _Pack:
     def is_empty(self) -> bool:
         return self._sink is None
 
-    def add(self, digest: str, data: memoryview, left: int, size: int) -> None:
-        """Append a chunk of `size` bytes, stored as `data`.
+    def add(
+        self, digest: str, data: memoryview, left: int, size: int, release: Callable[[], None]
+    ) -> None:
+        """Append a chunk of `size` bytes, stored as `data`; `release` is called once that is written.
 
         `left` bounds the bytes of chunks still to come, this one included.
         """
@@ -157,7 +175,11 @@ class _Pack:
         self.written.size += len(data)
         if len(data) != size:
             self._encoded[digest] = size
-        self._sink.write(data)
+        if release is not _nothing and len(data) == size and isinstance(self._sink, AdoptingSink):
+            self._sink.write_from(data, release)
+        else:
+            self._sink.write(data)
+            release()
 
     def add_small(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
         """Append those that are not there yet, and the hash of each to those of its leaf.
@@ -215,8 +237,8 @@ class _Pack:
 _Job = tuple[list[str], int, memoryview, str]
 # The same of a chunk that is the last of its leaf and small. A plain tuple: there may be very many.
 _Small = tuple[list[str], memoryview]
-_Done = tuple[_Job, str, memoryview]
-"""A chunk, its hash, and its bytes as they are stored."""
+_Done = tuple[_Job, str, memoryview, Callable[[], None]]
+"""A chunk, its hash, its bytes as they are stored, and what to call when they were written."""
 
 
 def _in_pack_order(
@@ -245,59 +267,73 @@ def _in_pack_order(
     return whole + uneven, small
 
 
-def _hashed(chunks: Sequence[_Job]) -> Iterator[_Done]:
+def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Done, None, None]:
     """A copy of each large chunk with its hash, in order, made ahead on other cores if there are many.
 
-    A copy is good until the next one is asked for.
+    The copies lie in buffers that are added to `buffers`.
     """
 
-    def work(job: _Job, copy: memoryview) -> _Done:
-        return job, hash_bytes(copy), copy
+    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Done:
+        return job, hash_bytes(copy), copy, release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2]))) for job in chunks)
-    return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD)
+        return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
+    return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+
+
+def _nothing() -> None:
+    """Releases memory of the allocator, which is not page-aligned."""
 
 
 def _on_copies(
     executor: ThreadPoolExecutor,
-    work: Callable[[_Job, memoryview], _Done],
+    work: Callable[[_Job, memoryview, Callable[[], None]], _Done],
     chunks: Sequence[_Job],
     ahead: int,
-) -> Iterator[_Done]:
-    """`map_ahead` with a copy of each chunk, in memory that is used again once the item is done."""
-    per_buffer = STAGING_BYTES // CHUNK_BYTES
-    buffers = [take_buffer() for _ in range(-(-min(ahead, len(chunks)) // per_buffer))]
+    buffers: list[mmap.mmap],
+) -> Generator[_Done, None, None]:
+    """`map_ahead` with a copy of each chunk and with what releases it; close it in any case."""
+    free: SimpleQueue[memoryview | None] = SimpleQueue()
+    while len(buffers) * STAGING_BYTES < min(ahead + WRITING, len(chunks)) * CHUNK_BYTES:
+        buffers.append(take_buffer())
+        for at in range(0, STAGING_BYTES, CHUNK_BYTES):
+            free.put(memoryview(buffers[-1])[at : at + CHUNK_BYTES])
 
-    def copied(item: tuple[int, _Job]) -> _Done:
-        number, job = item
-        buffer, place = divmod(number % ahead, per_buffer)
-        copy = memoryview(buffers[buffer])[place * CHUNK_BYTES :][: len(job[2])]
+    def copied(job: _Job) -> _Done:
+        slot = free.get()
+        if slot is None:
+            raise RuntimeError("the save was given up")
+        copy = slot[: len(job[2])]
         copy_bytes(copy, job[2])
-        return work(job, copy)
+        return work(job, copy, lambda: free.put(slot))
 
+    done = map_ahead(executor, copied, chunks, ahead)
     try:
-        with closing(map_ahead(executor, copied, enumerate(chunks), ahead)) as done:
-            yield from done
+        yield from done
     finally:
-        while buffers:
-            give_buffer(buffers.pop())
+        for _ in range(ahead):  # whoever waits for memory that nobody releases any more
+            free.put(None)
+        done.close()
 
 
 def _encoded(
-    chunks: Sequence[_Job], encode: Encode, there: tuple[Mapping[str, Held], ...]
-) -> Iterator[_Done]:
+    chunks: Sequence[_Job],
+    encode: Encode,
+    there: tuple[Mapping[str, Held], ...],
+    buffers: list[mmap.mmap],
+) -> Generator[_Done, None, None]:
     """As `_hashed`, with the bytes as they are stored; chunks that are there are not encoded."""
 
-    def work(job: _Job, copy: memoryview) -> _Done:
+    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Done:
         digest = hash_bytes(copy)
         if any(digest in held for held in there):
-            return job, digest, copy
-        return job, digest, encode(copy, job[3], digest)
+            return job, digest, copy, release
+        return job, digest, encode(copy, job[3], digest), release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2]))) for job in chunks)
-    return _on_copies(pool("encode", ENCODE_THREADS), work, chunks, 2 * ENCODE_THREADS)
+        return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
+    executor = pool("encode", ENCODE_THREADS)
+    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
 
 
 def _records(

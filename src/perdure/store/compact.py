@@ -1,4 +1,4 @@
-"""Moving live chunks out of packs: copied, made durable, then named by the manifests that need them.
+"""Copying verified chunks into a new pack, for a compaction and for copies of a checkpoint.
 
 Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
 the same fingerprint. The old packs are not touched here; the caller removes them afterwards.
@@ -7,13 +7,16 @@ the same fingerprint. The old packs are not touched here; the caller removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import is_intact
 from perdure.store.format import (
+    CHUNK_BYTES,
+    CODEC_FORMAT,
     PACKS,
     Chunk,
     LeafRecord,
@@ -28,10 +31,33 @@ from perdure.store.format import (
     manifest_name,
     pack_name,
 )
+from perdure.store.pools import map_ahead, pool
 from perdure.store.storage import Storage
+from perdure.store.writer import BLOCK, LARGE_BYTES, Held
+
+READ_THREADS = 2
+READ_AHEAD = 4
+"""Reads under way while a pack is written; each holds at most CHUNK_BYTES."""
+
+LEAF_FIELDS = tuple(name for name in ("leaves", "local") if name in Manifest.__struct_fields__)
+"""The fields of a manifest that hold leaf records."""
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
+
+
+class Readable(Protocol):
+    """The part of a `Storage` that chunks are read through."""
+
+    where: str
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
+
+
+def leaf_records(manifest: Manifest) -> Iterator[LeafRecord]:
+    """Every leaf record of a manifest, whichever field holds it."""
+    for name in LEAF_FIELDS:
+        yield from getattr(manifest, name) or ()
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
@@ -41,7 +67,7 @@ def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[s
         here = [live.get(pack.name) for pack in manifest.packs]
         if all(found is None for found in here):
             continue
-        for leaf in manifest.leaves:
+        for leaf in leaf_records(manifest):
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
                 if (found := here[chunk.pack]) is not None:
                     found[chunk.offset] = (chunk.hash, chunk.length, size)
@@ -77,13 +103,13 @@ def compact(
         if not users:
             break
         try:
-            moved = _copy(storage, max(users), live)
-        except _Damaged as error:
+            record, places = copy_chunks(storage, storage, max(users), live)
+        except DamagedPackError as error:
             damaged[error.pack] = str(error)
             chosen.remove(error.pack)
             continue
         return {
-            step: _replace(storage, users[step], live, moved) for step in sorted(users)
+            step: _replace(storage, users[step], live, record, places) for step in sorted(users)
         }, damaged
     return {}, damaged
 
@@ -105,7 +131,7 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
     )
 
 
-class _Damaged(CorruptionError):
+class DamagedPackError(CorruptionError):
     """A chunk that should be copied is not what its manifest says."""
 
     def __init__(self, pack: str, message: str) -> None:
@@ -113,82 +139,172 @@ class _Damaged(CorruptionError):
         self.pack = pack
 
 
-class _Moved:
-    """The new pack: its record, and the (offset, length) of every chunk in it by hash."""
+def copy_chunks(
+    source: Readable,
+    target: Storage,
+    step: int,
+    live: Mapping[str, LiveChunks],
+    find_again: Callable[[DamagedPackError], Mapping[str, LiveChunks]] | None = None,
+) -> tuple[PackRecord, dict[str, Held]]:
+    """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.size = 0
-        self.at: dict[str, tuple[int, int]] = {}
+    Encoded chunks are copied as they are stored. At most `READ_AHEAD` reads of CHUNK_BYTES are in
+    memory. The pack is durable on return; on an error nothing but a temporary file is left.
 
+    Args:
+        source: Where the packs of `live` are.
+        target: Where the new pack is written.
+        step: The step in the new pack's name.
+        live: The chunks to copy, by pack and offset; at least one.
+        find_again: Called when a chunk cannot be read at its place; returns where all chunks are
+            now, or raises. Chunks that were copied already are not read again.
 
-def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
-    moved = _Moved(pack_name(step, 0, secrets.token_hex(4)))
-    wanted = set(_smallest(live))
+    Returns:
+        The record of the new pack, and the place of each chunk by its hash.
+
+    Raises:
+        DamagedPackError: A chunk is missing or has other bytes, and `find_again` is None.
+    """
+    name = pack_name(step, 0, secrets.token_hex(4))
+    places: dict[str, Held] = {}
     order: list[PackedChunk] = []
-    sink = storage.create(PACKS + moved.name, relocated_size(live))
+    size = 0
+    sink = target.create(PACKS + name, relocated_size(live))
     try:
-        for name in sorted(live):
-            for offset, chunk in sorted(live[name].items()):
-                digest, length, _ = chunk
-                if digest in moved.at or chunk not in wanted:
-                    continue
-                sink.write(memoryview(_read(storage, name, offset, chunk)))
-                moved.at[digest] = moved.size, length
-                moved.size += length
-                order.append(chunk)
+        while True:
+            reads = _reads(live, places)
+            try:
+                for (_, _, chunks), data in map_ahead(
+                    pool("copy", READ_THREADS),
+                    lambda read: (read, _read(source, *read)),
+                    reads,
+                    READ_AHEAD,
+                ):
+                    sink.write(memoryview(data))
+                    for chunk in chunks:
+                        places[chunk[0]] = Held(name, size, chunk[1])
+                        size += chunk[1]
+                    order += chunks
+                break
+            except DamagedPackError as error:
+                if find_again is None:
+                    raise
+                live = find_again(error)
         tail = _tail(order)
         sink.write(memoryview(tail))
-        moved.size += len(tail)
         sink.commit()
     except BaseException:
         sink.abort()
         raise
-    return moved
+    return PackRecord(name=name, size=size + len(tail)), places
 
 
-def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytearray:
-    digest, length, size = chunk
-    where = f"{storage.where}/{PACKS}{name} at offset {offset}"
-    data = bytearray(length)
+def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
+    """Read and hash chunks; raises `DamagedPackError` for the first that is not what it should be."""
+    for _ in map_ahead(
+        pool("copy", READ_THREADS), lambda read: len(_read(source, *read)), _reads(live, ()), 4
+    ):
+        pass
+
+
+def relocated(
+    manifest: Manifest, place: Callable[[str, Chunk], Held], size: Callable[[str], int]
+) -> Manifest:
+    """`manifest` with its chunks at other places; the fingerprint and all other fields are equal.
+
+    `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
+    """
+    numbers: dict[str, int] = {}
+
+    def moved(leaf: LeafRecord) -> LeafRecord:
+        if leaf.text is not None:
+            return leaf
+        chunks = []
+        for chunk in leaf.chunks:
+            at = place(manifest.packs[chunk.pack].name, chunk)
+            number = numbers.setdefault(at.pack, len(numbers))
+            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
+        return array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
+
+    fields = {
+        name: tuple(map(moved, records))
+        for name in LEAF_FIELDS
+        if (records := getattr(manifest, name))
+    }
+    version = manifest.format
+    if version <= CODEC_FORMAT:
+        version = format_of(fields.get("leaves", ()))
+    packs = tuple(PackRecord(name=name, size=size(name)) for name in numbers)
+    return msgspec.structs.replace(manifest, format=version, packs=packs, **fields)
+
+
+def _reads(
+    live: Mapping[str, LiveChunks], done: Collection[str]
+) -> list[tuple[str, int, list[PackedChunk]]]:
+    """(pack, offset, chunks) of each read that copies the chunks which are not `done`.
+
+    Chunks that follow each other in a pack are read together, up to CHUNK_BYTES. Large chunks of
+    whole blocks come first, as in a pack that a save writes.
+    """
+    wanted = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
+    places = []
+    for name in sorted(live):
+        for offset, chunk in sorted(live[name].items()):
+            if chunk in wanted:
+                del wanted[chunk]
+                uneven = bool(chunk[1] < LARGE_BYTES or chunk[1] % BLOCK)
+                places.append((uneven, name, offset, chunk))
+    reads: list[tuple[str, int, list[PackedChunk]]] = []
+    length = 0
+    for _, name, offset, chunk in sorted(places, key=lambda row: row[:3]):
+        follows = reads and reads[-1][0] == name and reads[-1][1] + length == offset
+        if not follows or length + chunk[1] > CHUNK_BYTES:
+            reads.append((name, offset, []))
+            length = 0
+        reads[-1][2].append(chunk)
+        length += chunk[1]
+    return reads
+
+
+def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> bytearray:
+    """Chunks that follow each other in a pack, verified."""
+    where = f"{source.where}/{PACKS}{name} at offset {offset}"
+    data = bytearray(sum(length for _, length, _ in chunks))
+    view = memoryview(data)
     try:
-        got = storage.read_into(PACKS + name, offset, memoryview(data))
+        got = source.read_into(PACKS + name, offset, view)
     except ConnectionError:
         # An outage is no damage; the caller stops, and may come back.
         raise
     except OSError as error:
-        raise _Damaged(name, f"{where}: cannot be read: {error}.") from error
-    if got != length:
-        raise _Damaged(name, f"{where}: expected {length} bytes, found {got}.")
-    if not is_intact(data, digest, size):
-        raise _Damaged(name, f"{where}: expected hash {digest}, found other bytes.")
+        raise DamagedPackError(name, f"{where}: cannot be read: {error}.") from error
+    if got != len(data):
+        raise DamagedPackError(name, f"{where}: expected {len(data)} bytes, found {got}.")
+    at = 0
+    for digest, length, size in chunks:
+        if not is_intact(view[at : at + length], digest, size):
+            raise DamagedPackError(
+                name,
+                f"{source.where}/{PACKS}{name} at offset {offset + at}: expected hash {digest}, "
+                f"found other bytes.",
+            )
+        at += length
     return data
 
 
 def _replace(
-    storage: Storage, manifest: Manifest, live: Mapping[str, LiveChunks], moved: _Moved
+    storage: Storage,
+    manifest: Manifest,
+    live: Mapping[str, LiveChunks],
+    record: PackRecord,
+    places: Mapping[str, Held],
 ) -> Manifest:
-    there = {pack.name: pack for pack in manifest.packs if pack.name not in live}
-    there[moved.name] = PackRecord(name=moved.name, size=moved.size)
-    numbers: dict[str, int] = {}
-    leaves: list[LeafRecord] = []
-    for leaf in manifest.leaves:
-        chunks = []
-        for chunk in leaf.chunks:
-            name, place = manifest.packs[chunk.pack].name, (chunk.offset, chunk.length)
-            if name in live:
-                name, place = moved.name, moved.at[chunk.hash]
-            number = numbers.setdefault(name, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, *place))
-        leaves.append(
-            leaf
-            if leaf.text is not None
-            else array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
-        )
-    packs = tuple(there[name] for name in numbers)
-    renewed = msgspec.structs.replace(
-        manifest, format=format_of(leaves), packs=packs, leaves=tuple(leaves)
-    )
+    sizes = {pack.name: pack.size for pack in (*manifest.packs, record)}
+
+    def place(pack: str, chunk: Chunk) -> Held:
+        return places[chunk.hash] if pack in live else Held(pack, chunk.offset, chunk.length)
+
+    renewed = relocated(manifest, place, sizes.__getitem__)
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)
     decode_manifest(data, f"{storage.where}/{name}: its replacement", manifest.step)

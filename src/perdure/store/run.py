@@ -300,6 +300,31 @@ class Run:
         self._catalog.add(manifest, located)
         return manifest
 
+    def held(self) -> Mapping[str, Held]:
+        """The chunks that a manifest may name without writing them again, for the writer."""
+        return self._catalog.held()
+
+    def commit(
+        self, manifest: Manifest, located: Mapping[str, Held], replace: bool = False
+    ) -> None:
+        """Make a checkpoint visible whose chunks are all durable; it survives power loss on return.
+
+        Args:
+            manifest: The checkpoint.
+            located: Places of the chunks that were written for it.
+            replace: Replace the manifest of that step, which must have the same fingerprint.
+
+        Raises:
+            FileExistsError: The step is taken, without `replace`.
+            OSError: The storage failed.
+        """
+        if replace:
+            self.storage.replace(manifest_name(manifest.step), self._encoded(manifest))
+            self._catalog.replace({manifest.step: manifest})
+        else:
+            self._commit(manifest)
+            self._catalog.add(manifest, located)
+
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
 

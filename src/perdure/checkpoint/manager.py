@@ -6,6 +6,7 @@ background, and what went wrong there is raised by the next call of the manager.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, SupportsFloat
 
 from perdure.checkpoint.background import Background
+from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
@@ -52,15 +54,18 @@ class ManagerOptions:
     warning and try again at the next save; the last good checkpoint stays in both. `codec`
     ("shuffle-zstd") stores chunks smaller where it can, for slow or dear storage; it may change from
     one session to the next, fingerprints do not depend on it, and it needs the extra `zstd`. `clock`
-    gives seconds since 1970.
+    gives seconds since 1970. `mirror_wait` is how many seconds `close` waits at most for the mirror.
     """
 
     retention: Retention = field(default_factory=Retention)
     on_error: Literal["raise", "continue"] = "raise"
     codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time
+    mirror_wait: float = 300.0
 
     def __post_init__(self) -> None:
+        if not self.mirror_wait >= 0:
+            raise StoreError(f"mirror_wait: expected at least 0 seconds, found {self.mirror_wait}.")
         if self.on_error not in ("raise", "continue"):
             raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")
 
@@ -75,12 +80,19 @@ class CheckpointManager:
     checkpoint; one of another recipe is refused (`RecipeMismatchError`), save for the fields in `allow`
     and in PERDURE_ALLOW, which are a warning. In a group pass `processes=strategy.processes`: the
     recipes of all are compared too, at the first save or restore.
+
+    `mirror` (a path, a URL or a `Storage`) is a second run directory that receives a copy of every
+    committed checkpoint in the background, under the same retention. It never delays or fails a save:
+    a mirror that does not answer or lags is a warning, and is brought up to date after later saves and
+    by `close`. A restore takes the newest good checkpoint of either, and warns when that is the
+    mirror's.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str] | Storage,
         *,
+        mirror: str | os.PathLike[str] | Storage | None = None,
         max_to_keep: int | None = 5,
         save_interval_steps: int = 1,
         options: ManagerOptions | None = None,
@@ -98,6 +110,10 @@ class CheckpointManager:
         self._run = Run(
             directory, create=True, codec=self._options.codec, clock=self._options.clock
         )
+        self._mirror: Mirror | None = None
+        if mirror is not None:
+            kept, clock = self._options.retention, self._options.clock
+            self._mirror = Mirror(self._run, mirror, max_to_keep, kept, clock)
         self._max_to_keep = max_to_keep
         self._interval = save_interval_steps
         self._recipe = dict(recipe or {})
@@ -148,12 +164,14 @@ class CheckpointManager:
         self._settle(wait=True)
         if self._processes.is_chief:
             self._run.pin(step)
+            self._update_mirror()
 
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._settle(wait=True)
         if self._processes.is_chief:
             self._run.unpin(step)
+            self._update_mirror()
 
     def pinned_steps(self) -> list[int]:
         """Steps that were pinned."""
@@ -201,12 +219,17 @@ class CheckpointManager:
         beat("step", step)
         return True
 
-    def wait_until_finished(self) -> None:
+    def wait_until_finished(self, *, mirror: bool = False) -> None:
         """Wait for the save under way; what it saved is durable then. Raises what it raised.
 
         Under `on_error="continue"` a failed save is a warning here too, and `all_steps` lacks it.
+        With `mirror` it also waits, for at most `ManagerOptions.mirror_wait` seconds, until the mirror
+        has what was saved, and warns when it has not.
         """
         self._settle(wait=True)
+        if mirror and self._mirror is not None and self._processes.is_chief:
+            self._mirror.wait(self._options.mirror_wait)
+            self._warn_of_mirror()
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save runs in the background."""
@@ -269,6 +292,13 @@ class CheckpointManager:
     def exit_preempted(self) -> NoReturn:
         """Leave with exit status 75 once what was saved before is durable, without another save."""
         self._settle(wait=True)
+        if self._mirror is not None:
+            left = self.preemption.seconds_left()
+            self._mirror.close(EXIT_WAIT_S if left is None else max(0.0, left - 1))
+            for (
+                note
+            ) in self._mirror.notes():  # no warning: it could become an error and another status
+                logging.getLogger(__name__).warning("%s", note)
         self._release()
         self._processes.barrier()
         self.preemption.leave()
@@ -280,18 +310,28 @@ class CheckpointManager:
         """
         if self._processes.is_chief:
             self._run.begin_writing()
+            self._update_mirror()
 
     def delete(self, step: int) -> None:
-        """Delete one checkpoint. Raises `StepNotFoundError` where there is none, `StoreError` for a
-        pinned one."""
+        """Delete one checkpoint, in the mirror too. Raises `StepNotFoundError` where there is none,
+        `StoreError` for a pinned one."""
         self._settle(wait=True)
-        if self._processes.is_chief and not self._run.delete([step]):
+        if not self._processes.is_chief:
+            return
+        if not self._run.delete([step]):
             self._run.manifest(step)
+        if self._mirror is not None:
+            # Waited for: a restore would take it from the mirror again.
+            self._mirror.delete(step)
+            self._mirror.wait(self._options.mirror_wait)
+            self._warn_of_mirror()
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
-        While a `WorkerLostError` is on its way it does not wait: the save would, for who is gone.
+        Then it waits for the mirror, `ManagerOptions.mirror_wait` seconds at most, and warns with the
+        steps that the mirror still lacks. While a `WorkerLostError` is on its way it does not wait: the
+        save would, for who is gone.
         """
         beat("end")
         lost = isinstance(sys.exception(), WorkerLostError)
@@ -300,8 +340,15 @@ class CheckpointManager:
                 self._settle(wait=True)
         finally:
             self.preemption.remove()
-            if not self._background.busy:  # as it is where the wait was interrupted, or left out
-                self._release()
+            try:
+                if self._mirror is not None:
+                    self._mirror.close(0.0 if lost else self._options.mirror_wait)
+            finally:
+                if (
+                    not self._background.busy
+                ):  # as it is where the wait was interrupted, or left out
+                    self._release()
+            self._warn_of_mirror()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -338,15 +385,35 @@ class CheckpointManager:
                 save_together(self._run, group, step, leaves, self._recipe, metrics)
         finally:
             saving(None)
-        if self._max_to_keep is None or not self._processes.is_chief:
+        if not self._processes.is_chief:
             return
-        plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
+        try:
+            self._prune(step)
+        finally:
+            self._update_mirror()
+
+    def _prune(self, step: int) -> None:
+        if self._max_to_keep is None:
+            return
+        in_use = None if self._mirror is None else self._mirror.copying
+        plan = plan_prune(
+            self._run, self._max_to_keep, self._options.retention, saved=step, in_use=in_use
+        )
         if plan.store.held_back:
             self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
         if plan.store.empty:
             return
         for pack, why in execute_prune(self._run, plan).left.items():
             self._notes.append(f"{self.directory}: {pack} was not compacted: {why}")
+
+    def _update_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.notify()
+
+    def _warn_of_mirror(self) -> None:
+        if self._mirror is not None:
+            for note in self._mirror.notes():
+                warnings.warn(note, stacklevel=4)
 
     def _settle(self, *, wait: bool) -> None:
         """Deal with what the background said: raise it, or warn where that was asked for."""
@@ -363,6 +430,7 @@ class CheckpointManager:
                 if note not in self._told:
                     self._told.add(note)
                     warnings.warn(note, stacklevel=4)
+        self._warn_of_mirror()
 
     def _tolerate(self, error: StoreError) -> None:
         if self._options.on_error == "raise":
@@ -373,8 +441,10 @@ class CheckpointManager:
         beat("restore")
         self._settle(wait=True)
         self._check_group()
-        loaded = load_together(self._run, self._processes, step)
-        if loaded is None:
+        found = load_together(self._run, self._processes, step, self._mirror)
+        for note in found.notes:
+            warnings.warn(f"{self.directory}: {note}", stacklevel=4)
+        if (loaded := found.loaded) is None:
             return None
         if self._processes.is_chief:
             self._set_aside(loaded)

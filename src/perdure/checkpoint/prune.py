@@ -39,16 +39,23 @@ def candidates(held: Contents) -> list[Candidate]:
 
 
 def plan_prune(
-    run: Run, max_to_keep: int | None, retention: Retention, saved: int | None = None
+    run: Run,
+    max_to_keep: int | None,
+    retention: Retention,
+    saved: int | None = None,
+    in_use: int | None = None,
 ) -> PrunePlan:
     """What a prune would do. Changes nothing.
 
     With `saved`, the step of the save just done, it leaves alone what a save in progress may be
     writing and moves only what is worth it; without, it takes everything that nobody needs.
+    `in_use` is a step that is being copied to a mirror: it stays until the next prune.
     """
     held = run.contents()
     verdicts = tuple(decide(candidates(held), max_to_keep, retention))
-    gone = frozenset(verdict.step for verdict in verdicts if not verdict.keep)
+    gone = frozenset(
+        verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
+    )
     after_a_save = saved is not None
     request = Request(
         steps=gone,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from perdure import errors
+from perdure.checkpoint.mirror import Found, Mirror
 from perdure.checkpoint.processes import Processes
 from perdure.errors import (
     NotARunError,
@@ -23,7 +24,7 @@ from perdure.errors import (
     StoreError,
     WorkerLostError,
 )
-from perdure.store import Leaf, Loaded, Run
+from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
 from perdure.store.format import RecipeValue, hash_bytes
 from perdure.store.share import Share, assemble, leaf_digests, write_share
@@ -39,6 +40,8 @@ class _Outcome(Struct):
     kind: str | None = None
     text: str = ""
     step: int | None = None
+    mirrored: bool = False
+    """Whether the step is to be read from the mirror."""
 
 
 class _Part(Struct):
@@ -92,22 +95,33 @@ def save_together(
     end(_Outcome())
 
 
-def load_together(run: Run, processes: Processes, step: int | None) -> Loaded | None:
-    """The same checkpoint in every process: the chief picks it, the others load the same step."""
+def load_together(
+    run: Run, processes: Processes, step: int | None, mirror: Mirror | None = None
+) -> Found:
+    """The same checkpoint in every process: the chief picks it, the others load the same step.
+
+    With a mirror the chief picks from both, and all read where it did.
+    """
     if processes.is_chief:
         try:
-            loaded = run.load_newest() if step is None else run.load(step)
+            if mirror is not None:
+                found = mirror.load(step)
+            else:
+                found = Found(run.load_newest() if step is None else run.load(step), False, [])
         except PerdureError as error:
             _tell(processes, _Outcome(type(error).__name__, str(error)))
             raise
-        _tell(processes, _Outcome(step=None if loaded is None else loaded.manifest.step))
-        return loaded
+        loaded = found.loaded
+        taken = None if loaded is None else loaded.manifest.step
+        _tell(processes, _Outcome(step=taken, mirrored=found.mirrored))
+        return found
     outcome = _decode(processes.broadcast(None), _Outcome)
     _follow(outcome)
     if outcome.step is None:
-        return None
+        return Found(None, False, [])
+    storage = mirror.storage if mirror is not None and outcome.mirrored else run.storage
     try:
-        return Run(run.storage).load(outcome.step)
+        return Found(Run(storage).load(outcome.step), outcome.mirrored, [])
     except NotARunError as error:
         raise StoreError(
             f"process {processes.index} does not see the run directory that the chief restores from; "

@@ -369,6 +369,7 @@ def open_manager(trainer: Trainer, source: Source) -> CheckpointManager:
         options = replace(options, retention=replace(options.retention, keep_every_n_hours=hours))
     return CheckpointManager(
         config.model_dir,
+        mirror=config.mirror,
         max_to_keep=config.keep_checkpoint_max,
         options=options,
         recipe=trainer.recipe(source),

@@ -100,7 +100,8 @@ class Loop:
         trainer, manager = self._trainer, self._manager
         self._claim()
         restored = manager.restore_or_initialize(whole(trainer, self._source))
-        fresh = manager.latest_step() is None
+        # A state that came from the mirror is not fresh, whatever the run directory holds.
+        fresh = restored.step == 0 and manager.latest_step() is None
         if self._group is not None:
             self._group.processes.barrier()  # or the chief's first save might be seen as an old one
         trainer.state = restored.state.main

@@ -210,14 +210,14 @@ class Story:
             self._reported[machine] = step
 
         with mock.patch.object(mirror, "notify"):
-            self._hook.left = self._random.randrange(20, 900)
+            self._hook.left = self._random.randrange(20, 400)
             for _ in range(self._random.randrange(1, 5)):
                 save()
                 saves = self._random.randrange(4)
                 pace = self._random.randrange(1, 12)
                 calls = 0
 
-                def meanwhile() -> None:
+                def meanwhile(pace: int = pace) -> None:
                     nonlocal calls, saves
                     calls += 1
                     if saves and calls % pace == 0:

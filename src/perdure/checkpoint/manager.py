@@ -458,9 +458,11 @@ class CheckpointManager:
                 where = f"It was moved to {self._run.quarantine(step, reason)}."
             except StoreError as error:
                 where = f"It stays where it is: {error}"
+            newest = loaded.manifest.step
+            instead = f"step {newest}" if step != newest else "its copy in the mirror"
             warnings.warn(
-                f"{self.directory}: step {step} is damaged and was passed over for step "
-                f"{loaded.manifest.step}: {reason} {where}",
+                f"{self.directory}: step {step} is damaged and was passed over for {instead}: "
+                f"{reason} {where}",
                 stacklevel=5,
             )
 

@@ -77,7 +77,7 @@ class Mirror:
         try:
             self._is_run()
         except UnreachableError as error:
-            self._note("UnreachableError", f"{self._name} does not answer: {error}")
+            self._note(_cause(error), f"{self._name} does not answer: {error}")
         atexit.register(_report_at_exit, weakref.ref(self))
 
     @property
@@ -190,7 +190,7 @@ class Mirror:
                 pass  # `close` reports what is missing
             except Exception as error:  # noqa: BLE001 (a mirror never fails the training)
                 self._note(
-                    type(error).__name__,
+                    _cause(error),
                     f"{self._name} could not be brought up to date: {error} Training continues; the "
                     f"copy is tried again after the next save and when the manager is closed.",
                 )
@@ -324,7 +324,8 @@ class Mirror:
                 failed = failed or error
                 why = f"{here.where} does not hold it."
             except CorruptionError as error:
-                skipped[step] = why = str(error)
+                skipped[step] = str(error)
+                why = f"it is damaged in {here.where}."
                 wrong.append(f"  {error}")
             except StoreError as error:  # no damage, so that an older step would be wrong
                 if step not in there:
@@ -385,6 +386,13 @@ def disagreement(one: Run, other: Run, step: int) -> str | None:
         f"step {step} is not the same in {one.where} (fingerprint {prints[0][:16]}) and in its mirror "
         f"{other.where} ({prints[1][:16]}): the two have different histories. Nothing is overwritten."
     )
+
+
+def _cause(error: BaseException) -> str:
+    """The same text for errors that come from one cause, such as a refused connection."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__} {getattr(error, 'errno', None)}"
 
 
 def _skipping(loaded: Loaded, skipped: dict[int, str]) -> Loaded:

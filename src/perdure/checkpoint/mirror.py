@@ -176,15 +176,16 @@ class Mirror:
         while True:
             with self._changed:
                 if self._stopped or not self._wanted:
-                    self._busy = False
+                    self._busy = self._wanted = False
                     if self._stopped:
                         self._release()
                     self._changed.notify_all()
                     return
-                self._wanted, self._failed = False, True
+                self._wanted = False
+            failed = True
             try:
                 self.catch_up()
-                self._failed = False
+                failed = False
                 self._warned.clear()
             except CopyStoppedError:
                 pass  # `close` reports what is missing
@@ -194,12 +195,12 @@ class Mirror:
                     f"{self._name} could not be brought up to date: {error} Training continues; the "
                     f"copy is tried again after the next save and when the manager is closed.",
                 )
+            self._failed = failed
 
     def _open(self) -> Run:
         if self._target is None:
-            target = Run(self.storage, create=True, clock=self._clock)
-            target.begin_writing()
-            self._target = target
+            self._target = Run(self.storage, create=True, clock=self._clock)
+        self._target.begin_writing()
         return self._target
 
     def _release(self) -> None:

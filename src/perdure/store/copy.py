@@ -283,7 +283,7 @@ def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
         return _not_copied(source, step, error)
     new = {chunk[0]: chunk[1] for chunks in live.values() for chunk in chunks.values()}
     nbytes = sum(length for digest, length in new.items() if digest not in planned)
-    planned |= new.keys()
+    planned.update(new)
     return Copied(step, "copied", nbytes)
 
 

@@ -29,7 +29,6 @@ from perdure.store import (
     MemoryStorage,
     Request,
     Run,
-    check,
     copy_run,
     fork_run,
 )
@@ -270,7 +269,7 @@ def test_a_copy_takes_the_lock_of_the_target_only(here: Path, tmp_path: Path) ->
         copy_run(here, tmp_path / "there", [1, 7])
     with pytest.raises(NotARunError):
         copy_run(tmp_path / "missing", tmp_path / "there")
-    for place in (here, here / ".." / "here", here.parent):
+    for place in (here, here / ".." / "here"):
         with pytest.raises(StoreError, match="expected a directory apart from"):
             copy_run(here, place)
 

@@ -427,7 +427,7 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give the writer's lock back. `SaveError` when not all could be brought to a second place."""
+        """Give the writer's lock back."""
         self._writing = self._ready = False
         try:
             self._lock.close()

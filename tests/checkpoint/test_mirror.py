@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,25 @@ def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(here: Path, the
         assert manager.restore().step == 2
         manager.save(3, state(3, noise=1))
     assert prints(there) == prints(here)
+
+
+def test_what_a_rollback_set_aside_here_does_not_come_back_from_the_mirror(
+    here: Path, there: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2, 3)
+    aside = [SimpleNamespace(manifest=Run(here).manifest(step)) for step in (2, 3)]
+    with Run(here) as run:
+        run.delete([2, 3])
+    monkeypatch.setattr(
+        Run, "rolled_back", lambda run: aside if run.where == str(here) else [], raising=False
+    )
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="still holds step 2, 3, which a rollback set aside"):
+            assert manager.restore().step == 1
+        save(manager, 2, noise=1)
+    assert prints(there) == prints(here)
+    assert check_run(there).good == (1, 2)
 
 
 # ---------------------------------------------------------------- the three scenarios

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from perdure.checkpoint.prune import execute_prune, plan_prune
@@ -227,10 +228,31 @@ class Mirror:
         for step in pinned & here - wanted:
             target.unpin(step)
         deleted = set(self._deleted)
-        if gone := deleted & steps:
+        aside = set(self._aside(target))
+        for step in aside & pinned:
+            target.unpin(step)
+        if gone := (deleted | aside) & steps:
             target.delete(gone)
         with self._changed:
             self._deleted -= deleted
+
+    def _aside(self, mirror: Run) -> list[int]:
+        """The steps of the mirror whose checkpoints a rollback set aside in the source."""
+        prints: dict[int, set[str]] = {}
+        for each in getattr(self._source, "rolled_back", list)():
+            prints.setdefault(each.manifest.step, set()).add(each.manifest.fingerprint)
+        steps = []
+        for step in sorted(prints.keys() & set(mirror.steps())):
+            with suppress(StepNotFoundError, CorruptionError):
+                found = mirror.manifest(step).fingerprint
+                if found in prints[step] and found != self._print_here(step):
+                    steps.append(step)
+        return steps
+
+    def _print_here(self, step: int) -> str | None:
+        with suppress(StepNotFoundError, CorruptionError):
+            return self._source.manifest(step).fingerprint
+        return None
 
     def _prune(self, target: Run, step: int) -> None:
         if self._max_to_keep is not None:
@@ -289,6 +311,12 @@ class Mirror:
         try:
             mirror = Run(self.storage) if self._is_run() else None
             there = mirror.steps() if mirror else []
+            if mirror and (aside := self._aside(mirror)):
+                there = [step for step in there if step not in aside]
+                notes.append(
+                    f"{self._name} still holds step {', '.join(map(str, aside))}, which a rollback set "
+                    f"aside here; it is not used, and is deleted there after the next save."
+                )
         except UnreachableError as error:
             if not (here.steps() if step is None else step in here.steps()):
                 raise self._neither(step, error) from error
@@ -306,7 +334,7 @@ class Mirror:
         try:
             return self._first(mirror, sorted({*steps, *there}, reverse=True), there, notes)
         except StepNotFoundError:
-            if here.steps() == steps and mirror.steps() == there:
+            if here.steps() == steps and set(there) <= set(mirror.steps()):
                 raise
             return self.load(None)  # a prune deleted them meanwhile: there are newer ones
 

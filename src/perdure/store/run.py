@@ -322,7 +322,8 @@ class Run:
             self.storage.replace(manifest_name(manifest.step), self._encoded(manifest))
             self._catalog.replace({manifest.step: manifest})
         else:
-            self._commit(manifest)
+            name = manifest_name(manifest.step)
+            create_whole(self.storage, name, self._encoded(manifest))
             self._catalog.add(manifest, located)
 
     def delete(self, steps: Iterable[int]) -> list[int]:

@@ -34,6 +34,8 @@ from perdure.store.urls import open_storage
 EXIT_WAIT_S = 20.0
 """Seconds that a preempted or unclosed run waits for the mirror when nobody said how many are left."""
 
+_FAILED = "failed: "
+
 
 class Found(NamedTuple):
     """The checkpoint that a restore takes, whether the mirror gave it, and what to warn about."""
@@ -187,7 +189,8 @@ class Mirror:
             try:
                 self.catch_up()
                 failed = False
-                self._warned.clear()
+                # A failure after this is a new one; a history that differs stays the same cause.
+                self._warned -= {cause for cause in self._warned if cause.startswith(_FAILED)}
             except CopyStoppedError:
                 pass  # `close` reports what is missing
             except Exception as error:  # noqa: BLE001 (a mirror never fails the training)
@@ -257,6 +260,8 @@ class Mirror:
     def _prune(self, target: Run, step: int) -> None:
         if self._max_to_keep is not None:
             plan = plan_prune(target, self._max_to_keep, self._retention, saved=step)
+            if plan.store.held_back:
+                self._note("held back", f"{self._name}: packs stay: {plan.store.held_back}")
             if not plan.store.empty:
                 execute_prune(target, plan)
 
@@ -274,7 +279,7 @@ class Mirror:
                 f"more, delete it in the mirror.",
             )
         elif (why := disagreement(self._source, target, here[-1])) is not None:
-            self._note("history", why)
+            self._note("other bits", why)
 
     def _note_missing(self, seconds: float) -> None:
         # From memory: to ask a mirror that hangs would take longer than the wait is allowed to.
@@ -421,7 +426,7 @@ def _cause(error: BaseException) -> str:
     """The same text for errors that come from one cause, such as a refused connection."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__} {getattr(error, 'errno', None)}"
+    return f"{_FAILED}{type(error).__name__} {getattr(error, 'errno', None)}"
 
 
 def _skipping(loaded: Loaded, skipped: dict[int, str]) -> Loaded:

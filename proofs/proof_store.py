@@ -16,6 +16,7 @@ from report import Row, finish
 from store_crash import crash_rows, power_rows
 from store_damage import damage_rows
 from store_disk import disk_rows, donation_rows, writer_rows
+from store_mirror import mirror_rows
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "crash": crash_rows,
@@ -24,6 +25,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "disk": disk_rows,
     "writers": writer_rows,
     "donation": donation_rows,
+    "mirror": mirror_rows,
     "cloud": cloud_rows,
 }
 

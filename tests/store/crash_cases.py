@@ -23,9 +23,21 @@ from helpers import (
     sharing_states,
 )
 
+from perdure import Retention
+from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.prune import plan_prune
-from perdure.checkpoint.retention import Retention
-from perdure.store import Leaf, Request, Run, check, repair
+from perdure.errors import NotARunError
+from perdure.store import (
+    Leaf,
+    LocalStorage,
+    MemoryStorage,
+    Request,
+    Run,
+    check,
+    fork_run,
+    repair,
+)
+from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
 
 SIZES = (3000, 40, 0)
@@ -52,6 +64,8 @@ class Case:
     """What is called after the crash, and must then succeed."""
     codec: str | None = None
     local: bool = False
+    elsewhere: Callable[[Path, Case], None] = lambda *_: None
+    """Checks another directory that the case writes, beside the run directory."""
 
 
 def collect(run: Run, steps: set[int]) -> None:
@@ -65,6 +79,68 @@ def damage(path: Path) -> None:
     data[40_000] ^= 1
     pack.write_bytes(data)
     pack.with_name("000000000009-00000-00000000.pack").write_bytes(pack.read_bytes())
+
+
+def beside(run: Run, name: str) -> LocalStorage:
+    """Another directory, whose operations are recorded and crashed with those of the run's."""
+    storage = run.storage
+    assert isinstance(storage, LocalStorage)
+    return LocalStorage(f"{storage.where}-{name}", storage._before)
+
+
+def copied(run: Run) -> None:
+    source = run_on(MemoryStorage())
+    source.save(3, sharing_states()[3])
+    copy_checkpoint(source, 3, run)
+
+
+def forked(run: Run) -> None:
+    fork_run(run.storage, 4, beside(run, "fork"))
+
+
+def assert_forked(path: Path, case: Case) -> None:
+    """The fork is no run, an empty one, or whole; it can be repeated, and its origin never notices."""
+    fork = path.with_name(f"{path.name}-fork")
+    try:
+        steps = Run(fork).steps()
+    except NotARunError:
+        steps = []
+    assert steps in ([], [4])
+    for _ in range(2):
+        assert fork_run(path, 4, fork).step == 4
+        assert contents(Run(fork).load(4).leaves) == contents(case.before()[4])
+        assert check(Run(fork)).problems == ()
+    with run_on(fork) as run:
+        run.save(9, make_leaves(9))
+        collect(run, {4})
+        assert check(run).good == (9,)
+    assert check(Run(path)).good == (1, 2, 3, 4)
+
+
+def mirrored(run: Run) -> None:
+    mirror = Mirror(run, beside(run, "mirror"), 1, Retention(), lambda: 0.0)
+    try:
+        mirror.catch_up()
+    finally:
+        mirror.close(0.0)
+
+
+def assert_mirrored(path: Path, case: Case) -> None:
+    """The mirror holds nothing that cannot be read, and the next run brings it up to date."""
+    place = path.with_name(f"{path.name}-mirror")
+    try:
+        for step in check(Run(place)).good:
+            assert contents(Run(place).load(step).leaves) == contents(case.before()[step])
+        assert check(Run(place)).ok
+    except NotARunError:
+        pass
+    mirror = Mirror(Run(path), place, 1, Retention(), lambda: 0.0)
+    mirror.catch_up()
+    mirror.close(0.0)
+    report = check(Run(place))
+    assert report.ok
+    assert 2 in report.good
+    assert Run(place).manifest(2).fingerprint == Run(path).manifest(2).fingerprint
 
 
 def encoded() -> States:
@@ -154,6 +230,13 @@ CASES = {
     "compaction_local": Case(
         lambda run: collect(run, {1}), frozenset({2, 3, 4}), before=sharing_states, local=True
     ),
+    "copy": Case(
+        copied,
+        frozenset({1, 2}),
+        added=lambda: {3: sharing_states()[3]},
+    ),
+    "fork": Case(forked, frozenset({1, 2, 3, 4}), before=sharing_states, elsewhere=assert_forked),
+    "mirror": Case(mirrored, frozenset({1, 2}), elsewhere=assert_mirrored),
     "repair": Case(
         lambda run: repair(run), frozenset({2, 3, 4}), before=sharing_states, damage=damage
     ),
@@ -177,6 +260,7 @@ def operations_of(path: Path, case: Case) -> Operations:
 
 def assert_whole(path: Path, case: Case) -> None:
     """Every checkpoint that stays restores; a repair leaves nothing to report; saving goes on."""
+    case.elsewhere(path, case)
     states = {**case.before(), **case.added()}
     report = check(Run(path))
     assert case.kept <= set(report.good)

@@ -20,12 +20,11 @@ from perdure import Checkpoint, CheckpointManager, ManagerOptions
 from perdure.errors import CorruptionError, NoGoodCheckpointError, StoreError
 from perdure.store import (
     Leaf,
-    LocalStorage,
     MemoryStorage,
     Request,
     Run,
-    StagedStorage,
     check,
+    copy_run,
     repair,
 )
 from perdure.store.codec import SEAL_BYTES, WIDTHS, decode, encode, is_intact, width_of
@@ -324,34 +323,23 @@ def test_a_size_that_cannot_be_is_damage(tmp_path: Path, old: bytes, new: bytes)
 # ---------------------------------------------------------------- two places, several processes
 
 
-def test_staging_compares_and_uploads_without_the_library(
+def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, state = MemoryStorage(), {"a": leaf(words(1, 30_000))}
-
-    def storage() -> StagedStorage:
-        return StagedStorage(LocalStorage(tmp_path), there)
-
-    with Run(storage(), create=True, codec=CODEC) as run:
+    state = {"a": leaf(words(1, 30_000)), "b": leaf(words(2, 700_000))}
+    with Run(tmp_path / "here", create=True, codec=CODEC) as run:
         run.save(1, state)
-    (pack,) = (tmp_path / "packs").iterdir()
-    whole = pack.read_bytes()
-    assert there.objects[f"packs/{pack.name}"] == whole
-    pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
-    with pytest.raises(CorruptionError, match="do not match their seal"):
-        Run(tmp_path).load(1)
-    assert contents(Run(storage()).load(1).leaves) == contents(state)
-    del there.objects[f"packs/{pack.name}"], there.objects["checkpoints/000000000001.json"]
-    without_zstd(monkeypatch)
-    again = Run(storage())
-    again.begin_writing()
-    with pytest.raises(StoreError, match="was not uploaded: the local copy is damaged"):
-        again.close()
-    assert f"packs/{pack.name}" not in there.objects
-    pack.write_bytes(whole)
-    with Run(storage()) as again:
-        again.begin_writing()
-    assert there.objects[f"packs/{pack.name}"] == whole
+    (pack,) = (tmp_path / "here" / "packs").iterdir()
+    with monkeypatch.context() as patched:
+        without_zstd(patched)
+        copy_run(tmp_path / "here", there := MemoryStorage())
+        whole = pack.read_bytes()
+        pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+        (damaged,) = copy_run(tmp_path / "here", MemoryStorage())
+    assert (damaged.outcome, "found other bytes" in damaged.reason) == ("damaged", True)
+    (copied,) = [data for name, data in there.objects.items() if name.startswith("packs/")]
+    assert copied == whole
+    assert contents(Run(there).load(1).leaves) == contents(state)
 
 
 def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:

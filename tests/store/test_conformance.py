@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from perdure.store import CloudStorage, LocalStorage, MemoryStorage, StagedStorage, Storage
+from perdure.store import CloudStorage, LocalStorage, MemoryStorage, Storage
 from perdure.testing import StorageConformance
 from perdure.testing.servers import ObjectServer
-
-
-class _Staged(StagedStorage):
-    """Named by its local part, for raw access; packs of the suite are no packs of a run."""
-
-    def __init__(self, local: LocalStorage, remote: Storage) -> None:
-        super().__init__(local, remote)
-        self.where = local.where
-
-    def _is_good(self, name: str) -> bool:
-        return True
-
-    def _refusal(self, name: str) -> str | None:
-        return None
 
 
 class TestLocal(StorageConformance):
@@ -64,55 +49,6 @@ class TestMemory(StorageConformance):
     def raw_names(self, storage: Storage) -> set[str]:
         assert isinstance(storage, MemoryStorage)
         return set(storage.objects)
-
-
-class TestStaged(TestLocal):
-    """What is here counts; the remote follows."""
-
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Iterator[Storage]:
-        staged = _Staged(LocalStorage(tmp_path / "run"), MemoryStorage())
-        yield staged
-        staged.wait()
-
-    def another(self, storage: Storage) -> Storage:
-        assert isinstance(storage, StagedStorage)
-        return _Staged(LocalStorage(storage.where), storage.remote)
-
-
-class TestStagedElsewhere(TestMemory):
-    """What is only there is found there."""
-
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Iterator[Storage]:
-        staged = _Staged(LocalStorage(tmp_path / "run"), MemoryStorage())
-        self.views = [staged]
-        yield staged
-        self._wait()
-
-    def _wait(self) -> None:
-        """What another view has made, that one carries over."""
-        for view in self.views:
-            view.wait()
-
-    def raw_read(self, storage: Storage, name: str) -> bytes | None:
-        assert isinstance(storage, StagedStorage)
-        self._wait()
-        return super().raw_read(storage.remote, name)
-
-    def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
-        assert isinstance(storage, StagedStorage)
-        super().raw_write(storage.remote, name, data)
-
-    def raw_names(self, storage: Storage) -> set[str]:
-        assert isinstance(storage, StagedStorage)
-        self._wait()
-        return super().raw_names(storage.remote)
-
-    def another(self, storage: Storage) -> Storage:
-        assert isinstance(storage, StagedStorage)
-        self.views.append(_Staged(LocalStorage(storage.where), storage.remote))
-        return self.views[-1]
 
 
 class ObjectStoreConformance(StorageConformance):

@@ -7,6 +7,7 @@ changes a manager, in the process that made it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from typing import (
 
 from perdure.checkpoint.arguments import makes_state, metric_numbers, positive, step_number
 from perdure.checkpoint.background import Background
+from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
@@ -80,7 +82,7 @@ class ManagerOptions:
     warning and try again at the next save; the last good checkpoint stays in both. `codec`
     ("shuffle-zstd") stores chunks smaller where it can, for slow or dear storage; it may change from
     one session to the next, fingerprints do not depend on it, and it needs the extra `zstd`. `clock`
-    gives seconds since 1970.
+    gives seconds since 1970. `mirror_wait` is how many seconds `close` waits at most for the mirror.
 
     `save_random_state` saves the random generators that the code of a process shares with every
     checkpoint, and puts them back at the end of a restore: Python's `random`, `numpy.random`,
@@ -93,8 +95,13 @@ class ManagerOptions:
     codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time
     save_random_state: bool = True
+    mirror_wait: float = 300.0
 
     def __post_init__(self) -> None:
+        if not self.mirror_wait >= 0:
+            raise ArgumentError(
+                f"mirror_wait: expected at least 0 seconds, found {self.mirror_wait}."
+            )
         if self.on_error not in ("raise", "continue"):
             raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")
 
@@ -112,6 +119,12 @@ class CheckpointManager(Turns):
     recipes of all are compared too, at the first save or restore; every process makes the same calls,
     and an error in one process is raised in all of them.
 
+    `mirror` (a path, a URL or a `Storage`) is a second run directory that receives a copy of every
+    committed checkpoint in the background, under the same retention. It never delays or fails a save:
+    a mirror that does not answer or lags is a warning, and is brought up to date after later saves and
+    by `close`. A restore takes the newest good checkpoint of either, and warns when that is the
+    mirror's.
+
     Threads may share a manager: their calls run one after the other. After `close`, and in a forked
     child, the calls that change something raise `StoreError`; those that only read still work.
     """
@@ -120,6 +133,7 @@ class CheckpointManager(Turns):
         self,
         directory: str | os.PathLike[str] | Storage,
         *,
+        mirror: str | os.PathLike[str] | Storage | None = None,
         max_to_keep: int | None = 5,
         save_interval_steps: int = 1,
         options: ManagerOptions | None = None,
@@ -135,6 +149,10 @@ class CheckpointManager(Turns):
         self._run = Run(
             directory, create=True, codec=self._options.codec, clock=self._options.clock
         )
+        self._mirror: Mirror | None = None
+        if mirror is not None:
+            kept, clock = self._options.retention, self._options.clock
+            self._mirror = Mirror(self._run, mirror, self._max_to_keep, kept, clock)
         super().__init__(self._run.where)
         self._compared = False
         self._group_given = processes is not None
@@ -215,11 +233,13 @@ class CheckpointManager(Turns):
             StepNotFoundError: there is no checkpoint of that step.
         """
         self._change("pin", step, self._run.pin)
+        self._update_mirror()
 
     @exclusive
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._change("unpin", step, self._run.unpin)
+        self._update_mirror()
 
     def pinned_steps(self) -> list[int]:
         """Steps that were pinned."""
@@ -306,13 +326,18 @@ class CheckpointManager(Turns):
         return True
 
     @exclusive
-    def wait_until_finished(self) -> bool:
+    def wait_until_finished(self, *, mirror: bool = False) -> bool:
         """Wait for the save under way; what it saved is durable then. Raises what it raised.
 
         Under `on_error="continue"` a failed save is a warning here too, `all_steps` lacks it, and this
-        returns False.
+        returns False. With `mirror` it also waits, for at most `ManagerOptions.mirror_wait` seconds,
+        until the mirror has what was saved, and warns if it has not.
         """
-        return self._settle(wait=True)
+        good = self._settle(wait=True)
+        if mirror and self._mirror is not None and self._processes.is_chief:
+            self._mirror.wait(self._options.mirror_wait)
+            self._warn_of_mirror()
+        return good
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save runs in the background."""
@@ -418,6 +443,12 @@ class CheckpointManager(Turns):
     def _exit_preempted(self) -> None:
         self._settle(wait=True)
         self._closed = True
+        if self._mirror is not None:
+            left = self.preemption.seconds_left()
+            self._mirror.close(EXIT_WAIT_S if left is None else max(0.0, left - 1))
+            for note in self._mirror.notes():
+                # No warning: it could become an error, and the exit status another one.
+                logging.getLogger(__name__).warning("%s", note)
         self._release()
         self._processes.barrier()
 
@@ -429,6 +460,7 @@ class CheckpointManager(Turns):
         every process calls it, and the chief becomes the writer.
         """
         chief_does(self._processes, "claim()", self._run.begin_writing)
+        self._update_mirror()
 
     @exclusive
     def rollback(self, step: int) -> list[int]:
@@ -453,11 +485,13 @@ class CheckpointManager(Turns):
         """
         self._highest = None
         self._last = step_number(step)
-        return self._change("rollback", step, self._run.rollback)
+        aside = self._change("rollback", step, self._run.rollback)
+        self._update_mirror()
+        return aside
 
     @exclusive
     def delete(self, step: int) -> None:
-        """Delete one checkpoint. In a group every process calls it.
+        """Delete one checkpoint, in the mirror too. In a group every process calls it.
 
         Raises:
             StepNotFoundError: there is no checkpoint of that step.
@@ -470,12 +504,18 @@ class CheckpointManager(Turns):
                 self._run.manifest(step)
 
         self._change("delete", step, delete)
+        if self._mirror is not None and self._processes.is_chief:
+            # Waited for: a restore would take it from the mirror again.
+            self._mirror.delete(step_number(step))
+            self._mirror.wait(self._options.mirror_wait)
+            self._warn_of_mirror()
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
-        A closed manager stays closed: calls that change something raise `StoreError`. May be called
-        twice; in a forked child it does nothing. While a `WorkerLostError` is being raised it does not
+        Then it waits for the mirror, `ManagerOptions.mirror_wait` seconds at most, and warns with the
+        steps that the mirror still lacks. A closed manager stays closed: calls that change something
+        raise `StoreError`. May be called twice; in a forked child it does nothing. While a `WorkerLostError` is being raised it does not
         wait: the save would wait for the lost process.
         """
         if self.in_forked_child:
@@ -490,8 +530,13 @@ class CheckpointManager(Turns):
                     self._settle(wait=True)
             finally:
                 self.preemption.remove()
-                if not self._background.busy:  # it is, if the wait was interrupted or left out
-                    self._release()
+                try:
+                    if self._mirror is not None:
+                        self._mirror.close(0.0 if lost else self._options.mirror_wait)
+                finally:
+                    if not self._background.busy:  # it is, if the wait was interrupted or left out
+                        self._release()
+                self._warn_of_mirror()
 
     def __enter__(self) -> CheckpointManager:
         self.require_open("__enter__")
@@ -629,9 +674,27 @@ class CheckpointManager(Turns):
         prune()
 
     def _prune(self, step: int) -> None:
+        try:
+            self._apply_retention(step)
+        finally:
+            self._update_mirror()
+
+    def _update_mirror(self) -> None:
+        if self._mirror is not None and self._processes.is_chief:
+            self._mirror.notify()
+
+    def _warn_of_mirror(self) -> None:
+        if self._mirror is not None:
+            for note in self._mirror.notes():
+                warnings.warn(note, stacklevel=5)
+
+    def _apply_retention(self, step: int) -> None:
         if self._max_to_keep is None:
             return
-        plan = plan_prune(self._run, self._max_to_keep, self._options.retention, saved=step)
+        in_use = None if self._mirror is None else self._mirror.copying
+        plan = plan_prune(
+            self._run, self._max_to_keep, self._options.retention, saved=step, in_use=in_use
+        )
         if plan.store.held_back:
             self._notes.append(f"{self.directory}: packs stay: {plan.store.held_back}")
         if plan.store.empty:
@@ -656,6 +719,7 @@ class CheckpointManager(Turns):
                 if note not in self._told:
                     self._told.add(note)
                     warnings.warn(note, stacklevel=4)
+        self._warn_of_mirror()
         return good
 
     def _tolerate(self, error: StoreError, stacklevel: int = 5) -> None:
@@ -675,8 +739,10 @@ class CheckpointManager(Turns):
         self._highest = None
         self._check_group()
         wanted = None if names is None else part_filter(names)
-        loaded, elsewhere = load_together(self._run, self._processes, step, wanted)
-        if loaded is None:
+        found, elsewhere = load_together(self._run, self._processes, step, wanted, self._mirror)
+        for note in found.notes:
+            warnings.warn(f"{self.directory}: {note}", stacklevel=6)
+        if (loaded := found.loaded) is None:
             return None
         if self._processes.is_chief:
             self._set_aside(loaded, elsewhere)
@@ -718,9 +784,11 @@ class CheckpointManager(Turns):
                     where = f"It was moved to {self._run.quarantine(step, reason)}."
                 except StoreError as error:
                     where = f"It stays where it is: {error}"
+            newest = loaded.manifest.step
+            instead = f"step {newest}" if step != newest else "its copy in the mirror"
             warnings.warn(
-                f"{self.directory}: step {step} is damaged and was skipped; step "
-                f"{loaded.manifest.step} was restored instead: {reason} {where}",
+                f"{self.directory}: step {step} is damaged and was skipped; {instead} was restored "
+                f"instead: {reason} {where}",
                 stacklevel=5,
             )
 

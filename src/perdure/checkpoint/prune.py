@@ -43,6 +43,7 @@ def plan_prune(
     max_to_keep: int | None,
     retention: Retention,
     saved: int | None = None,
+    in_use: int | None = None,
     *,
     rolled_back: bool = False,
 ) -> PrunePlan:
@@ -50,8 +51,8 @@ def plan_prune(
 
     With `saved`, the step of the save just done, it leaves alone what a save in progress may be
     writing and moves only what is worth it; without, it takes everything that nobody needs. Neither
-    that step nor the newest one goes, whatever the rules say. With `rolled_back`, what rollbacks set
-    aside goes, too.
+    that step nor the newest one goes, whatever the rules say. `in_use` is a step that is being copied
+    to a mirror: it stays until the next prune. With `rolled_back`, what rollbacks set aside goes, too.
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
@@ -62,7 +63,9 @@ def plan_prune(
         else verdict
         for verdict in decide(candidates(held), max_to_keep, retention)
     )
-    gone = frozenset(verdict.step for verdict in verdicts if not verdict.keep)
+    gone = frozenset(
+        verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
+    )
     request = Request(
         steps=gone,
         orphans_to=saved if saved is not None else MAX_STEP,

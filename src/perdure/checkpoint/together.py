@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from perdure import errors
+from perdure.checkpoint.mirror import Found, Mirror
 from perdure.checkpoint.processes import Processes
 from perdure.errors import (
     ArgumentError,
@@ -26,7 +27,7 @@ from perdure.errors import (
     StoreError,
     WorkerLostError,
 )
-from perdure.store import Leaf, Loaded, Run
+from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
 from perdure.store.format import RecipeValue, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
@@ -47,6 +48,8 @@ class _Outcome(Struct):
     call: str = ""
     steps: tuple[int, ...] = ()
     """What the call returns, where it returns steps."""
+    mirrored: bool = False
+    """Whether the step is to be read from the mirror."""
 
 
 class _Part(Struct):
@@ -139,34 +142,38 @@ def load_together(
     processes: Processes,
     step: int | None,
     wanted: Callable[[str], bool] | None = None,
-) -> tuple[Loaded | None, frozenset[int]]:
+    mirror: Mirror | None = None,
+) -> tuple[Found, frozenset[int]]:
     """The same checkpoint in every process: the chief picks it, the others load the same step.
 
-    If `step` is None and the bytes are damaged for some process, all of them take an older
-    checkpoint. Returns the checkpoint, and the skipped steps that the chief itself can read.
+    With a mirror the chief picks from both, and all read where it did. If `step` is None and the bytes
+    are damaged for some process, all of them take an older checkpoint. Returns the checkpoint, and the
+    skipped steps that the chief itself can read.
     """
     elsewhere: dict[int, str] = {}
 
-    def pick() -> Loaded | None:
+    def pick() -> Found:
+        if mirror is not None:
+            return mirror.load(step, wanted, elsewhere)
         if step is not None:
-            return run.load(step, wanted)
-        return run.load_newest(wanted, elsewhere)
+            return Found(run.load(step, wanted), False, [])
+        return Found(run.load_newest(wanted, elsewhere), False, [])
 
     if processes.count == 1:
         return pick(), frozenset()
     while True:
-        loaded, error = _load_once(run, processes, pick, wanted)
+        found, error = _load_once(run, processes, pick, wanted, mirror)
         failed = _failures(processes, error)
-        if not failed:
-            return loaded, frozenset(elsewhere)
+        if not failed and found is not None:
+            return found, frozenset(elsewhere)
         damaged = all(_is_damage(outcome) for outcome in failed.values())
         if step is not None or not damaged:
             _raise_first(processes, failed, error)
-        if loaded is not None:  # always so in the chief
-            elsewhere[loaded.manifest.step] = "; ".join(
+        if found is not None and found.loaded is not None:  # always so in the chief
+            elsewhere[found.loaded.manifest.step] = "; ".join(
                 f"process {number}: {outcome.text}" for number, outcome in failed.items()
             )
-        del loaded  # before the next one takes as much memory
+        del found  # before the next one takes as much memory
 
 
 def chief_does(
@@ -227,27 +234,30 @@ def _attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
 def _load_once(
     run: Run,
     processes: Processes,
-    pick: Callable[[], Loaded | None],
+    pick: Callable[[], Found],
     wanted: Callable[[str], bool] | None,
-) -> tuple[Loaded | None, BaseException | None]:
+    mirror: Mirror | None,
+) -> tuple[Found | None, BaseException | None]:
     """What this process loads of the step that the chief picks, and why it could not."""
     if processes.is_chief:
-        loaded, error = _attempt(pick)
-        step = None if loaded is None else loaded.manifest.step
+        found, error = _attempt(pick)
         outcome = _outcome(error)
-        outcome.step = step
+        if found is not None:
+            outcome.step = None if found.loaded is None else found.loaded.manifest.step
+            outcome.mirrored = found.mirrored
         _tell(processes, outcome)
         if error is not None:
             raise error
-        return loaded, None
+        return found, None
     outcome = _heard(processes)
     _follow(outcome)
     if (step := outcome.step) is None:
-        return None, None
+        return Found(None, False, []), None
+    storage = mirror.storage if mirror is not None and outcome.mirrored else run.storage
 
-    def follow() -> Loaded:
+    def follow() -> Found:
         try:
-            return Run(run.storage).load(step, wanted)
+            return Found(Run(storage).load(step, wanted), outcome.mirrored, [])
         except NotARunError as error:
             raise StoreError(
                 f"it does not see the run directory that the chief restores from; all processes need "

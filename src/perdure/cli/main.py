@@ -11,7 +11,7 @@ import click
 from perdure import __version__
 from perdure.errors import NotARunError, PerdureError, StepNotFoundError
 
-COMMANDS = ("demo", "drill", "ls", "prune", "rollback", "run", "show", "verify")
+COMMANDS = ("copy", "demo", "drill", "fork", "ls", "prune", "rollback", "run", "show", "verify")
 
 
 class _Commands(click.Group):

@@ -18,13 +18,15 @@ from perdure.store.verify import Problem, Report, check
 if TYPE_CHECKING:
     from perdure.store.bucket import CloudOptions
     from perdure.store.cloud import CloudStorage
-    from perdure.store.staged import StagedStorage
+    from perdure.store.copy import Copied, copy_run, fork_run
 
 # Resolved on first use: a directory needs none of them, and `perdure ls` stays quick.
 _HOMES = {
     "CloudOptions": "perdure.store.bucket",
     "CloudStorage": "perdure.store.cloud",
-    "StagedStorage": "perdure.store.staged",
+    "Copied": "perdure.store.copy",
+    "copy_run": "perdure.store.copy",
+    "fork_run": "perdure.store.copy",
 }
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "CloudStorage",
     "CollectPlan",
     "Collected",
+    "Copied",
     "Leaf",
     "Loaded",
     "LocalStorage",
@@ -43,9 +46,10 @@ __all__ = [
     "Request",
     "Run",
     "Sink",
-    "StagedStorage",
     "Storage",
     "check",
+    "copy_run",
+    "fork_run",
     "repair",
 ]
 

@@ -1,4 +1,4 @@
-"""Moving live chunks out of packs: copied, made durable, then named by the manifests that need them.
+"""Copying verified chunks into a new pack, for a compaction and for copies of a checkpoint.
 
 Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
 the same fingerprint. The old packs are not touched here; the caller removes them afterwards.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from perdure.store.codec import is_intact
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
+    CHUNK_BYTES,
     PACKS,
     Chunk,
     LeafRecord,
@@ -28,11 +30,24 @@ from perdure.store.format import (
     manifest_name,
     pack_name,
 )
+from perdure.store.pools import map_ahead, pool
 from perdure.store.storage import Storage
-from perdure.store.writer import Held
+from perdure.store.writer import BLOCK, LARGE_BYTES, Held
+
+READ_THREADS = 2
+READ_AHEAD = 4
+"""Reads under way while a pack is written; each holds at most CHUNK_BYTES."""
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
+
+
+class Readable(Protocol):
+    """The part of a `Storage` that chunks are read through."""
+
+    where: str
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
@@ -78,17 +93,20 @@ def compact(
         if not users:
             break
         try:
-            moved = _copy(storage, max(users), live)
+            record, places = copy_chunks(storage, storage, max(users), live)
         except (DamagedChunk, UnreadChunk) as error:
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
-        sizes = {moved.name: moved.size}
+        sizes = {record.name: record.size}
 
         def place(
-            name: str, chunk: Chunk, live: Collection[str] = live, moved: _Moved = moved
+            name: str,
+            chunk: Chunk,
+            live: Collection[str] = live,
+            places: Mapping[str, Held] = places,
         ) -> Held | None:
-            return moved.at[chunk.hash] if name in live else None
+            return places[chunk.hash] if name in live else None
 
         return {step: _replace(storage, users[step], place, sizes) for step in sorted(users)}, left
     return {}, left
@@ -119,46 +137,141 @@ class UnreadChunk(Exception):
         self.pack = pack
 
 
-class _Moved:
-    """The new pack: its record, and the place of every chunk in it by hash."""
+def copy_chunks(
+    source: Readable,
+    target: Storage,
+    step: int,
+    live: Mapping[str, LiveChunks],
+    find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
+) -> tuple[PackRecord, dict[str, Held]]:
+    """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.size = 0
-        self.at: dict[str, Held] = {}
+    Encoded chunks are copied as they are stored. At most `READ_AHEAD` reads of CHUNK_BYTES are in
+    memory. The pack is durable on return; on an error nothing but a temporary file is left.
 
+    Args:
+        source: Where the packs of `live` are.
+        target: Where the new pack is written.
+        step: The step in the new pack's name.
+        live: The chunks to copy, by pack and offset; at least one.
+        find_again: Called when a chunk cannot be read at its place; returns where all chunks are
+            now, or raises. Chunks that were copied already are not read again.
 
-def _copy(storage: Storage, step: int, live: Mapping[str, LiveChunks]) -> _Moved:
-    moved = _Moved(pack_name(step, 0, secrets.token_hex(4)))
-    wanted = set(_smallest(live))
+    Returns:
+        The record of the new pack, and the place of each chunk by its hash.
+
+    Raises:
+        DamagedChunk: A chunk is missing or has other bytes, and `find_again` is None.
+        UnreadChunk: A chunk cannot be read for a reason other than damage.
+    """
+    name = pack_name(step, 0, secrets.token_hex(4))
+    places: dict[str, Held] = {}
     order: list[PackedChunk] = []
-    sink = storage.create(PACKS + moved.name, relocated_size(live))
+    size = 0
+    sink = target.create(PACKS + name, relocated_size(live))
     try:
-        for name in sorted(live):
-            for offset, chunk in sorted(live[name].items()):
-                digest, length, _ = chunk
-                if digest in moved.at or chunk not in wanted:
-                    continue
-                sink.write(memoryview(_read(storage, name, offset, chunk)))
-                moved.at[digest] = Held(moved.name, moved.size, length)
-                moved.size += length
-                order.append(chunk)
+        while True:
+            reads = _reads(live, places)
+            try:
+                for (_, _, chunks), data in map_ahead(
+                    pool("copy", READ_THREADS),
+                    lambda read: (read, _read(source, *read)),
+                    reads,
+                    READ_AHEAD,
+                ):
+                    sink.write(memoryview(data))
+                    for chunk in chunks:
+                        places[chunk[0]] = Held(name, size, chunk[1])
+                        size += chunk[1]
+                    order += chunks
+                break
+            except DamagedChunk as error:
+                if find_again is None:
+                    raise
+                live = find_again(error)
         tail = _tail(order)
         sink.write(memoryview(tail))
-        moved.size += len(tail)
         sink.commit()
     except BaseException:
         sink.abort()
         raise
-    return moved
+    return PackRecord(name=name, size=size + len(tail)), places
 
 
-def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytearray:
-    digest, length, size = chunk
-    where = f"{storage.where}/{PACKS}{name} at offset {offset}"
-    data = bytearray(length)
+def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
+    """Read and hash chunks; raises `DamagedChunk` for the first that is not what it should be, and
+    `UnreadChunk` for one that cannot be read."""
+    for _ in map_ahead(
+        pool("copy", READ_THREADS), lambda read: len(_read(source, *read)), _reads(live, ()), 4
+    ):
+        pass
+
+
+def relocated(
+    manifest: Manifest, place: Callable[[str, Chunk], Held], size: Callable[[str], int]
+) -> Manifest:
+    """`manifest` with its chunks at other places; the fingerprint and all other fields are equal.
+
+    `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
+    """
+    numbers: dict[str, int] = {}
+
+    def moved(leaf: LeafRecord) -> LeafRecord:
+        if leaf.text is not None:
+            return leaf
+        chunks = []
+        for chunk in leaf.chunks:
+            at = place(manifest.packs[chunk.pack].name, chunk)
+            number = numbers.setdefault(at.pack, len(numbers))
+            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
+        return array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
+
+    leaves = tuple(map(moved, manifest.leaves))
+    local = tuple(map(moved, manifest.local))
+    return msgspec.structs.replace(
+        manifest,
+        format=format_of(leaves, manifest.containers, local),
+        packs=tuple(PackRecord(name=name, size=size(name)) for name in numbers),
+        leaves=leaves,
+        local=local,
+    )
+
+
+def _reads(
+    live: Mapping[str, LiveChunks], done: Collection[str]
+) -> list[tuple[str, int, list[PackedChunk]]]:
+    """(pack, offset, chunks) of each read that copies the chunks which are not `done`.
+
+    Chunks that follow each other in a pack are read together, up to CHUNK_BYTES. Large chunks of
+    whole blocks come first, as in a pack that a save writes.
+    """
+    wanted = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
+    places = []
+    for name in sorted(live):
+        for offset, chunk in sorted(live[name].items()):
+            if chunk in wanted:
+                del wanted[chunk]
+                uneven = bool(chunk[1] < LARGE_BYTES or chunk[1] % BLOCK)
+                places.append((uneven, name, offset, chunk))
+    reads: list[tuple[str, int, list[PackedChunk]]] = []
+    length = 0
+    for _, name, offset, chunk in sorted(places, key=lambda row: row[:3]):
+        follows = reads and reads[-1][0] == name and reads[-1][1] + length == offset
+        if not follows or length + chunk[1] > CHUNK_BYTES:
+            reads.append((name, offset, []))
+            length = 0
+        reads[-1][2].append(chunk)
+        length += chunk[1]
+    return reads
+
+
+def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> bytearray:
+    """Chunks that follow each other in a pack, verified."""
+    where = f"{source.where}/{PACKS}{name} at offset {offset}"
+    data = bytearray(sum(length for _, length, _ in chunks))
+    view = memoryview(data)
     try:
-        got = storage.read_into(PACKS + name, offset, memoryview(data))
+        got = source.read_into(PACKS + name, offset, view)
     except ConnectionError:
         # An outage is no damage; the caller stops, and may come back.
         raise
@@ -166,10 +279,18 @@ def _read(storage: Storage, name: str, offset: int, chunk: PackedChunk) -> bytea
         if is_gone(error):
             raise DamagedChunk(f"{where}: no such file.", name, offset) from error
         raise UnreadChunk(f"{where}: cannot be read: {error}.", name) from error
-    if got != length:
-        raise DamagedChunk(f"{where}: expected {length} bytes, found {got}.", name, offset)
-    if not is_intact(data, digest, size):
-        raise DamagedChunk(f"{where}: expected hash {digest}, found other bytes.", name, offset)
+    at = 0
+    for digest, length, size in chunks:
+        if not is_intact(view[at : at + length], digest, size):
+            here = offset + at
+            wrong = "other bytes" if at + length <= got else f"only {max(0, got - at)} bytes"
+            raise DamagedChunk(
+                f"{source.where}/{PACKS}{name} at offset {here}: expected hash {digest}, found "
+                f"{wrong}.",
+                name,
+                here,
+            )
+        at += length
     return data
 
 
@@ -215,32 +336,12 @@ def _replace(
 
     `sizes` has the bytes of each pack that it may name.
     """
-    there = {pack.name: pack for pack in manifest.packs}
-    there |= {name: PackRecord(name=name, size=size) for name, size in sizes.items()}
-    numbers: dict[str, int] = {}
-    records: list[LeafRecord] = []
-    for leaf in manifest.every_leaf():
-        chunks = []
-        for chunk in leaf.chunks:
-            name = manifest.packs[chunk.pack].name
-            at = moved(name, chunk) or Held(name, chunk.offset, chunk.length)
-            number = numbers.setdefault(at.pack, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
-        records.append(
-            leaf
-            if leaf.text is not None
-            else array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
-        )
-    packs = tuple(there[name] for name in numbers)
-    leaves = tuple(records[: len(manifest.leaves)])
-    local = tuple(records[len(manifest.leaves) :])
-    renewed = msgspec.structs.replace(
-        manifest,
-        format=format_of(leaves, manifest.containers, local),
-        packs=packs,
-        leaves=leaves,
-        local=local,
-    )
+    known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
+
+    def place(pack: str, chunk: Chunk) -> Held:
+        return moved(pack, chunk) or Held(pack, chunk.offset, chunk.length)
+
+    renewed = relocated(manifest, place, known.__getitem__)
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)
     decode_manifest(data, f"{storage.where}/{name}: its replacement", manifest.step)

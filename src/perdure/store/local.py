@@ -113,6 +113,23 @@ class LocalStorage:
             self._lock = None
             lock.release()
 
+    def link_from(self, other: LocalStorage, name: str, target: str) -> bool:
+        """Give an object of another directory a second name here, durably, without a copy.
+
+        Returns False where the file systems do not allow it. Raises `FileNotFoundError` when the
+        object is gone.
+        """
+        self._make_parent(target)
+        self.step("link", self.path(target))
+        try:
+            os.link(other.path(name), self.path(target))
+        except OSError as error:
+            if error.errno in (*_NO_HARD_LINKS, errno.EXDEV, errno.EMLINK, errno.EACCES):
+                return False
+            raise
+        self.sync_parent(target)
+        return True
+
     def free_bytes(self) -> int | None:
         self.check_lock()
         status = os.statvfs(self.where)

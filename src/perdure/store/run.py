@@ -425,6 +425,32 @@ class Run:
             # A pack has another size than when it was last looked at.
             self._catalog.forget()
 
+    def held(self) -> Mapping[str, Held]:
+        """The chunks that a manifest may name without writing them again, for the writer."""
+        return self._catalog.held()
+
+    def commit(
+        self, manifest: Manifest, located: Mapping[str, Held], replace: bool = False
+    ) -> None:
+        """Make a checkpoint visible whose chunks are all durable; it survives power loss on return.
+
+        Args:
+            manifest: The checkpoint.
+            located: Places of the chunks that were written for it.
+            replace: Replace the manifest of that step, which must have the same fingerprint.
+
+        Raises:
+            FileExistsError: The step is taken, without `replace`.
+            OSError: The storage failed.
+        """
+        if replace:
+            self.storage.replace(manifest_name(manifest.step), self._encoded(manifest))
+            self._catalog.replace({manifest.step: manifest})
+        else:
+            data = self._encoded(manifest)
+            create_whole(self.storage, manifest_name(manifest.step), data)
+            self._catalog.add(manifest, data[:HEAD_BYTES], located)
+
     def delete(self, steps: Iterable[int]) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
 
@@ -675,7 +701,7 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give the writer's lock back. `SaveError` when not all could be brought to a second place."""
+        """Give the writer's lock back."""
         self._writing = self._ready = False
         if os.getpid() != self._pid:
             return  # the lock, and what waits for it to end, are the parent's

@@ -25,7 +25,8 @@ class RunConfig:
     finds the interval that pays), and every 600 seconds when neither is given; always before the
     first step, with an evaluation, and at the end. `keep_checkpoint_max` newest ones stay (None: all),
     and one for every `keep_checkpoint_every_n_hours`; `checkpoint` has the rest of it (best by a
-    metric, what a failed save means).
+    metric, what a failed save means), and `mirror` is a second run directory that receives a copy of
+    every checkpoint in the background (see `CheckpointManager`).
 
     Writing down: metrics every `save_summary_steps` steps into TensorBoard events and
     `metrics.jsonl`, in the run directory or in `summary_dir`; a line or the progress bar every
@@ -50,6 +51,7 @@ class RunConfig:
     steps_per_execution: int = 1
     nan_metrics: Literal["save", "skip", "raise"] = "save"
     allow: tuple[str, ...] = ()
+    mirror: str | os.PathLike[str] | Storage | None = None
     checkpoint: ManagerOptions = field(default_factory=ManagerOptions)
     termination: TerminationConfig = field(default_factory=TerminationConfig)
     summary_dir: str | os.PathLike[str] | None = None

@@ -107,7 +107,8 @@ class Loop:
         trainer, manager = self._trainer, self._manager
         self._manager.claim()
         restored = manager.restore_or_initialize(whole(trainer, self._source))
-        fresh = manager.latest_step() is None
+        # A state that came from the mirror is not fresh, whatever the run directory holds.
+        fresh = restored.step == 0 and manager.latest_step() is None
         if self._group is not None:
             self._group.processes.barrier()  # or the chief's first save might be seen as an old one
         trainer.state = restored.state.main
@@ -376,6 +377,7 @@ def open_manager(trainer: Trainer, source: Source) -> CheckpointManager:
         options = replace(options, retention=replace(options.retention, keep_every_n_hours=hours))
     return CheckpointManager(
         config.model_dir,
+        mirror=config.mirror,
         max_to_keep=config.keep_checkpoint_max,
         options=options,
         recipe=trainer.recipe(source),

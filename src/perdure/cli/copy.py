@@ -1,0 +1,57 @@
+"""`perdure copy SRC[@STEP,...] DST`: copies checkpoints into another run directory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+import click
+
+from perdure.cli.output import document, json_option, size_text
+from perdure.store import Copied, copy_run
+
+
+@click.command("copy")
+@click.argument("src", metavar="SRC[@STEP,...]", type=click.Path(path_type=str))
+@click.argument("dst", metavar="DST", type=click.Path(path_type=str))
+@click.option("--dry-run", is_flag=True, help="Print what would be copied and change nothing.")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, src: str, dst: str, dry_run: bool, as_json: bool) -> None:
+    """Copy checkpoints of the run directory SRC into the run directory DST, oldest first.
+
+    Both are paths or URLs (s3://...). SRC@100,200 copies these steps only. Every byte is verified on
+    the way, and steps that DST holds already are skipped, so that a copy can be repeated. A step is
+    not copied when DST has other bits at it or a newer step; the exit status is 1 then.
+    """
+    source, steps = split_steps(src)
+
+    def show(copied: Copied) -> None:
+        line = f"step {copied.step}  {copied.outcome}"
+        if copied.outcome == "copied":
+            line += f"  {size_text(copied.nbytes)}"
+        click.echo(f"{line}: {copied.reason}" if copied.reason else line)
+
+    outcomes = copy_run(source, dst, steps, dry_run=dry_run, progress=None if as_json else show)
+    missing = [copied.step for copied in outcomes if copied.outcome not in ("copied", "present")]
+    if as_json:
+        document({"executed": not dry_run, "steps": [asdict(copied) for copied in outcomes]})
+    elif dry_run:
+        click.echo("nothing was changed (--dry-run)")
+    else:
+        click.echo(f"{len(outcomes) - len(missing)} of {len(outcomes)} checkpoints are in {dst}")
+    ctx.exit(1 if missing else 0)
+
+
+def split_steps(text: str) -> tuple[str, list[int] | None]:
+    """A run directory and the steps named after its last `@`; None when no step is named.
+
+    A directory whose own name looks like that is taken as it is.
+    """
+    run, at, steps = text.rpartition("@")
+    parts = steps.split(",")
+    if not (at and run and all(part.isascii() and part.isdigit() for part in parts)):
+        return text, None
+    if os.path.isdir(text):
+        return text, None
+    return run, [int(part) for part in parts]

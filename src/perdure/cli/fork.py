@@ -1,0 +1,32 @@
+"""`perdure fork RUN@STEP NEW`: starts a new run directory from one checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+from perdure.cli.copy import split_steps
+from perdure.cli.output import document, json_option
+from perdure.store import fork_run
+
+
+@click.command("fork")
+@click.argument("run", metavar="RUN@STEP", type=click.Path(path_type=str))
+@click.argument("new", metavar="NEW", type=click.Path(path_type=str))
+@json_option
+def command(run: str, new: str, as_json: bool) -> None:
+    """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
+
+    NEW must be empty or missing. On one local file system the new run takes little room: packs that
+    the checkpoint mostly needs become hard links. Each of the two can be pruned or deleted without
+    harm to the other.
+    """
+    source, steps = split_steps(run)
+    if steps is None or len(steps) != 1:
+        raise click.UsageError(
+            f"expected RUN@STEP with one step, such as runs/a@100, found {run!r}."
+        )
+    manifest = fork_run(source, steps[0], new)
+    if as_json:
+        document({"run": new, "step": manifest.step, "fingerprint": manifest.fingerprint})
+    else:
+        click.echo(f"{new} starts at step {manifest.step} of {source}")

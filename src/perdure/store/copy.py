@@ -1,0 +1,462 @@
+"""Copying checkpoints from one run directory into another: `copy_run`, `fork_run`.
+
+Invariant: a checkpoint arrives through the commit protocol of the target. All of its chunks were
+verified and are durable in packs of the target before its manifest is created. The two run
+directories share no file name and no lock, and nothing in the source changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import msgspec
+
+from perdure.errors import (
+    CorruptionError,
+    LockedError,
+    SaveError,
+    StepExistsError,
+    StepNotFoundError,
+    StoreError,
+    UnreachableError,
+)
+from perdure.store.collect import Request
+from perdure.store.compact import (
+    LiveChunks,
+    UnreadChunk,
+    check_chunks,
+    copy_chunks,
+    live_chunks,
+    relocated,
+    relocated_size,
+)
+from perdure.store.failures import DamagedChunk
+from perdure.store.format import MAX_STEP, PACKS, Manifest, pack_name
+from perdure.store.local import LocalStorage
+from perdure.store.room import BYTES_PER_SAVE
+from perdure.store.run import Run
+from perdure.store.storage import Storage
+from perdure.store.writer import Held
+
+LINK_SHARE = 0.5
+"""A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
+
+
+def _never() -> bool:
+    return False
+
+
+class CopyStoppedError(StoreError):
+    """A copy was asked to stop; nothing of the checkpoint was committed."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What happened to one step in a copy.
+
+    Attributes:
+        step: The step.
+        outcome: "copied"; "present" (the target has the same bits already); "refused" (the target
+            has other bits at this step, or a newer step); "damaged" (the source cannot give it);
+            "gone" (deleted in the source meanwhile). With `dry_run`, "copied" means would be copied.
+        nbytes: Bytes of chunks written to the target; less than the checkpoint's size when the
+            target held some of its chunks.
+        reason: Why it was not copied, and what to do.
+    """
+
+    step: int
+    outcome: Literal["copied", "present", "refused", "damaged", "gone"]
+    nbytes: int = 0
+    reason: str = ""
+
+
+def copy_run(
+    source: str | os.PathLike[str] | Storage,
+    target: str | os.PathLike[str] | Storage,
+    steps: Iterable[int] | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Callable[[Copied], object] | None = None,
+) -> list[Copied]:
+    """Copy checkpoints of one run directory into another, oldest first.
+
+    Each checkpoint keeps its step, fingerprint, recipe, metrics and time. Chunks that the target holds
+    already are not written again. Each copy is durable when its outcome is reported, so a copy that
+    was interrupted can be repeated. Pins are not copied.
+
+    Args:
+        source: The run directory to read: a path, a URL or a `Storage`. Nothing in it changes.
+        target: The run directory to write; it is created when it is empty or missing.
+        steps: The steps to copy; all of them by default.
+        dry_run: Report what would be copied and change nothing.
+        progress: Called with each outcome.
+
+    Returns:
+        An outcome for each step, in their order.
+
+    Raises:
+        StepNotFoundError: A step of `steps` is not in the source; nothing was copied.
+        LockedError: Another process writes to the target.
+        SaveError: The target cannot be written to (disk full, permission, ...).
+        UnreachableError: The source did not answer.
+    """
+    reader = Run(source)
+    writer = Run(target, create=True)
+    refuse_same_place(reader.storage, writer.storage)
+    wanted = sorted(set(reader.steps() if steps is None else steps))
+    for step in set(wanted) - set(reader.steps()):
+        reader.manifest(step)  # raises, and names the steps that are there
+    outcomes: list[Copied] = []
+    planned: set[str] = set()
+    with writer:
+        for step in wanted:
+            outcomes.append(
+                _plan(reader, step, writer, planned) if dry_run else _copy(reader, step, writer)
+            )
+            if progress is not None:
+                progress(outcomes[-1])
+    return outcomes
+
+
+def fork_run(
+    source: str | os.PathLike[str] | Storage,
+    step: int,
+    directory: str | os.PathLike[str] | Storage,
+) -> Manifest:
+    """Start a new run directory from one checkpoint of another run.
+
+    The new run shares no file name and no lock with its origin, and each of the two can be pruned or
+    deleted without harm to the other. Where both are on one local file system, packs that the
+    checkpoint mostly needs become hard links, which take no room (a pack never changes in place);
+    other chunks are copied. Every chunk is verified before the checkpoint is committed. A fork that
+    was interrupted leaves no checkpoint in `directory` and can be repeated.
+
+    Args:
+        source: The run directory to fork: a path, a URL or a `Storage`.
+        step: The checkpoint to start from.
+        directory: The new run directory; it must be empty, missing, or hold the same fork already.
+
+    Returns:
+        The manifest of the new run's checkpoint; it is durable on return.
+
+    Raises:
+        StepNotFoundError: The source has no such step.
+        CorruptionError: The checkpoint is damaged in the source; nothing was committed.
+        StepExistsError: `directory` holds other checkpoints.
+        SaveError: `directory` cannot be written to.
+    """
+    origin = Run(source)
+    manifest = origin.manifest(step)
+    fork = Run(directory, create=True)
+    refuse_same_place(origin.storage, fork.storage)
+    steps = fork.steps()
+    if steps and (steps != [step] or fork.manifest(step).fingerprint != manifest.fingerprint):
+        raise StepExistsError(
+            f"{fork.where}: expected an empty or missing directory for the fork, found a run with "
+            f"other checkpoints, the newest of step {steps[-1]}. Nothing was changed. Use another "
+            f"directory."
+        )
+    with fork:
+        fork.begin_writing()
+        if not steps:  # packs that an interrupted fork left
+            fork.execute(fork.plan(Request(orphans_to=MAX_STEP)))
+        copy_checkpoint(origin, step, fork, link=True)
+        return fork.manifest(step)
+
+
+def copy_checkpoint(
+    source: Run,
+    step: int,
+    target: Run,
+    *,
+    link: bool = False,
+    stopped: Callable[[], bool] = _never,
+) -> int:
+    """Bring one checkpoint of `source` into `target`, whose writer this process is or becomes.
+
+    It is durable on return. A step that the target has with the same fingerprint is a success: it
+    gets the metrics that it lacks, and packs that are missing are written again. While chunks are
+    read, the source may be pruned and compacted by others.
+
+    Args:
+        source: The run that is read.
+        step: The checkpoint.
+        target: The run that is written.
+        link: Take packs that are mostly needed over as hard links where that is possible.
+        stopped: Asked before every read; True ends the copy with `CopyStoppedError`.
+
+    Returns:
+        Bytes of the chunks that were written.
+
+    Raises:
+        StepNotFoundError: The source has no such step, or not any more.
+        StepExistsError: The target has other bits at this step, or a newer step.
+        CorruptionError: The checkpoint is damaged in the source.
+        LockedError: Another process writes to the target.
+        SaveError: The target cannot be written to.
+        UnreachableError: The source did not answer.
+    """
+    target.begin_writing()
+    manifest = source.manifest(step)
+    try:
+        if (why := _refusal(target, manifest)) is not None:
+            raise StepExistsError(why)
+        present = _present(target, step)
+        if present is not None and _is_whole(target, present):
+            _renew(target, present, manifest)
+            return 0
+        chunks = _Chunks(source, manifest, {} if present else target.held(), stopped)
+        new = _link(source, target, step, chunks.live()) if link else {}
+        chunks.held |= new
+        live = chunks.live()
+        written = 0
+        if live:
+            _require_room(target, live)
+            _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
+            written = sum(at.length for at in copied.values())
+            new |= copied
+        places = chunks.held | new
+        arrived = relocated(
+            chunks.manifest,
+            lambda _, chunk: places[chunk.hash],
+            cache(lambda pack: target.storage.size(PACKS + pack)),
+        )
+        target.commit(arrived, new, replace=present is not None)
+    except UnreadChunk as error:
+        raise UnreachableError(
+            f"{source.where}: step {step} was not copied: {error} Correct the cause, then copy again."
+        ) from error
+    except FileExistsError as error:
+        raise LockedError(
+            f"{target.where}: step {step} was committed by another writer during the copy ({error}). "
+            f"Nothing was overwritten; stop one of the two."
+        ) from error
+    except OSError as error:
+        raise SaveError(
+            f"{target.where}: step {step} could not be copied from {source.where}: {error}. Every "
+            f"checkpoint there is as it was. Correct the cause (free space, permissions, network), "
+            f"then copy again."
+        ) from error
+    return written
+
+
+def refuse_same_place(one: Storage, other: Storage) -> None:
+    """Raise `StoreError` when two run directories are the same, or one lies inside the other."""
+    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+        paths = [os.path.realpath(storage.where) for storage in (one, other)]
+        nested = os.path.commonpath(paths) in paths
+    else:
+        urls = [f"{storage.where.rstrip('/')}/" for storage in (one, other)]
+        nested = one is other or (
+            "://" in one.where and (urls[0].startswith(urls[1]) or urls[1].startswith(urls[0]))
+        )
+    if nested:
+        raise StoreError(
+            f"{other.where}: expected a directory apart from {one.where}, found the same one or one "
+            f"inside the other. Name another directory."
+        )
+
+
+def _copy(source: Run, step: int, target: Run) -> Copied:
+    present = _present(target, step)
+    try:
+        written = copy_checkpoint(source, step, target)
+    except (StepExistsError, StepNotFoundError, CorruptionError) as error:
+        return _not_copied(source, step, error)
+    return Copied(step, "present" if present and not written else "copied", written)
+
+
+def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
+    """What `_copy` would do, once the chunks that are `planned` already are there."""
+    try:
+        manifest = source.manifest(step)
+        if (why := _refusal(target, manifest)) is not None:
+            return Copied(step, "refused", reason=why)
+        present = _present(target, step)
+        if present is not None and _is_whole(target, present):
+            return Copied(step, "present")
+        live = _Chunks(source, manifest, {} if present else target.held()).live()
+    except OSError as error:
+        raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
+    except (StepNotFoundError, CorruptionError) as error:
+        return _not_copied(source, step, error)
+    new = {chunk[0]: chunk[1] for chunks in live.values() for chunk in chunks.values()}
+    nbytes = sum(length for digest, length in new.items() if digest not in planned)
+    planned.update(new)
+    return Copied(step, "copied", nbytes)
+
+
+def _not_copied(source: Run, step: int, error: StoreError) -> Copied:
+    if isinstance(error, StepExistsError):
+        return Copied(step, "refused", reason=str(error))
+    if isinstance(error, StepNotFoundError):
+        return Copied(step, "gone", reason=str(error))
+    advice = f"`perdure verify {source.where}` lists what is damaged."
+    return Copied(step, "damaged", reason=f"{error} {advice}")
+
+
+def _present(target: Run, step: int) -> Manifest | None:
+    try:
+        return target.manifest(step)
+    except (StepNotFoundError, CorruptionError):
+        return None
+
+
+def _refusal(target: Run, manifest: Manifest) -> str | None:
+    """Why a checkpoint must not be added to the target; None when it may be."""
+    steps = target.steps()
+    step = manifest.step
+    if step in steps:
+        try:
+            present = target.manifest(step)
+        except CorruptionError as error:
+            return (
+                f"{target.where}: step {step} is there and its manifest is damaged: {error} "
+                f"`perdure verify {target.where} --repair` moves it aside; then copy again."
+            )
+        if present.fingerprint == manifest.fingerprint:
+            return None
+        return (
+            f"{target.where}: step {step} is there with fingerprint {present.fingerprint[:16]}, the "
+            f"step to copy has {manifest.fingerprint[:16]}. Nothing was overwritten. The two runs have "
+            f"different histories; copy into another directory."
+        )
+    if steps and step < steps[-1]:
+        return (
+            f"{target.where}: step {step} is older than its newest step {steps[-1]} and not there. A "
+            f"run's checkpoints are one line of steps, so older ones cannot be added. Copy into "
+            f"another directory, oldest step first."
+        )
+    return None
+
+
+def _is_whole(target: Run, present: Manifest) -> bool:
+    """Whether the packs of a checkpoint are there in the sizes that it states."""
+    for pack in present.packs:
+        try:
+            if target.storage.size(PACKS + pack.name) != pack.size:
+                return False
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
+    """Add the metrics that the target's checkpoint lacks, and make sure that it is durable.
+
+    Only the newest manifest can be visible and not durable: the commit of a later one has synced
+    the directory.
+    """
+    metrics = {**manifest.metrics, **present.metrics}
+    if metrics != present.metrics or present.step == target.steps()[-1]:
+        renewed = msgspec.structs.replace(present, metrics=metrics)
+        target.commit(renewed, {}, replace=True)
+
+
+class _Chunks:
+    """The chunks of one checkpoint in the source, wherever a compaction moves them meanwhile.
+
+    `held` are the places of chunks that the target has; they are not copied.
+    """
+
+    def __init__(
+        self,
+        source: Run,
+        manifest: Manifest,
+        held: Mapping[str, Held],
+        stopped: Callable[[], bool] = _never,
+    ) -> None:
+        self.where = source.where
+        self.manifest = manifest
+        needed = {chunk[0] for pack in _live(manifest).values() for chunk in pack.values()}
+        self.held = {digest: held[digest] for digest in needed if digest in held}
+        self._source = source
+        self._stopped = stopped
+
+    def live(self) -> dict[str, LiveChunks]:
+        """Where the chunks are that the target lacks."""
+        lacking = {
+            name: {at: chunk for at, chunk in chunks.items() if chunk[0] not in self.held}
+            for name, chunks in _live(self.manifest).items()
+        }
+        return {name: chunks for name, chunks in lacking.items() if chunks}
+
+    def find_again(self, error: DamagedChunk) -> dict[str, LiveChunks]:
+        """Read the manifest again after a chunk was not found; raises when nothing was moved."""
+        again = self._source.manifest(self.manifest.step)
+        if again == self.manifest:
+            raise CorruptionError(str(error)) from error
+        if again.fingerprint != self.manifest.fingerprint:
+            raise StepNotFoundError(
+                f"{self.where}: step {again.step} was deleted and saved again during the copy. Copy it "
+                f"again."
+            )
+        self.manifest = again
+        return self.live()
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if self._stopped():
+            raise CopyStoppedError(
+                f"{self.where}: the copy of step {self.manifest.step} was stopped."
+            )
+        try:
+            return self._source.storage.read_into(name, offset, target)
+        except FileNotFoundError:
+            raise
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: step {self.manifest.step}: {error}.") from error
+        except OSError as error:
+            raise StoreError(
+                f"{self.where}/{name}: cannot be read: {error}. Nothing of step {self.manifest.step} "
+                f"was copied. Correct the cause, then copy again."
+            ) from error
+
+
+def _live(manifest: Manifest) -> dict[str, LiveChunks]:
+    return live_chunks([manifest], {pack.name for pack in manifest.packs})
+
+
+def _require_room(target: Run, live: Mapping[str, LiveChunks]) -> None:
+    needed = relocated_size(live) + BYTES_PER_SAVE
+    free = target.storage.free_bytes()
+    if free is not None and needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"no room for it: {needed} bytes are needed, {free} are free; nothing was written",
+        )
+
+
+def _link(source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]) -> dict[str, Held]:
+    """Take packs that are mostly needed over as hard links; returns the places of their chunks."""
+    here, there = target.storage, source.storage
+    places: dict[str, Held] = {}
+    if not (isinstance(here, LocalStorage) and isinstance(there, LocalStorage)):
+        return places
+    for pack, chunks in live.items():
+        name = pack_name(step, 0, secrets.token_hex(4))
+        try:
+            size = there.size(PACKS + pack)
+            needed = sum(length for _, length, _ in chunks.values())
+            linked = needed >= LINK_SHARE * size and here.link_from(
+                there, PACKS + pack, PACKS + name
+            )
+        except FileNotFoundError:
+            linked = False  # compacted meanwhile: its chunks are copied from their new places
+        if linked:
+            try:
+                check_chunks(here, {name: chunks})
+            except DamagedChunk as error:
+                raise CorruptionError(
+                    f"{source.where}: step {step} cannot be forked, {PACKS}{pack} is damaged: {error} "
+                    f"`perdure verify {source.where}` lists what is damaged."
+                ) from error
+            places |= {
+                digest: Held(name, offset, length) for offset, (digest, length, _) in chunks.items()
+            }
+    return places

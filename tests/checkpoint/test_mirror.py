@@ -1,0 +1,708 @@
+"""A mirror: what reaches it, what a restore takes from it, and that it never harms the run."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mirror_cases import Story, manifest_first
+
+from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
+from perdure.checkpoint.mirror import Mirror
+from perdure.errors import (
+    LockedError,
+    NoGoodCheckpointError,
+    NotARunError,
+    StepNotFoundError,
+    StoreError,
+    UnreachableError,
+)
+from perdure.store import LocalStorage, Run
+from perdure.testing import check_run
+from perdure.testing.proxy import Request, proxy_to
+from perdure.testing.servers import ObjectServer, moto_server
+from pretend import Pretend, play
+
+MIB = 1024 * 1024
+WAIT_S = 60
+
+
+def state(k: int, noise: int = 0) -> dict[str, Any]:
+    return {"w": np.full(1000, 1000 * noise + k, np.float32), "step": k}
+
+
+def same(found: Any, k: int, noise: int = 0) -> bool:
+    return found["step"] == k and found["w"].tobytes() == state(k, noise)["w"].tobytes()
+
+
+def prints(place: Any) -> dict[int, str]:
+    run = Run(place)
+    return {step: run.manifest(step).fingerprint for step in run.steps()}
+
+
+def packs(place: Any) -> set[str]:
+    run = Run(place)
+    return {pack.name for step in run.steps() for pack in run.manifest(step).packs}
+
+
+def flip(path: Path, at: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def save(manager: CheckpointManager, *steps: int, noise: int = 0) -> None:
+    for step in steps:
+        manager.save(step, state(step, noise))
+        manager.wait_until_finished(mirror=True)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The texts of all warnings of the block, once it has ended."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught]
+
+
+class Remote(MemoryStorage):
+    """In memory; `error` fails every operation, and `gate` holds up the writing of packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = "memory:mirror"
+        self.error: OSError | None = None
+        self.failed = 0
+        self.gate: threading.Event | None = None
+        self.waiting = threading.Event()
+
+    def _reach(self) -> None:
+        if self.error is not None:
+            self.failed += 1
+            raise self.error
+
+    def create(self, name: str, size: int) -> Any:
+        self._reach()
+        sink: Any = super().create(name, size)
+        write = sink.write
+
+        def held_up(data: memoryview) -> None:
+            if self.gate is not None and name.startswith("packs/"):
+                self.waiting.set()
+                assert self.gate.wait(WAIT_S)
+            self._reach()
+            write(data)
+
+        sink.write = held_up
+        return sink
+
+    def read(self, name: str) -> bytes:
+        self._reach()
+        return super().read(name)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        self._reach()
+        return super().list(prefix)
+
+    def down(self) -> None:
+        self.error = ConnectionError(errno.EHOSTUNREACH, "nobody answers")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def there() -> Remote:
+    return Remote()
+
+
+# ---------------------------------------------------------------- what reaches the mirror
+
+
+def test_every_checkpoint_is_in_the_mirror_with_packs_of_its_own(here: Path, there: Remote) -> None:
+    recipe = {"seed": 7}
+    with CheckpointManager(here, mirror=there, recipe=recipe) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step), {"loss": 1 / step})
+    assert prints(there) == prints(here)
+    assert not packs(there) & packs(here)
+    for step in (1, 2, 3):
+        one, other = Run(here).manifest(step), Run(there).manifest(step)
+        assert (one.recipe, one.metrics, one.created) == (
+            other.recipe,
+            other.metrics,
+            other.created,
+        )
+    assert check_run(here).good == check_run(there).good == (1, 2, 3)
+
+
+def test_the_mirror_has_the_same_retention_and_the_same_pins(here: Path, there: Remote) -> None:
+    options = ManagerOptions(retention=Retention(keep_period=4))
+    with CheckpointManager(here, mirror=there, max_to_keep=2, options=options) as manager:
+        save(manager, 1, 2)
+        manager.pin(1)
+        save(manager, *range(3, 9))
+        assert manager.all_steps() == Run(there).steps() == [1, 4, 7, 8]
+        assert manager.pinned_steps() == sorted(Run(there).pinned()) == [1]
+        manager.unpin(1)
+        save(manager, 9)
+        assert manager.all_steps() == Run(there).steps() == [4, 8, 9]
+    assert check_run(there).good == check_run(here).good
+
+
+def test_saves_do_not_wait_for_the_mirror_and_it_catches_up(here: Path, there: Remote) -> None:
+    there.gate = threading.Event()
+    with CheckpointManager(here, mirror=there, max_to_keep=2) as manager:
+        manager.save(1, state(1))
+        assert there.waiting.wait(WAIT_S)
+        for step in range(2, 9):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 7, 8], "what is being copied stays until that is done"
+        assert Run(there).steps() == []
+        there.gate.set()
+    assert Run(there).steps() == [7, 8], "what retention deleted meanwhile is skipped"
+    assert check_run(there).good == (7, 8)
+    check_run(here)
+
+
+def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(here: Path, there: Remote) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2, 3)
+        manager.delete(3)
+        assert Run(there).steps() == [1, 2]
+        assert manager.restore().step == 2
+        manager.save(3, state(3, noise=1))
+    assert prints(there) == prints(here)
+
+
+def test_what_a_rollback_set_aside_here_does_not_come_back_from_the_mirror(
+    here: Path, there: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2, 3)
+    aside = [SimpleNamespace(manifest=Run(here).manifest(step)) for step in (2, 3)]
+    with Run(here) as run:
+        run.delete([2, 3])
+    monkeypatch.setattr(
+        Run, "rolled_back", lambda run: aside if run.where == str(here) else [], raising=False
+    )
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="still holds step 2, 3, which a rollback set aside"):
+            assert manager.restore().step == 1
+        save(manager, 2, noise=1)
+    assert prints(there) == prints(here)
+    assert check_run(there).good == (1, 2)
+
+
+# ---------------------------------------------------------------- the three scenarios
+
+
+def test_3a_a_machine_that_comes_back_takes_the_other_ones_checkpoints(
+    tmp_path: Path, there: Remote
+) -> None:
+    """A commits step 2 and dies before its copy; B continues from 1 elsewhere; A comes back."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    with CheckpointManager(a, mirror=there) as manager:
+        save(manager, 1)
+    with CheckpointManager(a) as manager:  # what A had done when it died
+        save(manager, 2)
+    with CheckpointManager(b, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="step 1 is restored from the mirror .* not hold it"):
+            assert manager.restore().step == 1
+        save(manager, 2, 3, noise=1)
+    before = prints(there)
+    with CheckpointManager(a, mirror=there) as manager:
+        with warned() as texts:
+            restored = manager.restore()
+        assert restored.step == 3
+        assert same(restored.state, 3, noise=1)
+        assert sum("step 2 is not the same" in text for text in texts) == 1
+        assert sum("step 3 is restored from the mirror" in text for text in texts) == 1
+        (differ,) = [text for text in texts if "not the same" in text]
+        assert all(print_[:16] in differ for print_ in (prints(a)[2], before[2]))
+        save(manager, 4, noise=1)
+        assert same(manager.restore(2).state, 2), "A's own step 2 stays as it is"
+    after = prints(there)
+    assert {step: after[step] for step in before} == before, "nothing there was overwritten"
+    assert check_run(there).good == (1, 2, 3, 4)
+    check_run(a)
+
+
+def test_3b_prune_and_compaction_of_the_mirror_do_not_matter_to_a_run_that_resumes(
+    here: Path, there: Remote
+) -> None:
+    shared = {"frozen": np.arange(50_000, dtype=np.int64)}
+    with CheckpointManager(here, mirror=there) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {**shared, **state(step)})
+    with Run(there) as other:
+        from perdure.store import Request
+        from perdure.store.format import MAX_STEP
+
+        plan = other.plan(Request(frozenset({1, 2}), MAX_STEP, 0, everywhere=True))
+        assert plan.steps == (1, 2)
+        other.execute(plan)
+    with CheckpointManager(here, mirror=there) as manager:
+        assert manager.restore().step == 3
+        for step in (4, 5):
+            manager.save(step, {**shared, **state(step)})
+    assert check_run(there).good == (3, 4, 5)
+    assert prints(there) == {step: prints(here)[step] for step in (3, 4, 5)}
+
+
+def test_3c_compaction_does_not_race_the_copies(here: Path, there: Remote) -> None:
+    """4 MB frozen and 12 MB changing leaves, three kept, and a mirror much slower than the saves."""
+    frozen = np.arange(MIB, dtype=np.int32)
+    there.gate = threading.Event()
+
+    def big(step: int) -> dict[str, Any]:
+        changing = np.random.default_rng(step).integers(0, 255, 12 * MIB, dtype=np.uint8)
+        return {"frozen": frozen, "changing": changing, "step": step}
+
+    compacted: set[str] = set()
+    with CheckpointManager(here, mirror=there, max_to_keep=3) as manager:
+        for step in range(1, 4):
+            manager.save(step, big(step))
+        assert there.waiting.wait(WAIT_S), "the copy of step 1 has begun"
+        first = packs(here)
+        for step in range(4, 10):
+            manager.save(step, big(step))
+            manager.wait_until_finished()
+            compacted |= first - {path.name for path in (here / "packs").iterdir()}
+        there.gate.set()
+        manager.wait_until_finished(mirror=True)
+        assert Run(there).steps()[-1] == 9
+        manager.save(10, big(10))
+    assert compacted, "packs were deleted or compacted while they were copied"
+    assert check_run(there).good == (8, 9, 10)
+    assert check_run(here).good == (8, 9, 10)
+    assert prints(there) == prints(here)
+
+
+# ---------------------------------------------------------------- a mirror that fails
+
+
+FAILURES = {
+    "outage": ConnectionError(errno.EHOSTUNREACH, "nobody answers"),
+    "permission": PermissionError(errno.EACCES, "permission denied"),
+    "disk full": OSError(errno.ENOSPC, "no space left"),
+}
+
+
+@pytest.mark.parametrize("cause", FAILURES)
+def test_a_failing_mirror_is_one_warning_and_catches_up(
+    here: Path, there: Remote, cause: str
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1)
+        there.error = FAILURES[cause]
+        manager.save(2, state(2))
+        with pytest.warns(UserWarning, match="could not be brought up to date") as caught:
+            manager.wait_until_finished(mirror=True)
+        save(manager, 3, 4)  # an error if it warned again
+        assert len(caught) == 1
+        assert str(FAILURES[cause].strerror) in str(caught[0].message)
+        assert manager.all_steps() == [1, 2, 3, 4]
+        there.error = None
+        save(manager, 5)
+        assert prints(there) == prints(here)
+        there.error = FAILURES[cause]
+        with pytest.warns(UserWarning, match="could not be brought up to date"):
+            save(manager, 6)
+        there.error = None
+    assert there.failed >= 4
+    assert prints(there) == prints(here)
+    assert check_run(there).good == (2, 3, 4, 5, 6)
+
+
+def test_an_outage_at_the_end_names_the_missing_steps_and_the_next_run_copies_them(
+    here: Path, there: Remote
+) -> None:
+    manager = CheckpointManager(here, mirror=there)
+    save(manager, 1)
+    there.down()
+    with warned() as texts:
+        manager.save(2, state(2))
+        manager.save(3, state(3))
+        manager.close()
+    assert sum("lacks steps 2, 3" in text for text in texts) == 1
+    there.error = None
+    with CheckpointManager(here, mirror=there) as manager:
+        assert manager.restore().step == 3
+        manager.save(4, state(4))
+    assert check_run(there).good == (1, 2, 3, 4)
+
+
+def test_close_waits_for_a_bounded_time(here: Path, there: Remote) -> None:
+    there.gate = threading.Event()
+    manager = CheckpointManager(here, mirror=there, options=ManagerOptions(mirror_wait=0.0))
+    manager.save(1, state(1))
+    manager.wait_until_finished()
+    assert there.waiting.wait(WAIT_S)
+    assert manager._mirror is not None
+    with pytest.warns(UserWarning, match=r"lacks step 1 of .*`perdure copy"):
+        manager.close()
+    there.gate.set()
+    manager._mirror.wait(WAIT_S)
+    assert Run(there).steps() in ([], [1])
+    with CheckpointManager(here, mirror=there) as again:  # neither lock is held any more
+        save(again, 2)
+    assert check_run(there).good == (1, 2)
+
+
+def test_another_writer_of_the_mirror_is_a_warning(here: Path, there: Remote) -> None:
+    with Run(there, create=True) as other:
+        other.begin_writing()
+        with warned() as texts, CheckpointManager(here, mirror=there) as manager:
+            save(manager, 1)
+        assert "could not be brought up to date" in texts[0]
+        assert "Nothing was changed" in texts[0]
+        assert "lacks step 1 of" in texts[1]
+        assert len(texts) == 2
+        with pytest.raises(LockedError):
+            Run(there).begin_writing()
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 2)
+    assert check_run(there).good == (1, 2)
+
+
+def test_any_error_of_the_mirror_leaves_the_run_alone(
+    here: Path, there: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> int:
+        raise MemoryError("no memory")
+
+    with CheckpointManager(here, mirror=there) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr("perdure.checkpoint.mirror.copy_checkpoint", broken)
+            with pytest.warns(UserWarning, match="no memory"):
+                save(manager, 1)
+        save(manager, 2)
+    assert check_run(there).good == (1, 2)
+
+
+def test_what_is_damaged_here_is_not_copied(here: Path, there: Remote) -> None:
+    with CheckpointManager(here) as manager:
+        save(manager, 1, 2)
+    flip(sorted((here / "packs").iterdir())[0])
+    with (
+        CheckpointManager(here, mirror=there) as manager,
+        pytest.warns(UserWarning, match="step 1 is not copied to the mirror"),
+    ):
+        save(manager, 3)
+    assert check_run(there).good == (2, 3)
+
+
+def test_save_and_exit_waits_for_the_mirror_and_logs_what_it_lacks(
+    here: Path, there: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(here, mirror=there)
+    with pytest.raises(SystemExit) as left:
+        manager.save_and_exit(1, state(1))
+    assert left.value.code == 75
+    assert (Run(there).steps(), caplog.text) == ([1], "")
+    there.down()
+    manager = CheckpointManager(here, mirror=there)
+    with pytest.warns(UserWarning, match="does not answer"):
+        manager.wait_until_finished()
+    with pytest.raises(SystemExit) as left:
+        manager.save_and_exit(2, state(2))
+    assert left.value.code == 75
+    assert "lacks steps 1, 2" in caplog.text
+
+
+def test_a_place_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> None:
+    for place in (tmp_path / "run", tmp_path / "run" / "mirror", tmp_path):
+        with pytest.raises(StoreError, match="expected a directory apart from"):
+            CheckpointManager(tmp_path / "run", mirror=place)
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "thesis.tex").write_text("important")
+    with pytest.raises(NotARunError, match=r"thesis\.tex"):
+        CheckpointManager(tmp_path / "run", mirror=tmp_path / "junk")
+    with pytest.raises(StoreError, match="mirror_wait"):
+        ManagerOptions(mirror_wait=-1.0)
+
+
+def test_a_manager_that_only_reads_never_writes_to_the_mirror(here: Path, there: Remote) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1)
+    with Run(there) as other:
+        other.begin_writing()
+        with CheckpointManager(here, mirror=there) as manager:
+            assert manager.restore().step == 1
+
+
+def test_a_manager_that_nobody_closed_gives_its_locks_back(here: Path, tmp_path: Path) -> None:
+    manager = CheckpointManager(here, mirror=tmp_path / "mirror")
+    save(manager, 1)
+    del manager
+    gc.collect()
+    with CheckpointManager(here, mirror=tmp_path / "mirror") as manager:
+        save(manager, 2)
+    assert check_run(tmp_path / "mirror").good == (1, 2)
+
+
+# ---------------------------------------------------------------- restores
+
+
+def mirrored(here: Path, there: Any, *steps: int) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, *steps)
+
+
+@pytest.mark.parametrize("lost", ["disk", "chunk", "manifest", "pack"])
+def test_what_is_lost_or_damaged_here_comes_from_the_mirror(
+    here: Path, there: Remote, lost: str
+) -> None:
+    mirrored(here, there, 1, 2)
+    newest = sorted((here / "packs").iterdir())[-1]
+    if lost == "disk":
+        for path in sorted(here.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    elif lost == "chunk":
+        flip(newest)
+    elif lost == "manifest":
+        flip(here / "checkpoints" / "000000000002.json")
+    else:
+        newest.unlink()
+    with CheckpointManager(here, mirror=there, max_to_keep=None) as manager:
+        with warned() as texts:
+            restored, step = manager.restore_or_initialize(lambda: state(0))
+        assert sum("step 2 is restored from the mirror memory:mirror: " in t for t in texts) == 1
+        damaged = [text for text in texts if "passed over for its copy in the mirror" in text]
+        assert len(damaged) == (lost != "disk")
+        assert step == 2
+        assert same(restored, 2)
+        save(manager, 3)
+        assert same(manager.restore(3).state, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if lost == "disk" else "error")
+            assert same(manager.restore(1).state, 1)
+    assert check_run(there).good == (1, 2, 3)
+    assert Run(here).steps()[-1] == 3
+
+
+def test_damage_in_the_mirror_is_set_aside_and_copied_again(here: Path, there: Remote) -> None:
+    mirrored(here, there, 1, 2)
+    with CheckpointManager(here) as manager:
+        manager.delete(2)
+    name = max(name for name in there.objects if name.startswith("packs/"))
+    there.objects[name] = bytes(len(there.objects[name]))
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="step 2 of the mirror memory:mirror is damaged"):
+            assert manager.restore().step == 1
+        save(manager, 2, 3)
+    assert prints(there) == prints(here)
+    assert [Run(there).load(step).manifest.step for step in (1, 2, 3)] == [1, 2, 3]
+    assert len(Run(there).quarantined()) == 1
+
+
+def test_damage_in_both_is_an_older_step_or_an_error(here: Path, there: Remote) -> None:
+    mirrored(here, there, 1, 2)
+
+    def damage(step: int) -> None:
+        (name,) = (name for name in there.objects if name.startswith(f"packs/{step:012d}"))
+        there.objects[name] = bytes(len(there.objects[name]))
+        (pack,) = (here / "packs").glob(f"{step:012d}-*")
+        flip(pack)
+
+    damage(2)
+    with CheckpointManager(here, mirror=there) as manager, warned() as texts:
+        assert manager.restore().step == 1
+    assert len(texts) == 2
+    assert "step 2 of the mirror memory:mirror is damaged" in texts[0]
+    assert "step 2 is damaged and was passed over for step 1" in texts[1]
+    damage(1)
+    with (
+        CheckpointManager(here, mirror=there) as manager,
+        pytest.raises(NoGoodCheckpointError, match="expected a readable checkpoint"),
+    ):
+        manager.restore_or_initialize(lambda: state(0))
+
+
+def test_a_mirror_that_does_not_answer_is_a_warning_unless_nothing_is_here(
+    tmp_path: Path, there: Remote
+) -> None:
+    mirrored(tmp_path / "run", there, 1)
+    there.down()
+    with warned() as texts, CheckpointManager(tmp_path / "run", mirror=there) as manager:
+        assert manager.restore().step == 1
+    assert sum("does not answer, so only" in text for text in texts) == 1
+    with CheckpointManager(tmp_path / "new", mirror=there) as manager:
+        with pytest.warns(UserWarning, match="does not answer"):
+            manager.wait_until_finished()
+        with pytest.raises(UnreachableError, match="found none, and the mirror"):
+            manager.restore_or_initialize(lambda: state(0))
+        with pytest.raises(UnreachableError, match="of step 1, found none, and the mirror"):
+            manager.restore(1)
+    there.error = None
+    with CheckpointManager(tmp_path / "new", mirror=MemoryStorage()) as manager:
+        assert manager.restore_or_initialize(lambda: state(0)).step == 0, "both are empty"
+        with pytest.raises(StepNotFoundError):
+            manager.restore()
+
+
+def test_a_mirror_with_a_newer_history_is_a_warning_when_it_could_not_be_asked(
+    tmp_path: Path, there: Remote
+) -> None:
+    mirrored(tmp_path / "a", there, 1, 3)
+    with CheckpointManager(tmp_path / "b") as manager:
+        save(manager, 1, noise=1)
+    before = prints(there)
+    manager = CheckpointManager(tmp_path / "b", mirror=there)
+    with pytest.warns(UserWarning, match="holds step 3, .* is step 2.*different histories"):
+        save(manager, 2, noise=1)
+    assert prints(there) == before
+    with pytest.warns(UserWarning, match="step 3 is not the same"):
+        save(manager, 3, noise=1)
+    manager.save(4, state(4, noise=1))
+    manager.close()
+    assert prints(there) == {**before, 4: prints(tmp_path / "b")[4]}
+    assert check_run(there).good == (1, 3, 4)
+
+
+def test_in_a_group_the_chief_mirrors_and_all_restore_the_same(here: Path, tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+
+    def train(processes: Pretend) -> Any:
+        with CheckpointManager(here, mirror=mirror, processes=processes) as manager:
+            for step in (1, 2):
+                manager.save(step, state(step))
+            manager.wait_until_finished(mirror=True)
+            return manager._mirror is not None and manager._mirror._target is not None
+
+    assert play(3, train) == [True, False, False]
+    assert prints(mirror) == prints(here)
+    flip(sorted((here / "packs").iterdir())[-1])
+    flip(here / "checkpoints" / "000000000002.json")
+
+    def resume(processes: Pretend) -> Any:
+        with CheckpointManager(here, mirror=mirror, processes=processes) as manager:
+            restored, step = manager.restore_or_initialize(lambda: state(0))
+            return step, same(restored, 2)
+
+    with warned() as texts:
+        assert play(3, resume) == [(2, True)] * 3
+    assert sum("step 2 is restored from the mirror" in text for text in texts) == 1
+
+
+class Numbers:
+    """The batch of a step is its number."""
+
+    def batch(self, step: int) -> Any:
+        return np.full(3, float(step))
+
+
+def test_a_trainer_continues_from_the_mirror(tmp_path: Path, there: Remote) -> None:
+    def train(steps: int, directory: str) -> Trainer:
+        def step(state: Any, batch: Any) -> Any:
+            return {"w": state["w"] + batch}, {}
+
+        config = RunConfig(
+            tmp_path / directory, save_checkpoints_steps=2, mirror=there, progress="off"
+        )
+        trainer = Trainer(step, {"w": np.zeros(3)}, Numbers(), config)
+        trainer.train(steps)
+        return trainer
+
+    train(4, "a")
+    assert Run(there).steps()[-1] == 4
+    with pytest.warns(UserWarning, match="step 4 is restored from the mirror"):
+        trainer = train(6, "b")
+    assert trainer.state["w"].tolist() == [15.0] * 3
+    assert Run(tmp_path / "b").steps() == [6]
+    assert check_run(there).good == (0, 2, 4, 6)
+
+
+# ---------------------------------------------------------------- kills
+
+
+def test_kills_of_either_side_lose_nothing() -> None:
+    stories = [Story(seed).play() for seed in range(15)]
+    assert [lost for story in stories for lost in story.lost] == []
+    assert sum(story.kills for story in stories) > 20
+    assert sum(story.moved for story in stories) > 50
+
+
+def test_the_kills_find_a_manifest_that_is_there_before_its_pack() -> None:
+    """Negative control."""
+    assert any(Story(seed, manifest_first).play().lost for seed in range(15))
+
+
+UPLOADING = """
+import sys
+import numpy as np
+from perdure import CheckpointManager
+from perdure.store import CloudOptions, CloudStorage
+here, url, endpoint, size = sys.argv[1:]
+options = CloudOptions(
+    config={"endpoint": endpoint, "region": "us-east-1",
+            "access_key_id": "test", "secret_access_key": "test"},
+    single_put_bytes=8 << 20, part_bytes=5 << 20,
+)
+manager = CheckpointManager(here, mirror=CloudStorage(url, options))
+manager.save(1, {"w": np.zeros(10)})
+manager.wait_until_finished(mirror=True)
+manager.save(2, {"w": np.random.default_rng(2).integers(0, 255, int(size), dtype=np.uint8)})
+manager.wait_until_finished()
+print("committed", flush=True)
+manager.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[ObjectServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("where", "size"), [("partNumber=2", 9 * MIB), ("/checkpoints/000000000002", 1000)]
+)
+def test_a_kill_during_an_upload_is_finished_by_the_next_run(
+    s3: ObjectServer, here: Path, where: str, size: int
+) -> None:
+    url = s3.new_url()
+    child: list[subprocess.Popen[str]] = []
+    committed = threading.Event()
+
+    def kill(request: Request) -> str | None:
+        if where in request.path and request.method == "PUT":
+            assert committed.wait(WAIT_S)
+            child[0].kill()
+            return "refuse"
+        return None
+
+    with proxy_to(s3.endpoint, kill) as proxy:
+        command = [sys.executable, "-c", UPLOADING, str(here), url, proxy.endpoint, str(size)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            child.append(process)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "committed\n"
+            committed.set()
+            process.communicate(timeout=WAIT_S)
+        assert proxy.fired
+        assert process.returncode == -9
+    assert check_run(here).good == (1, 2)
+    assert check_run(s3.storage(url)).good == (1,)
+    mirror = Mirror(Run(LocalStorage(here)), s3.storage(url), None, Retention())
+    mirror.catch_up()
+    mirror.close(0.0)
+    assert check_run(s3.storage(url)).good == (1, 2)
+    assert prints(s3.storage(url)) == prints(here)

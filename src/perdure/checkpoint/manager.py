@@ -38,7 +38,7 @@ from perdure.checkpoint.together import (
     load_together,
     save_together,
 )
-from perdure.checkpoint.turns import Turns, exclusive
+from perdure.checkpoint.turns import Turns, exclusive, exclusive_also_closed
 from perdure.errors import (
     ArgumentError,
     PruneError,
@@ -274,7 +274,7 @@ class CheckpointManager(Turns):
         self._last = step
         return True
 
-    @exclusive
+    @exclusive_also_closed
     def wait_until_finished(self) -> bool:
         """Wait for the save under way; what it saved is durable then. Raises what it raised.
 

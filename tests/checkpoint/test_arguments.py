@@ -425,8 +425,9 @@ def test_a_part_that_is_not_there_or_does_not_fit_changes_nothing(tmp_path: Path
             manager.restore(like=live, leaves=("model", "n"))
         with pytest.raises(StepNotFoundError, match="no leaf that was asked for"):
             manager.restore(like=live, leaves="nothing")
-        with pytest.raises(ArgumentError, match="leaves: expected"):
-            manager.restore(like=live, leaves=())
+        for wrong in ((), "", 5, ["model", 5]):
+            with pytest.raises(ArgumentError, match="leaves: expected"):
+                manager.restore(like=live, leaves=wrong)  # type: ignore[arg-type]
         assert torch.equal(live["model"].weight, before)
 
 

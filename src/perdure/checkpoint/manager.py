@@ -42,7 +42,7 @@ from perdure.checkpoint.together import (
     load_together,
     save_together,
 )
-from perdure.checkpoint.turns import Turns, exclusive
+from perdure.checkpoint.turns import Turns, exclusive, exclusive_also_closed
 from perdure.errors import (
     ArgumentError,
     ClusterError,
@@ -325,7 +325,7 @@ class CheckpointManager(Turns):
         self._last = step
         return True
 
-    @exclusive
+    @exclusive_also_closed
     def wait_until_finished(self, *, mirror: bool = False) -> bool:
         """Wait for the save under way; what it saved is durable then. Raises what it raised.
 
@@ -515,8 +515,8 @@ class CheckpointManager(Turns):
 
         Then it waits for the mirror, `ManagerOptions.mirror_wait` seconds at most, and warns with the
         steps that the mirror still lacks. A closed manager stays closed: calls that change something
-        raise `StoreError`. May be called twice; in a forked child it does nothing. While a `WorkerLostError` is being raised it does not
-        wait: the save would wait for the lost process.
+        raise `StoreError`. May be called twice; in a forked child it does nothing. While a
+        `WorkerLostError` is being raised it does not wait: the save would wait for the lost process.
         """
         if self.in_forked_child:
             return

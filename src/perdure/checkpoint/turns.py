@@ -29,14 +29,18 @@ class Turns:
         """Whether another process made this object."""
         return os.getpid() != self._pid
 
-    def require_open(self, call: str) -> None:
-        """Raise `StoreError` if the object is closed, or was made by another process."""
+    def require_process(self, call: str) -> None:
+        """Raise `StoreError` if another process made the object."""
         if self.in_forked_child:
             raise StoreError(
                 f"{self._where}: {call} was called in a forked child (pid {os.getpid()}) of the "
                 f"process that made this manager (pid {self._pid}), which alone may change the run. "
                 f"Nothing was changed. Call it there; to read here, use `perdure.load`."
             )
+
+    def require_open(self, call: str) -> None:
+        """Raise `StoreError` if another process made the object, or it is closed."""
+        self.require_process(call)
         if self._closed:
             raise StoreError(
                 f"{self._where}: {call} was called on a manager that is closed. Nothing was changed. "
@@ -56,14 +60,27 @@ class Turns:
 
 def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """A method that changes something: see `Turns`."""
+    return _in_turn(method, Turns.require_open)
+
+
+def exclusive_also_closed(
+    method: Callable[Concatenate[T, P], R],
+) -> Callable[Concatenate[T, P], R]:
+    """`exclusive`, for a method that a closed object still has."""
+    return _in_turn(method, Turns.require_process)
+
+
+def _in_turn(
+    method: Callable[Concatenate[T, P], R], require: Callable[[Turns, str], None]
+) -> Callable[Concatenate[T, P], R]:
     name = method.__name__.lstrip("_")
 
     @wraps(method)
-    def exclusive_method(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
-        self.require_open(name)
+    def in_turn(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
+        require(self, name)
         self.require_no_call(name)
         with self._turn:
-            self.require_open(name)  # another thread may have closed it meanwhile
+            require(self, name)  # another thread may have closed it meanwhile
             return method(self, *args, **kwargs)
 
-    return exclusive_method
+    return in_turn

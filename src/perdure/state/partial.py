@@ -15,7 +15,8 @@ from perdure.store.leaf import Leaf
 
 def part_names(leaves: str | Iterable[str]) -> tuple[str, ...]:
     """The paths in `leaves`, without those that lie below another one."""
-    names = (leaves,) if isinstance(leaves, str) else tuple(leaves)
+    several = isinstance(leaves, Iterable) and not isinstance(leaves, str)
+    names: tuple[Any, ...] = tuple(leaves) if several else (leaves,)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ArgumentError(
             f"leaves: expected the path of a leaf or of a branch, or several, found {leaves!r}."

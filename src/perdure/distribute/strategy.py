@@ -29,9 +29,9 @@ from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
 
-# Goes into the recipe. It changes whenever the order of additions, what they are, or the derivation of
-# keys does.
-TREE_VERSION = 2
+# In the recipe. It changes whenever the order of additions, the addition itself, the derivation of keys
+# or the program that is made of a user's function does.
+TREE_VERSION = 3
 
 
 class Strategy:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from perdure.distribute.engine import Grad, Update
-from perdure.distribute.jax.subexpressions import computed_once
 from perdure.errors import StateError
 
 # Settings that a thread may have for itself, with the context managers of these names.
 SETTINGS = (
     "enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "disable_jit", "debug_nans",
-    "default_prng_impl", "threefry_partitionable",
+    "default_prng_impl", "threefry_partitionable", "enable_custom_prng", "softmax_custom_jvp",
+    "numpy_rank_promotion", "debug_infs",
 )  # fmt: skip
 
 # `rbg` keys give other bits on other topologies; threefry does not.
@@ -33,7 +33,6 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
     """`fn` with its key. Kept, so that all strategies over one function share its executables."""
 
     @jax.jit
-    @computed_once
     def grad(state: Any, share: Any, seed: Any, step: Any, replica: Any) -> Any:
         try:
             contributions = fn(state, share, make_key(seed, step, replica))
@@ -56,7 +55,6 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=64)
 def update_program(fn: Update) -> Callable[..., Any]:
     @jax.jit
-    @computed_once
     def update(state: Any, total: Any) -> tuple[Any, Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:

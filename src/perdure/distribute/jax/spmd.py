@@ -11,6 +11,7 @@ and are not, until the total is.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -97,8 +98,7 @@ class Together:
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
             state = self._whole(state)
             leaves = jax.tree.leaves(state)
-        settings = tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
-        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), settings)
+        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), _settings())
         turns = self._turns(columns, forms[0][0], step)
         if form not in self._steps:
             if len(self._steps) == FORMS_KEPT:
@@ -257,6 +257,15 @@ class Together:
         if len(self._devices) > 1:
             fn = jax.shard_map(fn, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return _compiled(fn, self._sharding, *values)
+
+
+def _settings() -> Any:
+    """Every setting under which JAX would trace a function again."""
+    private: Any = importlib.import_module("jax._src.config")
+    if (context := getattr(private, "trace_context", None)) is not None:
+        return context()
+    config: Any = jax.config
+    return tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
 
 
 def _compiled(fn: Any, sharding: Any, *values: Any) -> Any:

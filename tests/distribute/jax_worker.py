@@ -390,7 +390,7 @@ def main() -> None:
         out["reversed"] = train(strategy, "cnn")
         out["in parts"] = train_in_parts()
         out["by comparison"] = by_comparison()
-        out["generated"] = [of_generated_functions(devices) for devices in (1, 2, 8)]
+        out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)
     sys.stdout.write(json.dumps(out) + "\n")

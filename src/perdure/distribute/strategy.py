@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
-from perdure.distribute import collectives, context, inputs
+from perdure.distribute import collectives, context, inputs, keras_calls
 from perdure.distribute.cluster import ClusterResolver
 from perdure.distribute.context import Inside
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
@@ -194,6 +194,10 @@ class Strategy:
         the same ones. Where an argument carries a step (a batch, keys), PyTorch's global generators
         are under (seed, step, replica), and in a merge_call under (seed, step, V); without one, draw
         from keys that you pass.
+
+        An optimizer of PyTorch or Keras that steps in fn is a collective too: it adds the gradients of
+        all replicas in the tree and steps once, as in TensorFlow. StateError for any other change that
+        a replica makes to a tensor of PyTorch or a variable of Keras from outside.
         """
         self._outside_of_replicas("run")
         if not isinstance(args, (tuple, list)):
@@ -212,7 +216,11 @@ class Strategy:
         step = next((value.step for value in given if value.step is not None), None)
 
         def body(replica: int) -> Any:
-            with context.standing(self, contexts[replica - self._plan.first]):
+            own = [of(value, replica) for value in given]
+            with (
+                context.standing(self, contexts[replica - self._plan.first]),
+                guard.replica(replica, own),
+            ):
                 return self._engine.call(
                     fn,
                     self._engine.devices[self._device_of(replica)],
@@ -223,10 +231,13 @@ class Strategy:
 
         name = getattr(fn, "__name__", repr(fn))
         between = None if step is None else Stream(self._seed, step, self._replicas)
-        lockstep = Lockstep(self, body, name=name, stream=between)
-        contexts = [RunContext(self, replica, lockstep) for replica in self.local_replicas]
+        keras_calls.install()
+        guard = self._engine.guard(self)
+        lockstep = Lockstep(self, body, name=name, guard=guard, stream=between)
+        contexts = [RunContext(self, r, lockstep, guard) for r in self.local_replicas]
         try:
             results = PerReplica(tuple(lockstep()), self.local_replicas)
+            guard.finish()
             commit(contexts)
         finally:
             contexts.clear()  # a cycle, which would keep the arguments until it is collected

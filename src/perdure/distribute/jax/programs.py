@@ -47,6 +47,7 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
             ) from error
         if not jax.tree.leaves(contributions):
             raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
+        _refuse_keys(contributions)
         return jax.tree.map(without_weak_type, contributions)
 
     return grad
@@ -70,7 +71,18 @@ def update_program(fn: Update) -> Callable[..., Any]:
 
 @jax.jit
 def add_program(left: Any, right: Any) -> Any:
+    _refuse_keys(left)
     return jax.tree.map(plus, left, right)
+
+
+def _refuse_keys(values: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
+            raise StateError(
+                f"{name_of(path)}: values of the replicas are added, and random keys "
+                f"({leaf.dtype}) have no sum. Keep keys in the state, or derive them from the key that "
+                "grad gets"
+            )
 
 
 def plus(left: Any, right: Any) -> Any:
@@ -108,6 +120,13 @@ def without_weak_type(leaf: Any) -> Any:
 def strong(path: Any, leaf: Any) -> Any:
     """A leaf of the user's, as an array whose dtype does not give way in promotions."""
     if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_replicated:
+            raise StateError(
+                f"{name_of(path)}: {leaf.dtype}{list(leaf.shape)} is sharded ({leaf.sharding}). "
+                "Strategies are data-parallel: every device holds the whole state, so the parts would "
+                "be copied to all of them. Give a replicated array, or train a model that is sharded "
+                "by its parameters with your own jit and perdure.CheckpointManager"
+            )
         return without_weak_type(leaf)
     try:
         array = np.asarray(leaf)

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.jax import hlo
-from perdure.distribute.jax.group import bits, from_bits
+from perdure.distribute.jax.group import bits, from_bits, packed_width
 from perdure.distribute.jax.programs import (
     SETTINGS,
     one_form,
@@ -159,6 +159,13 @@ class Together:
         grad, *_ = self._singles
         # Tracing raises what is wrong with the user's functions, as the reference would.
         contributions = jax.eval_shape(grad, state, *turn)
+        results = jax.eval_shape(self._singles[2], state, contributions)
+        # Of elements that share a byte (int4), a compiled program wants another layout than device_put
+        # makes.
+        if any(
+            packed_width(x.dtype) for x in jax.tree.leaves((state, turn, contributions, results))
+        ):
+            return None
         for leaf in jax.tree.leaves(contributions):
             # XLA may keep a chain of narrow sums in a wider type; two at a time it cannot.
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize < 4:

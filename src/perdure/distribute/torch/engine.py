@@ -62,6 +62,7 @@ class TorchEngine:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
         self._told = False
+        self._placed: Any = None
         if self.devices[0].type == "cpu":
             keep_memory(os.environ)
 
@@ -69,6 +70,9 @@ class TorchEngine:
         return environment(self.devices[0])
 
     def place(self, state: Any) -> list[Any]:
+        if state is not self._placed:  # most often the same object in every step
+            torch_buffers.refuse_sharded(state)
+            self._placed = state
         return [state]
 
     def collect(self, values: list[Any]) -> Any:

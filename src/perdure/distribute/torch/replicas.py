@@ -26,8 +26,8 @@ from perdure.errors import StateError
 FORM = (
     "Replicas run one after another, so the result would depend on how many of them this process has. "
     "In the function of strategy.run, only optimizer.step() may change parameters; return other values "
-    "and combine them with strategy.reduce, or change them in `update` of strategy.step, which also takes "
-    "the mean of BatchNorm's statistics"
+    "and combine them with strategy.reduce, or change them in `update` of strategy.step, which also "
+    "takes the mean of BatchNorm's statistics"
 )
 # They replace what they write to and read nothing of it. A replica may fill its own rows of a tensor.
 _REPLACES = ("copy_", "fill_", "zero_", "index_put_", "_index_put_impl_", "_foreach_zero_")

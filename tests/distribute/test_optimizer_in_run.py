@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -266,6 +267,39 @@ def test_other_changes_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
     assert "strategy.step" in str(error.value) or "after strategy.run" in str(error.value)
     assert bits(net.parameters()) == before
     assert torch.equal(EMA, ema)
+
+
+def test_a_step_in_a_merge_call_needs_gradients_of_its_own() -> None:
+    net, strategy = model(), MirroredStrategy(1, V)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def merge(across: Any, *grads: Any, reduce: bool) -> None:
+        for parameter, grad in zip(net.parameters(), grads, strict=True):
+            if reduce:
+                parameter.grad = across.reduce("sum", grad)
+        optimizer.step()
+
+    def fn(batch: Any, *, reduce: bool) -> None:
+        context = get_replica_context()
+        assert context is not None
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        grads = [p.grad for p in net.parameters()]
+        context.merge_call(functools.partial(merge, reduce=reduce), tuple(grads))
+
+    batch = strategy.batch(dataset(), 0)
+    with pytest.raises(StateError, match="in a merge_call"):
+        strategy.run(fn, (batch,), {"reduce": False})
+    strategy.run(fn, (batch,), {"reduce": True})
+    other = model()
+    reference = torch.optim.SGD(other.parameters(), 0.1)
+
+    def plain(batch: Any) -> None:
+        loss_of(other, batch).backward()
+        reference.step()
+
+    strategy.run(plain, (batch,))
+    assert bits(net.parameters()) == bits(other.parameters())
 
 
 def test_what_belongs_to_a_replica_may_be_changed_in_place() -> None:

@@ -70,8 +70,8 @@ def refuse_sharded(state: Any) -> None:
         if isinstance(leaf, dtensor.DTensor) and not all(p.is_replicate() for p in leaf.placements):
             raise StateError(
                 f"{path}: {list(leaf.shape)} is a DTensor that is sharded ({leaf.placements}). "
-                "Strategies are data-parallel: every process holds the whole model. Train a model that is sharded "
-                "by its parameters (FSDP, tensor parallel) with your own loop and "
+                "Strategies are data-parallel: every process holds the whole model. Train a model that "
+                "is sharded by its parameters (FSDP, tensor parallel) with your own loop and "
                 "perdure.CheckpointManager"
             )
 

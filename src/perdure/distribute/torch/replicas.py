@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -42,8 +44,9 @@ class TorchGuard(Guard):
     def __init__(self, strategy: Any) -> None:
         _install()
         self._strategy = strategy
-        # Every parameter whose `.grad` a replica has used, and its `.grad` outside of replicas.
-        self._parameters: dict[int, torch.Tensor] = {}
+        # Every parameter whose `.grad` a replica has used, and its `.grad` outside of replicas. A
+        # tensor that a replica made, as reentrant checkpointing does, ends with it.
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._outside: dict[int, torch.Tensor | None] = {}
         # For each replica, the `.grad` that differ from those outside.
         self._own: dict[int, dict[int, torch.Tensor | None]] = {}
@@ -56,15 +59,17 @@ class TorchGuard(Guard):
         self._storages[replica] = storages
         self._own[replica] = {}
         self.resume(replica)
+        token = _guard.set(self)
         try:
             with _Watch(storages):
                 yield
         finally:
+            _guard.reset(token)
             self.leave(replica)
 
     def leave(self, replica: int) -> None:
         own = self._own[replica]
-        for number, parameter in self._parameters.items():
+        for number, parameter in self._live():
             if parameter.grad is not self._outside[number]:
                 own[number] = parameter.grad
             else:
@@ -73,7 +78,7 @@ class TorchGuard(Guard):
 
     def resume(self, replica: int) -> None:
         own = self._own[replica]
-        for number, parameter in self._parameters.items():
+        for number, parameter in self._live():
             parameter.grad = own.get(number, self._outside[number])
 
     def before_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
@@ -138,9 +143,22 @@ class TorchGuard(Guard):
         value = {"gradients": own, "steps": torch.ones(())}  # never without anything to add
         return context.meet(Meeting(call, value, join))
 
+    def check_merged(self, optimizer: Any) -> None:
+        """StateError for a step in a merge_call that would not see the gradients of the replicas."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                pending = any(each.get(id(parameter)) is not None for each in self._own.values())
+                if pending and parameter.grad is self._outside[id(parameter)]:
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step() in a merge_call, where `.grad` is not that "
+                        "of any replica. Call it in the function of strategy.run itself, which adds "
+                        "the gradients, or set `.grad` to what strategy.reduce gives"
+                    )
+
     def finish(self) -> None:
         """What no optimizer took is added over the replicas, and is then outside of them."""
-        names = {number: str(n) for n, number in enumerate(self._parameters)}
+        live = self._live()
+        names = {number: str(n) for n, (number, _) in enumerate(live)}
         left = [
             {names[number]: grad.detach() for number, grad in own.items() if grad is not None}
             for own in self._own.values()
@@ -150,14 +168,31 @@ class TorchGuard(Guard):
             replicas = self._strategy.local_replicas
             values = tuple({"gradients": own, "runs": torch.ones(())} for own in left)
             total = self._strategy.reduce("sum", PerReplica(values, replicas))["gradients"]
-        changed = {number for own in self._own.values() for number in own}
-        for number in changed:
-            self._parameters[number].grad = total.get(names[number])
+        for number, parameter in live:
+            if any(number in own for own in self._own.values()):
+                parameter.grad = total.get(names[number])
 
     def _use(self, parameter: torch.Tensor) -> None:
-        if id(parameter) not in self._parameters:
-            self._parameters[id(parameter)] = parameter
+        known = self._parameters.get(id(parameter))
+        if known is None or known() is not parameter:
+            self._forget(id(parameter))
+            self._parameters[id(parameter)] = weakref.ref(parameter)
             self._outside[id(parameter)] = parameter.grad
+
+    def _live(self) -> list[tuple[int, torch.Tensor]]:
+        found = [(number, reference()) for number, reference in self._parameters.items()]
+        for number, parameter in found:
+            if parameter is None:
+                self._forget(number)
+        return [(number, parameter) for number, parameter in found if parameter is not None]
+
+    def _forget(self, number: int) -> None:
+        for table in (self._parameters, self._outside, *self._own.values()):
+            table.pop(number, None)
+
+
+# Set in the replicas of a run, and where they meet.
+_guard: ContextVar[TorchGuard | None] = ContextVar("perdure_torch_guard", default=None)
 
 
 class _Watch(TorchDispatchMode):
@@ -176,20 +211,19 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if get_replica_context() is None:  # replicas have met, and this is done for all of them
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if func._schema.is_mutable:
-            for number, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[number] if number < len(args) else kwargs.get(argument.name)
-                    self._check(name, value, argument.is_out or name in _REPLACES)
+        name, written, makes = _described(func)
+        for number, argument, replaces in written:
+            value = args[number] if number < len(args) else kwargs.get(argument)
+            self._check(name, value, replaces)
         if name in _BATCH_NORM and args[_TRAINING] and args[_MEAN] is not None:
             self._refuse("running_mean of a batch normalization", name)
         result = func(*args, **kwargs)
-        if name == "lift_fresh" or not any(r.alias_info for r in func._schema.returns):
+        if makes:
             for leaf in result if isinstance(result, (list, tuple)) else (result,):
                 if _is_tensor(leaf):
-                    self._storages.add(_storage(leaf))
-                    self._seen.append(StorageWeakRef(leaf.untyped_storage()))
+                    storage = leaf.untyped_storage()
+                    self._storages.add(storage._cdata)
+                    self._seen.append(StorageWeakRef(storage))
         return result
 
     def _check(self, name: str, value: Any, replaces: bool) -> None:
@@ -206,6 +240,22 @@ class _Watch(TorchDispatchMode):
             f"logical replica {context.replica_id_in_sync_group} changes {what} in place ({name}). "
             + FORM
         )
+
+
+@functools.cache
+def _described(func: Any) -> tuple[str, list[tuple[int, str, bool]], bool]:
+    """Of an operation: its name, the arguments that it writes to, whether its results are new memory.
+
+    An argument is (position, name, whether nothing of it is read).
+    """
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    written = [
+        (number, argument.name, argument.is_out or name in _REPLACES)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return name, written, name == "lift_fresh" or not any(r.alias_info for r in schema.returns)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -286,6 +336,8 @@ def _leaves(tensors: Any) -> list[torch.Tensor]:
 def _optimizer_step(old: Any) -> Any:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (found := _current()) is None:
+            if (between := _guard.get()) is not None:
+                between.check_merged(self)
             return old(self, *args, **kwargs)
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise StateError(

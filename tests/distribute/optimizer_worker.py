@@ -49,6 +49,7 @@ def with_torch(strategy: Any) -> dict[str, Any]:
             optimizer.step()
         return loss.detach()
 
+    losses: Any = None
     for number in range(STEPS):
         losses = strategy.run(step, (strategy.batch(dataset(), number),))
     parameters = [*first.parameters(), *second.parameters()]
@@ -76,7 +77,7 @@ def with_keras(strategy: Any) -> dict[str, Any]:
         import jax
 
         def loss_fn(values: Any) -> Any:
-            scores, _ = model.stateless_call(values, [], batch["x"])
+            scores: Any = model.stateless_call(values, [], batch["x"])[0]
             return ((scores[:, 0] - batch["y"]) ** 2).sum() / BATCH
 
         return jax.grad(loss_fn)([variable.value for variable in model.trainable_variables])

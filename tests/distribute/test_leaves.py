@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from perdure.checkpoint import Checkpoint
 from perdure.data import ArrayDataset
@@ -57,7 +58,7 @@ def test_keys_in_reduce_are_refused_by_path() -> None:
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """Of one process; a DTensor with Shard is sharded all the same."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))

@@ -127,7 +127,7 @@ def test_an_optimizer_of_keras(engine: str) -> None:
     (alone,) = group.results(
         "optimizer_worker.py", 1, "--engine", engine, env={"JAX_NUM_CPU_DEVICES": "4"}
     )
-    assert alone["1"] == alone["2"] == alone["4"]
+    assert len({alone[devices]["weights"] for devices in ("1", "2", "4")}) == 1
     assert alone["1"]["iterations"] == optimizer_worker.STEPS
     assert alone["one replica"]["iterations"] == optimizer_worker.STEPS
     assert "assigns to this variable of Keras" in alone["1"]["refused"]
@@ -182,7 +182,7 @@ def test_replicas_that_do_not_step_alike() -> None:
     def one_parameter(batch: Any) -> None:
         loss = loss_of(net, batch)
         if number() == 3:
-            loss = net[0].weight.sum()
+            loss = next(net.parameters()).sum()
         loss.backward()
         optimizer.step()
 

@@ -296,8 +296,8 @@ def _classes(cls: type) -> Iterator[type]:
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     old = vars(owner).get(name)
     if callable(old) and not getattr(old, "_knows_replicas", False):
-        new = functools.wraps(old)(make(old))
-        new._knows_replicas = True  # pyright: ignore[reportFunctionMemberAccess]
+        new: Any = functools.wraps(old)(make(old))
+        new._knows_replicas = True
         setattr(owner, name, new)
 
 

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import flax.nnx as nnx
+import generated_functions as generated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
 from perdure.distribute.jax import hlo as jax_hlo
 from perdure.distribute.jax.engine import JaxEngine
 from perdure.distribute.reduction import Reduction
+from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
 
@@ -182,7 +184,8 @@ def tiny_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] + total["sum"]}, total
 
 
-# --- attention, for which XLA's partitioner removes a common subexpression ---
+# --- attention, for which XLA's partitioner removes a common subexpression, and one program for
+# several devices is other arithmetic than the program for one ---
 
 
 @jax.jit
@@ -201,13 +204,6 @@ def attention_grad(state: Any, batch: Any, key: Any) -> Any:
     return {"grads": grads, "n": batch["weight"].sum()}
 
 
-def attention_by_rows_grad(state: Any, batch: Any, key: Any) -> Any:
-    """In a loop, whose body stays as it is."""
-    rows = pixels(batch)[:, :1, :16, 0]
-    grads = jax.lax.map(lambda row: attention_gradient(state["w"], row), rows).sum(0)
-    return {"grads": grads, "n": batch["weight"].sum()}
-
-
 def attention_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] - 0.01 * total["grads"] / total["n"]}, {}
 
@@ -218,7 +214,6 @@ def attention_state() -> Any:
 
 MODELS = {
     "attention": (attention_state, attention_grad, attention_update),
-    "attention by rows": (attention_state, attention_by_rows_grad, attention_update),
     "cnn": (cnn_state, cnn_grad, cnn_update),
     "nnx": (nnx_state, nnx_grad, nnx_update),
     "tiny": (lambda: {"w": jnp.zeros(3)}, tiny_grad, tiny_update),
@@ -245,7 +240,7 @@ def by_comparison() -> dict[str, Any]:
         return told[-1]
 
     out: dict[str, Any] = {}
-    for model in ("tiny", "attention", "attention by rows"):
+    for model in ("tiny", "attention"):
         out[model] = {}
         for name, way in (("compared", noted), ("not compared", lambda *_: True)):
             jax_hlo.same_program = way
@@ -254,6 +249,21 @@ def by_comparison() -> dict[str, Any]:
             out[model][name] = (len(set(digests)), list(told))
     jax_hlo.same_program = compare
     return out
+
+
+def of_generated_functions(devices: int) -> str:
+    """Functions of many kinds in one step, whose constants differ in the last bit."""
+    kinds = (
+        *(generated.arithmetic, generated.averages, generated.rounded, generated.special),
+        *(generated.integers, generated.captured, generated.draws, generated.loops),
+    )
+    rng = np.random.default_rng(0)
+    fn = generated.together([kind(rng) for kind in kinds])
+    strategy = MirroredStrategy(devices, REPLICAS)
+    shares = tuple(generated.share(r) for r in range(REPLICAS))
+    step = strategy.step(fn, lambda state, total: (state, total))
+    with np.printoptions(precision=2, suppress=True, threshold=0):
+        return digest(step(generated.state(), PerReplica(shares, strategy.local_replicas, FIRST)))
 
 
 def train_in_parts() -> str:
@@ -380,6 +390,7 @@ def main() -> None:
         out["reversed"] = train(strategy, "cnn")
         out["in parts"] = train_in_parts()
         out["by comparison"] = by_comparison()
+        out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)
     sys.stdout.write(json.dumps(out) + "\n")

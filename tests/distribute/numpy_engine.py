@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute import SingleProcess, nest
-from perdure.distribute.engine import Scalar, Stream, in_turns
+from perdure.distribute.engine import Guard, Scalar, Stream, in_turns
 
 
 class NumpyEngine:
@@ -59,6 +59,9 @@ class NumpyEngine:
     ) -> Any:
         self.calls.append(("call", stream))
         return fn(*args, **kwargs)
+
+    def guard(self, strategy: Any) -> Guard:
+        return Guard()
 
     def random_state(self) -> Any:
         return ()

@@ -68,7 +68,7 @@ def test_each_replica_once_each_device_once(devices: int) -> None:
 def test_recipe_is_flat_json_without_topology() -> None:
     recipe = strategy(seed=4).recipe(dataset())
     assert json.loads(json.dumps(recipe)) == recipe
-    assert {"replicas": V, "seed": 4, "tree": 2, "engine": "numpy", "data_seed": 0}.items() <= (
+    assert {"replicas": V, "seed": 4, "tree": 3, "engine": "numpy", "data_seed": 0}.items() <= (
         recipe.items()
     )
     assert all(isinstance(value, (str, int, float, bool)) for value in recipe.values())

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from perdure.errors import TopologyError
@@ -123,17 +124,27 @@ def compiled_in() -> str | None:
     return None if place is None else place.compiled
 
 
-@dataclass(frozen=True)
 class Inside:
     """`grad` or `update` of a step, which knows the number of replicas.
 
-    Engines keep their programs by function. This is the function and V, because V may have become a
-    constant in the program.
+    Engines cache compiled programs by this object: by the identity of the function and by V, because
+    V may be a constant in the program. A function's own `==` does not count: two callable dataclasses
+    with the fields 0.0 and -0.0, or 1 and True, are equal and compute other bits.
     """
 
-    fn: Callable[..., Any]
-    replicas: int
-    kind: str
+    def __init__(self, fn: Callable[..., Any], replicas: int, kind: str) -> None:
+        self.fn = fn
+        self.replicas = replicas
+        self.kind = kind
+        # A bound method is a new object each time that it is looked up.
+        parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+        self._key = (kind, replicas, *map(id, parts))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inside) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def __name__(self) -> str:

@@ -8,7 +8,7 @@ program of its own that does not know the topology; all other verbs move bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from perdure.checkpoint.processes import Processes
@@ -52,6 +52,23 @@ class Stream(NamedTuple):
     seed: int
     step: int
     replica: int
+
+
+class Guard:
+    """What one `run` keeps apart between its replicas; here nothing."""
+
+    def replica(self, replica: int, own: Any) -> AbstractContextManager[None]:
+        """Surrounds the function of a replica; `own` are arguments that only this replica has."""
+        return nullcontext()
+
+    def leave(self, replica: int) -> None:
+        """Another replica runs next, in the middle of the function of this one."""
+
+    def resume(self, replica: int) -> None:
+        """This replica continues."""
+
+    def finish(self) -> None:
+        """All replicas have ended well. A collective."""
 
 
 class Engine(Protocol):
@@ -141,6 +158,10 @@ class Engine(Protocol):
 
         With `stream`, what the framework's global generators give is a function of it.
         """
+        ...
+
+    def guard(self, strategy: Any) -> Guard:
+        """What keeps the replicas of one `run` of this strategy apart."""
         ...
 
     def random_state(self) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.distribute.context import standing
-from perdure.distribute.engine import Stream
+from perdure.distribute.engine import Guard, Stream
 from perdure.distribute.values import PerReplica, of
 from perdure.errors import StateError, WorkerLostError
 
@@ -109,12 +109,14 @@ class Lockstep:
         body: Callable[[int], Any],
         *,
         name: str,
+        guard: Guard,
         stream: Stream | None = None,
     ) -> None:
         self._strategy = strategy
         self._engine = strategy.engine
         self._body = body
         self._name = name
+        self._guard = guard
         self._stream = stream
         self._switch = stream is not None
         # Where the last join stopped drawing: the next one goes on from there.
@@ -173,6 +175,7 @@ class Lockstep:
     def meet(self, replica: int, meeting: Meeting) -> Any:
         """Called by a replica: wait for all others, and get its part of what the meeting gives."""
         random = self._engine.random_state() if self._switch else None
+        self._guard.leave(replica)
         if replica in self._followers:
             answer = self._followers[replica].wait(meeting)
         else:
@@ -184,6 +187,7 @@ class Lockstep:
                 raise _Stop from None
         if self._switch:
             self._engine.set_random_state(random)
+        self._guard.resume(replica)
         return answer
 
     def _chair(self, replica: int, meeting: Meeting) -> Any:

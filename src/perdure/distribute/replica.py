@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.distribute.collectives import operation
 from perdure.distribute.context import Recorder
+from perdure.distribute.engine import Guard
 from perdure.distribute.lockstep import Lockstep, Meeting
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import StateError
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 class RunContext:
     """See perdure.distribute.context.ReplicaContext."""
 
-    def __init__(self, strategy: Strategy, replica: int, lockstep: Lockstep) -> None:
+    def __init__(self, strategy: Strategy, replica: int, lockstep: Lockstep, guard: Guard) -> None:
         self._strategy = strategy
         self._replica = replica
         self._lockstep = lockstep
+        self.guard = guard
         self.recorded: dict[Recorder, list[Any]] = {}
 
     @property
@@ -46,13 +48,13 @@ class RunContext:
         def join(values: PerReplica) -> PerReplica:
             return self._strategy.everywhere(self._strategy.reduce(op, values))
 
-        return self._lockstep.meet(self._replica, Meeting(f'all_reduce("{op}")', value, join))
+        return self.meet(Meeting(f'all_reduce("{op}")', value, join))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         def join(values: PerReplica) -> PerReplica:
             return self._strategy.everywhere(self._strategy.gather(values, axis))
 
-        return self._lockstep.meet(self._replica, Meeting(f"all_gather(axis={axis})", value, join))
+        return self.meet(Meeting(f"all_gather(axis={axis})", value, join))
 
     def merge_call(
         self,
@@ -71,9 +73,11 @@ class RunContext:
             )
 
         call = f"merge_call({getattr(merge_fn, '__name__', merge_fn)}) with {len(args)} arguments"
-        return self._lockstep.meet(
-            self._replica, Meeting(call, (tuple(args), dict(kwargs or {})), join)
-        )
+        return self.meet(Meeting(call, (tuple(args), dict(kwargs or {})), join))
+
+    def meet(self, meeting: Meeting) -> Any:
+        """Wait for all other replicas, and get this one's part of what the meeting gives."""
+        return self._lockstep.meet(self._replica, meeting)
 
     def record(self, recorder: Recorder, value: Any) -> None:
         """Keep a value for `recorder.commit`, which gets it when all replicas have ended."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
 from perdure.data.pipelines import is_pipeline, pipeline_error
-from perdure.distribute import collectives, context, inputs
+from perdure.distribute import collectives, context, inputs, keras_calls
 from perdure.distribute.cluster import Cluster
 from perdure.distribute.context import Inside
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
@@ -30,9 +30,9 @@ from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
 
-# Goes into the recipe. It changes whenever the order of additions, what they are, or the derivation of
-# keys does.
-TREE_VERSION = 2
+# In the recipe. It changes whenever the order of additions, the addition itself, the derivation of keys
+# or the program that is made of a user's function does.
+TREE_VERSION = 3
 
 
 class Strategy:
@@ -197,6 +197,10 @@ class Strategy:
         the same ones. Where an argument carries a step (a batch, keys), PyTorch's global generators
         are under (seed, step, replica), and in a merge_call under (seed, step, V); without one, draw
         from keys that you pass.
+
+        An optimizer of PyTorch or Keras that steps in fn is a collective too: it adds the gradients of
+        all replicas in the tree and steps once, as in TensorFlow. StateError for any other change that
+        a replica makes to a tensor of PyTorch or a variable of Keras from outside.
         """
         self._outside_of_replicas("run")
         if not isinstance(args, (tuple, list)):
@@ -215,7 +219,11 @@ class Strategy:
         step = next((value.step for value in given if value.step is not None), None)
 
         def body(replica: int) -> Any:
-            with context.standing(self, contexts[replica - self._plan.first]):
+            own = [of(value, replica) for value in given]
+            with (
+                context.standing(self, contexts[replica - self._plan.first]),
+                guard.replica(replica, own),
+            ):
                 return self._engine.call(
                     fn,
                     self._engine.devices[self._device_of(replica)],
@@ -226,10 +234,13 @@ class Strategy:
 
         name = getattr(fn, "__name__", repr(fn))
         between = None if step is None else Stream(self._seed, step, self._replicas)
-        lockstep = Lockstep(self, body, name=name, stream=between)
-        contexts = [RunContext(self, replica, lockstep) for replica in self.local_replicas]
+        keras_calls.install()
+        guard = self._engine.guard(self)
+        lockstep = Lockstep(self, body, name=name, guard=guard, stream=between)
+        contexts = [RunContext(self, r, lockstep, guard) for r in self.local_replicas]
         try:
             results = PerReplica(tuple(lockstep()), self.local_replicas)
+            guard.finish()
             commit(contexts)
         finally:
             contexts.clear()  # a cycle, which would keep the arguments until it is collected

@@ -21,7 +21,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.checkpoint.processes import Processes
-from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Together, Update, Work, in_turns
+from perdure.distribute.engine import (
+    Grad,
+    Guard,
+    Merge,
+    Scalar,
+    Stream,
+    Together,
+    Update,
+    Work,
+    in_turns,
+)
 from perdure.distribute.jax import group as jax_group
 from perdure.distribute.jax import spmd as jax_spmd
 from perdure.distribute.jax.environment import environment
@@ -132,6 +142,9 @@ class JaxEngine:
             )
         with jax.default_device(device):
             return fn(*args, **kwargs)
+
+    def guard(self, strategy: Any) -> Guard:
+        return Guard()
 
     def random_state(self) -> Any:
         return ()  # JAX has no global generator

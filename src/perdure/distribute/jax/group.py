@@ -284,9 +284,11 @@ def _unpack(
 
 
 def bits(leaf: Any) -> Any:
-    """The leaf, flat, as unsigned integers of its width."""
+    """The leaf, flat, as unsigned integers of its width, but of at least one byte."""
     unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
     flat = leaf.reshape(-1)
+    if (width := packed_width(leaf.dtype)) is not None:
+        return jax.lax.bitcast_convert_type(flat, jnp.dtype(f"uint{width}")).astype(unsigned)
     return (
         flat.astype(unsigned)
         if leaf.dtype == jnp.bool_
@@ -294,7 +296,20 @@ def bits(leaf: Any) -> Any:
     )
 
 
+def packed_width(dtype: Any) -> int | None:
+    """Bits of an element where several share a byte (int4, float4_e2m1fn); None elsewhere."""
+    info = (
+        jnp.iinfo if jnp.issubdtype(dtype, jnp.integer)
+        else jnp.finfo if jnp.issubdtype(dtype, jnp.floating)
+        else None
+    )  # fmt: skip
+    width = None if info is None else int(info(dtype).bits)
+    return width if width is not None and width < 8 else None
+
+
 def from_bits(words: Any, shape: Any, dtype: Any) -> Any:
     """The inverse of `bits`."""
     words = words.reshape(shape)
+    if (width := packed_width(dtype)) is not None:
+        words = words.astype(jnp.dtype(f"uint{width}"))
     return words.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)

@@ -7,6 +7,7 @@ the same instructions of the same values; a text that is not understood is like 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from contextlib import suppress
 from typing import Any
@@ -14,21 +15,23 @@ from typing import Any
 # What of an instruction's text is no part of what it computes: its origin, and shardings, which have
 # been carried out when the program is optimized.
 _ASIDE = re.compile(
-    r', (?:metadata|sharding|frontend_attributes)=\{(?:"[^"]*"|[^{}"]|\{[^{}]*\})*\}'
+    r", (?:metadata|sharding|frontend_attributes)="
+    r'\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n]|\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n])*\})*\}'
 )
 _NAME = re.compile(r"%[\w.\-]+")
 _HEAD = re.compile(r"^(ENTRY )?(%[\w.\-]+) .*$", re.MULTILINE)
 _CALL = re.compile(r" call\((.*)\), to_apply=(%[\w.\-]+)")
 _COPY = re.compile(r"^(\S+) copy\((%[\w.\-]+)\)")
 # What reading raises where another release of XLA prints its programs otherwise.
-_NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError)
+_NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError, ImportError, TypeError)
+_ELIDED = "constant({...})"
 _PART = re.compile(r" get-tuple-element\((%[\w.\-]+)\), index=(\d+)")
 
 
 def same_program(one: Any, other: Any) -> bool:
     """Whether two compiled programs make their results by the same instructions of the same values."""
     with suppress(*_NOT_UNDERSTOOD):
-        return _Module(one.as_text()).entry.result == _Module(other.as_text()).entry.result
+        return _Module(_text(one)).entry.result == _Module(_text(other)).entry.result
     return False
 
 
@@ -44,8 +47,8 @@ def is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bo
 
 
 def _is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bool:
-    module = _Module(whole.as_text(), open_calls=True)
-    alone, last = _Module(grad.as_text()).entry, _Module(update.as_text()).entry
+    module = _Module(_text(whole), open_calls=True)
+    alone, last = _Module(_text(grad)).entry, _Module(_text(update)).entry
     calls = module.entry.calls
     if len(calls) != 1 + between or module.called(calls[-1].target).leaves != last.leaves:
         return False
@@ -58,6 +61,24 @@ def _is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> b
     return calls[-1].operands == state + found and module.entry.leaves == calls[-1].parts(
         len(last.leaves)
     )
+
+
+def _text(program: Any) -> str:
+    """The text of an optimized program, with every element of every constant.
+
+    By default XLA prints `constant({...})` for more than ten elements, so that two programs with
+    different tables look alike. Floats are printed so that they read back to the same bits.
+    """
+    text = program.as_text()
+    if _ELIDED in text:
+        module = importlib.import_module("jaxlib._hlo")
+        options = module.HloPrintOptions()
+        options.print_large_constants = True
+        (computed,) = program.runtime_executable().hlo_modules()
+        text = computed.to_string(options)
+    if _ELIDED in text:
+        raise ValueError("XLA leaves elements of a constant out of the text of a program")
+    return text
 
 
 class _Module:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from perdure.distribute.engine import Grad, Update
-from perdure.distribute.jax.subexpressions import computed_once
 from perdure.errors import StateError
 
 # Settings that a thread may have for itself, with the context managers of these names.
 SETTINGS = (
     "enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "disable_jit", "debug_nans",
-    "default_prng_impl", "threefry_partitionable",
+    "default_prng_impl", "threefry_partitionable", "enable_custom_prng", "softmax_custom_jvp",
+    "numpy_rank_promotion", "debug_infs",
 )  # fmt: skip
 
 # `rbg` keys give other bits on other topologies; threefry does not.
@@ -33,7 +33,6 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
     """`fn` with its key. Kept, so that all strategies over one function share its executables."""
 
     @jax.jit
-    @computed_once
     def grad(state: Any, share: Any, seed: Any, step: Any, replica: Any) -> Any:
         try:
             contributions = fn(state, share, make_key(seed, step, replica))
@@ -48,6 +47,7 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
             ) from error
         if not jax.tree.leaves(contributions):
             raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
+        _refuse_keys(contributions)
         return jax.tree.map(without_weak_type, contributions)
 
     return grad
@@ -56,7 +56,6 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=64)
 def update_program(fn: Update) -> Callable[..., Any]:
     @jax.jit
-    @computed_once
     def update(state: Any, total: Any) -> tuple[Any, Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -72,7 +71,18 @@ def update_program(fn: Update) -> Callable[..., Any]:
 
 @jax.jit
 def add_program(left: Any, right: Any) -> Any:
+    _refuse_keys(left)
     return jax.tree.map(plus, left, right)
+
+
+def _refuse_keys(values: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
+            raise StateError(
+                f"{name_of(path)}: values of the replicas are added, and random keys "
+                f"({leaf.dtype}) have no sum. Keep keys in the state, or derive them from the key that "
+                "grad gets"
+            )
 
 
 def plus(left: Any, right: Any) -> Any:
@@ -110,6 +120,13 @@ def without_weak_type(leaf: Any) -> Any:
 def strong(path: Any, leaf: Any) -> Any:
     """A leaf of the user's, as an array whose dtype does not give way in promotions."""
     if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_replicated:
+            raise StateError(
+                f"{name_of(path)}: {leaf.dtype}{list(leaf.shape)} is sharded ({leaf.sharding}). "
+                "Strategies are data-parallel: every device holds the whole state, so the parts would "
+                "be copied to all of them. Give a replicated array, or train a model that is sharded "
+                "by its parameters with your own jit and perdure.CheckpointManager"
+            )
         return without_weak_type(leaf)
     try:
         array = np.asarray(leaf)

@@ -11,6 +11,7 @@ and are not, until the total is.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.jax import hlo
-from perdure.distribute.jax.group import bits, from_bits
+from perdure.distribute.jax.group import bits, from_bits, packed_width
 from perdure.distribute.jax.programs import (
     SETTINGS,
     one_form,
@@ -97,8 +98,7 @@ class Together:
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
             state = self._whole(state)
             leaves = jax.tree.leaves(state)
-        settings = tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
-        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), settings)
+        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), _settings())
         turns = self._turns(columns, forms[0][0], step)
         if form not in self._steps:
             if len(self._steps) == FORMS_KEPT:
@@ -159,6 +159,13 @@ class Together:
         grad, *_ = self._singles
         # Tracing raises what is wrong with the user's functions, as the reference would.
         contributions = jax.eval_shape(grad, state, *turn)
+        results = jax.eval_shape(self._singles[2], state, contributions)
+        # Of elements that share a byte (int4), a compiled program wants another layout than device_put
+        # makes.
+        if any(
+            packed_width(x.dtype) for x in jax.tree.leaves((state, turn, contributions, results))
+        ):
+            return None
         for leaf in jax.tree.leaves(contributions):
             # XLA may keep a chain of narrow sums in a wider type; two at a time it cannot.
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize < 4:
@@ -257,6 +264,15 @@ class Together:
         if len(self._devices) > 1:
             fn = jax.shard_map(fn, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return _compiled(fn, self._sharding, *values)
+
+
+def _settings() -> Any:
+    """Every setting under which JAX would trace a function again."""
+    private: Any = importlib.import_module("jax._src.config")
+    if (context := getattr(private, "trace_context", None)) is not None:
+        return context()
+    config: Any = jax.config
+    return tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
 
 
 def _compiled(fn: Any, sharding: Any, *values: Any) -> Any:

@@ -8,6 +8,8 @@ statistics such as BatchNorm's are those of V replicas, however many of them one
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perdure.checkpoint import Checkpoint
+from perdure.distribute import nest
 from perdure.errors import StateError
 
 # Nothing below these is a module of its own.
@@ -50,6 +54,26 @@ def _modules(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Mo
         children = getattr(value, "__dict__", {}).items()
     for name, child in list(children):
         yield from _modules(child, f"{path}.{name}" if path else str(name), seen)
+
+
+def refuse_sharded(state: Any) -> None:
+    """StateError for a tensor of which every process has only a part (DTensor), with its path."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is None:
+        return
+    values = vars(state) if isinstance(state, Checkpoint) else state
+    leaves = [(path.replace("/", "."), leaf) for path, leaf in nest.flatten(values)]
+    for path, module in modules(state):
+        for inner, leaf in itertools.chain(module.named_parameters(), module.named_buffers()):
+            leaves.append((".".join(filter(None, (path, inner))), leaf))
+    for path, leaf in leaves:
+        if isinstance(leaf, dtensor.DTensor) and not all(p.is_replicate() for p in leaf.placements):
+            raise StateError(
+                f"{path}: {list(leaf.shape)} is a DTensor that is sharded ({leaf.placements}). "
+                "Strategies are data-parallel: every process holds the whole model. Train a model that "
+                "is sharded by its parameters (FSDP, tensor parallel) with your own loop and "
+                "perdure.CheckpointManager"
+            )
 
 
 def _buffers(state: Any) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -22,11 +22,12 @@ import torch
 
 from perdure.checkpoint.processes import Processes
 from perdure.distribute import nest
-from perdure.distribute.engine import Grad, Merge, Scalar, Stream, Update, Work
+from perdure.distribute.engine import Grad, Guard, Merge, Scalar, Stream, Update, Work
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.environment import environment, not_deterministic
+from perdure.distribute.torch.replicas import TorchGuard
 from perdure.errors import StateError, TopologyError
 
 # Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
@@ -61,6 +62,7 @@ class TorchEngine:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
         self._told = False
+        self._placed: Any = None
         if self.devices[0].type == "cpu":
             keep_memory(os.environ)
 
@@ -68,6 +70,9 @@ class TorchEngine:
         return environment(self.devices[0])
 
     def place(self, state: Any) -> list[Any]:
+        if state is not self._placed:  # most often the same object in every step
+            torch_buffers.refuse_sharded(state)
+            self._placed = state
         return [state]
 
     def collect(self, values: list[Any]) -> Any:
@@ -142,6 +147,9 @@ class TorchEngine:
 
         with contextlib.nullcontext() if stream is None else self._seeded(stream):
             return fn(*map(arrays, args), **{name: arrays(kwargs[name]) for name in kwargs})
+
+    def guard(self, strategy: Any) -> Guard:
+        return TorchGuard(strategy)
 
     def random_state(self) -> Any:
         return [generator.get_state() for generator in self._generators()]

@@ -1,0 +1,103 @@
+"""Optimizers and variables of Keras inside the function of `strategy.run`, on any backend.
+
+An optimizer that is applied in every replica is applied once, with the sum of their gradients in the
+fixed tree. Any other assignment to a variable would be made once for each replica, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from perdure.distribute.arrays import on_host
+from perdure.distribute.context import get_replica_context
+from perdure.distribute.lockstep import Meeting
+from perdure.distribute.values import PerReplica
+from perdure.errors import StateError
+
+
+def install() -> None:
+    """Let Keras's optimizers and variables know whether a replica calls them, where Keras is imported.
+
+    Outside of replicas they are what they were. Classes may have been made since the last time.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
+        return
+    for cls in _family(keras.optimizers.Optimizer):
+        _wrap(cls, "apply", _apply)
+    for cls in _family(keras.Variable):
+        _wrap(cls, "_direct_assign", _assign)
+
+
+def _family(cls: type) -> Iterator[type]:
+    """A class, its bases and all classes made from it."""
+    yield from cls.__mro__
+    waiting = list(cls.__subclasses__())
+    while waiting:
+        child = waiting.pop()
+        yield child
+        waiting += child.__subclasses__()
+
+
+def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    old = vars(owner).get(name)
+    if callable(old) and not getattr(old, "_knows_replicas", False):
+        new: Any = functools.wraps(old)(make(old))
+        new._knows_replicas = True
+        setattr(owner, name, new)
+
+
+def _current() -> Any:
+    """The context of the replica whose code this is; None in the functions of a step too."""
+    context = get_replica_context()
+    return context if hasattr(context, "meet") else None
+
+
+def _apply(old: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any) -> Any:
+        context = _current()
+        if context is None or _stateless():
+            return old(self, grads, trainable_variables, **kwargs)
+        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        own = {str(n): grad for n, grad in enumerate(grads) if grad is not None}
+
+        def join(values: PerReplica) -> Any:
+            total = context.strategy.reduce("sum", values)["gradients"]
+            if sys.modules["keras"].backend.backend() == "jax":
+                # Of no device, as Keras's variables are: replicas on all devices compute with them.
+                total = {name: on_host(value) for name, value in total.items()}
+            summed = [total.get(str(n)) for n in range(len(grads))]
+            return old(self, summed, variables, **kwargs)
+
+        value = {"gradients": own, "steps": np.ones((), np.float32)}
+        call = f"{type(self).__name__}.apply() of {self.name} with {len(own)} gradients"
+        return context.meet(Meeting(call, value, join))
+
+    return apply
+
+
+def _assign(old: Any) -> Any:
+    def _direct_assign(self: Any, value: Any) -> Any:
+        if (context := _current()) is not None:
+            raise StateError(
+                f"{self.path}: logical replica {context.replica_id_in_sync_group} assigns to this "
+                "variable of Keras. Replicas run one after another, so the result would depend on how "
+                "many of them this process has. In the function of strategy.run, only an optimizer may "
+                "change variables; seed generators (Dropout), BatchNormalization and metrics of Keras "
+                "need perdure.keras.Stateless with strategy.step, or training=False"
+            )
+        return old(self, value)
+
+    return _direct_assign
+
+
+def _stateless() -> bool:
+    """Whether Keras keeps assignments for itself, in `stateless_apply` and the like."""
+    backend: Any = sys.modules.get("keras.src.backend")
+    return bool(backend is not None and backend.common.stateless_scope.in_stateless_scope())

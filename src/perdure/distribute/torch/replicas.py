@@ -1,0 +1,376 @@
+"""Optimizers and in-place changes inside the function of `strategy.run`, on PyTorch.
+
+An optimizer that steps in every replica steps once, with the sum of their gradients in the fixed tree,
+as in TensorFlow. For that each replica has `.grad` of its own. Any other change that a replica makes
+to a tensor from outside would depend on which replicas ran here before it, and raises StateError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perdure.distribute import nest
+from perdure.distribute.context import get_replica_context
+from perdure.distribute.engine import Guard
+from perdure.distribute.lockstep import Meeting
+from perdure.distribute.values import PerReplica
+from perdure.errors import StateError
+
+FORM = (
+    "Replicas run one after another, so the result would depend on how many of them this process has. "
+    "In the function of strategy.run, only optimizer.step() may change parameters; return other values "
+    "and combine them with strategy.reduce, or change them in `update` of strategy.step, which also "
+    "takes the mean of BatchNorm's statistics"
+)
+# They replace what they write to and read nothing of it. A replica may fill its own rows of a tensor.
+_REPLACES = ("copy_", "fill_", "zero_", "index_put_", "_index_put_impl_", "_foreach_zero_")
+_BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+# Where the running mean and the flag for training are among their arguments.
+_MEAN, _TRAINING = 3, 5
+
+
+class TorchGuard(Guard):
+    """One `run`: the `.grad` of each replica, and the steps that they take together."""
+
+    def __init__(self, strategy: Any) -> None:
+        _install()
+        self._strategy = strategy
+        # Every parameter whose `.grad` a replica has used, and its `.grad` outside of replicas. A
+        # tensor that a replica made, as reentrant checkpointing does, ends with it.
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._outside: dict[int, torch.Tensor | None] = {}
+        # For each replica, the `.grad` that differ from those outside.
+        self._own: dict[int, dict[int, torch.Tensor | None]] = {}
+        self._storages: dict[int, set[int]] = {}
+        self._optimizers: list[Any] = []
+
+    @contextlib.contextmanager
+    def replica(self, replica: int, own: Any) -> Iterator[None]:
+        storages = {_storage(leaf) for _, leaf in nest.flatten(own) if _is_tensor(leaf)}
+        self._storages[replica] = storages
+        self._own[replica] = {}
+        self.resume(replica)
+        token = _guard.set(self)
+        try:
+            with _Watch(storages):
+                yield
+        finally:
+            _guard.reset(token)
+            self.leave(replica)
+
+    def leave(self, replica: int) -> None:
+        own = self._own[replica]
+        for number, parameter in self._live():
+            if parameter.grad is not self._outside[number]:
+                own[number] = parameter.grad
+            else:
+                own.pop(number, None)
+            parameter.grad = self._outside[number]
+
+    def resume(self, replica: int) -> None:
+        own = self._own[replica]
+        for number, parameter in self._live():
+            parameter.grad = own.get(number, self._outside[number])
+
+    def before_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
+        """Have `backward` add to gradients that belong to this replica.
+
+        What was there before `run` counts once: replica 0 has it.
+        """
+        for leaf in leaves:
+            self._use(leaf)
+            grad = leaf.grad
+            if grad is not None and grad is self._outside[id(leaf)]:
+                leaf.grad = grad.detach().clone() if replica == 0 else None
+
+    def after_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
+        for leaf in leaves:
+            if leaf.grad is not None:
+                self._storages[replica].add(_storage(leaf.grad))
+
+    def step(self, context: Any, optimizer: Any, apply: Callable[[], Any]) -> Any:
+        """One step of an optimizer with the sum of the gradients of all replicas."""
+        name = type(optimizer).__name__
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
+        parameters = {
+            f"{g}/{n}": parameter
+            for g, group in enumerate(optimizer.param_groups)
+            for n, parameter in enumerate(group["params"])
+        }
+        own: dict[str, torch.Tensor] = {}
+        cleared: list[torch.Tensor] = []
+        for path, parameter in parameters.items():
+            self._use(parameter)
+            grad = parameter.grad
+            if grad is self._outside[id(parameter)]:
+                continue
+            if grad is None:
+                cleared.append(parameter)
+                continue
+            if grad.layout is not torch.strided:
+                raise StateError(
+                    f"the gradient of parameter {path} of {name} is sparse, and has no sum in the "
+                    "tree; make the layer with sparse=False"
+                )
+            own[path] = grad.detach()
+
+        def join(values: PerReplica) -> Any:
+            total = self._strategy.reduce("sum", values)["gradients"]
+            for parameter in cleared:
+                self._outside[id(parameter)] = None
+            for path, parameter in parameters.items():
+                if path in total:
+                    self._outside[id(parameter)] = total[path]
+                for each in self._own.values():
+                    each.pop(id(parameter), None)
+                parameter.grad = self._outside[id(parameter)]
+            return apply()
+
+        call = f"{name}.step() of optimizer {number} with {len(own)} gradients"
+        if cleared:
+            call += f" and {len(cleared)} set to None"
+        value = {"gradients": own, "steps": torch.ones(())}  # never without anything to add
+        return context.meet(Meeting(call, value, join))
+
+    def check_merged(self, optimizer: Any) -> None:
+        """StateError for a step in a merge_call that would not see the gradients of the replicas."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                pending = any(each.get(id(parameter)) is not None for each in self._own.values())
+                if pending and parameter.grad is self._outside[id(parameter)]:
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step() in a merge_call, where `.grad` is not that "
+                        "of any replica. Call it in the function of strategy.run itself, which adds "
+                        "the gradients, or set `.grad` to what strategy.reduce gives"
+                    )
+
+    def finish(self) -> None:
+        """What no optimizer took is added over the replicas, and is then outside of them."""
+        live = self._live()
+        names = {number: str(n) for n, (number, _) in enumerate(live)}
+        left = [
+            {names[number]: grad.detach() for number, grad in own.items() if grad is not None}
+            for own in self._own.values()
+        ]
+        total: dict[str, torch.Tensor] = {}
+        if any(left):
+            replicas = self._strategy.local_replicas
+            values = tuple({"gradients": own, "runs": torch.ones(())} for own in left)
+            total = self._strategy.reduce("sum", PerReplica(values, replicas))["gradients"]
+        for number, parameter in live:
+            if any(number in own for own in self._own.values()):
+                parameter.grad = total.get(names[number])
+
+    def _use(self, parameter: torch.Tensor) -> None:
+        known = self._parameters.get(id(parameter))
+        if known is None or known() is not parameter:
+            self._forget(id(parameter))
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+            self._outside[id(parameter)] = parameter.grad
+
+    def _live(self) -> list[tuple[int, torch.Tensor]]:
+        found = [(number, reference()) for number, reference in self._parameters.items()]
+        for number, parameter in found:
+            if parameter is None:
+                self._forget(number)
+        return [(number, parameter) for number, parameter in found if parameter is not None]
+
+    def _forget(self, number: int) -> None:
+        for table in (self._parameters, self._outside, *self._own.values()):
+            table.pop(number, None)
+
+
+# Set in the replicas of a run, and where they meet.
+_guard: ContextVar[TorchGuard | None] = ContextVar("perdure_torch_guard", default=None)
+
+
+class _Watch(TorchDispatchMode):
+    """Raises for a change of a tensor that is from outside of the replica.
+
+    `storages`: the memory of tensors that belong to the replica; what it makes is added.
+    """
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+        # Weak references to their memory, so that none of another tensor gets the same identity.
+        self._seen: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if get_replica_context() is None:  # replicas have met, and this is done for all of them
+            return func(*args, **kwargs)
+        name, written, makes = _described(func)
+        for number, argument, replaces in written:
+            value = args[number] if number < len(args) else kwargs.get(argument)
+            self._check(name, value, replaces)
+        if name in _BATCH_NORM and args[_TRAINING] and args[_MEAN] is not None:
+            self._refuse("running_mean of a batch normalization", name)
+        result = func(*args, **kwargs)
+        if makes:
+            for leaf in result if isinstance(result, (list, tuple)) else (result,):
+                if _is_tensor(leaf):
+                    storage = leaf.untyped_storage()
+                    self._storages.add(storage._cdata)
+                    self._seen.append(StorageWeakRef(storage))
+        return result
+
+    def _check(self, name: str, value: Any, replaces: bool) -> None:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not _is_tensor(tensor) or _storage(tensor) in self._storages:
+                continue
+            if isinstance(tensor, torch.nn.Parameter) or not replaces:
+                shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                self._refuse(f"a tensor from outside of it, {shape},", name)
+
+    def _refuse(self, what: str, name: str) -> None:
+        context: Any = get_replica_context()
+        raise StateError(
+            f"logical replica {context.replica_id_in_sync_group} changes {what} in place ({name}). "
+            + FORM
+        )
+
+
+@functools.cache
+def _described(func: Any) -> tuple[str, list[tuple[int, str, bool]], bool]:
+    """Of an operation: its name, the arguments that it writes to, whether its results are new memory.
+
+    An argument is (position, name, whether nothing of it is read).
+    """
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    written = [
+        (number, argument.name, argument.is_out or name in _REPLACES)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return name, written, name == "lift_fresh" or not any(r.alias_info for r in schema.returns)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _current() -> tuple[Any, TorchGuard] | None:
+    """The context of the replica whose code this is, and the guard of its run."""
+    context: Any = get_replica_context()
+    guard = getattr(context, "guard", None)
+    return (context, guard) if isinstance(guard, TorchGuard) else None
+
+
+def _install() -> None:
+    """Let optimizers, schedulers, scalers and `backward` know whether a replica calls them.
+
+    Outside of replicas they are what they were. Classes may have been made since the last time.
+    """
+    _wrap(torch.autograd, "backward", _backward)
+    for cls in _classes(torch.optim.Optimizer):
+        _wrap(cls, "step", _optimizer_step)
+    for cls in _classes(torch.optim.lr_scheduler.LRScheduler):
+        _wrap(cls, "step", _scheduler_step)
+    for cls in _classes(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
+        _wrap(cls, "step", _scaler_step)
+
+
+def _classes(cls: type) -> Iterator[type]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _classes(child)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    old = vars(owner).get(name)
+    if callable(old) and not getattr(old, "_knows_replicas", False):
+        new: Any = functools.wraps(old)(make(old))
+        new._knows_replicas = True
+        setattr(owner, name, new)
+
+
+def _backward(old: Any) -> Any:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := _current()) is None:
+            return old(tensors, *args, **kwargs)
+        context, guard = found
+        replica = context.replica_id_in_sync_group
+        leaves = _leaves(tensors)
+        guard.before_backward(replica, leaves)
+        result = old(tensors, *args, **kwargs)
+        guard.after_backward(replica, leaves)
+        return result
+
+    return backward
+
+
+def _leaves(tensors: Any) -> list[torch.Tensor]:
+    """The tensors whose `.grad` a backward pass from `tensors` may change."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    leaves = {id(t): t for t in roots if t.grad_fn is None and t.requires_grad}
+    nodes = [t.grad_fn for t in roots if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return list(leaves.values())
+
+
+def _optimizer_step(old: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := _current()) is None:
+            if (between := _guard.get()) is not None:
+                between.check_merged(self)
+            return old(self, *args, **kwargs)
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise StateError(
+                f"{type(self).__name__}.step(closure) in a replica: it would compute the loss of one "
+                "replica again after others have changed the parameters. Use strategy.step, whose "
+                "`update` gets the sum of the gradients"
+            )
+        context, guard = found
+        return guard.step(context, self, lambda: old(self, *args, **kwargs))
+
+    return step
+
+
+def _scheduler_step(old: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current() is not None:
+            raise StateError(
+                f"{type(self).__name__}.step() in a replica would be made once for each replica. Call "
+                "it once, after strategy.run"
+            )
+        return old(self, *args, **kwargs)
+
+    return step
+
+
+def _scaler_step(old: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current() is not None and self.is_enabled():
+            raise StateError(
+                "GradScaler.step() in a replica: one replica would step and another one not, because "
+                "each looks for overflows in its own gradients. Use strategy.step with "
+                "perdure.distribute.LossScale, or bfloat16, which needs no scale"
+            )
+        return old(self, *args, **kwargs)
+
+    return step

@@ -1,0 +1,131 @@
+"""Trains with an optimizer inside of `strategy.run` and writes digests of the weights as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from perdure.data import ArrayDataset
+from perdure.distribute import Cluster, compute_average_loss
+from perdure.distribute.arrays import on_host
+from perdure.errors import StateError
+
+REPLICAS, BATCH, STEPS = 4, 16, 3
+
+
+def dataset() -> ArrayDataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(48, 4)).astype(np.float32)
+    return ArrayDataset({"x": x, "y": (x.sum(1) > 0).astype(np.int32)}, BATCH)
+
+
+def digest(arrays: Any) -> str:
+    return hashlib.sha256(b"".join(np.asarray(a).tobytes() for a in arrays)).hexdigest()[:16]
+
+
+def with_torch(strategy: Any) -> dict[str, Any]:
+    """Two networks with an optimizer each, as in a GAN; the second loss reaches both."""
+    import torch
+
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+    one = torch.optim.Adam(first.parameters(), 1e-2)
+    two = torch.optim.SGD(second.parameters(), 0.1, momentum=0.9)
+
+    def step(batch: Any) -> Any:
+        for optimizer, target in ((one, batch["y"]), (two, 1 - batch["y"])):
+            optimizer.zero_grad()
+            scores = second(torch.relu(first(batch["x"])))
+            each = torch.nn.functional.cross_entropy(scores, target.long(), reduction="none")
+            loss = compute_average_loss(each, global_batch_size=BATCH)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(first.parameters(), 0.05)
+            optimizer.step()
+        return loss.detach()
+
+    losses: Any = None
+    for number in range(STEPS):
+        losses = strategy.run(step, (strategy.batch(dataset(), number),))
+    parameters = [*first.parameters(), *second.parameters()]
+    return {
+        "weights": digest([p.detach() for p in parameters]),
+        "left": digest([p.grad for p in parameters]),
+        "loss": digest([strategy.reduce("sum", losses)]),
+    }
+
+
+def with_keras(strategy: Any) -> dict[str, Any]:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    optimizer = keras.optimizers.Adam(1e-2)
+
+    def gradients(batch: Any) -> Any:
+        if keras.backend.backend() == "torch":
+            model.zero_grad()
+            loss = ((model(batch["x"])[:, 0] - batch["y"]) ** 2).sum() / BATCH
+            loss.backward()
+            return [variable.value.grad for variable in model.trainable_variables]
+        import jax
+
+        def loss_fn(values: Any) -> Any:
+            scores: Any = model.stateless_call(values, [], batch["x"])[0]
+            return ((scores[:, 0] - batch["y"]) ** 2).sum() / BATCH
+
+        return jax.grad(loss_fn)([variable.value for variable in model.trainable_variables])
+
+    def step(batch: Any) -> None:
+        optimizer.apply_gradients(zip(gradients(batch), model.trainable_variables, strict=True))
+
+    for number in range(STEPS):
+        strategy.run(step, (strategy.batch(dataset(), number),))
+
+    dropout = keras.layers.Dropout(0.5, seed=1)
+    refused = ""
+    try:
+        strategy.run(
+            lambda batch: dropout(batch["x"], training=True), (strategy.batch(dataset(), 0),)
+        )
+    except StateError as error:
+        refused = str(error)
+    return {
+        "weights": digest([on_host(v.value) for v in model.trainable_variables]),
+        "iterations": int(optimizer.iterations),
+        "refused": refused,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process", type=int)
+    args = parser.parse_args()
+    kind, _, backend = args.engine.partition("-")
+    os.environ["KERAS_BACKEND"] = backend or "torch"
+    if backend == "jax":
+        import perdure.jax as engine
+    else:
+        import perdure.torch as engine
+    use = with_keras if kind == "keras" else with_torch
+    out: dict[str, Any]
+    if args.processes > 1:
+        cluster = Cluster(args.coordinator, args.processes, args.process)
+        out = use(engine.MultiWorkerMirroredStrategy(cluster, REPLICAS))
+    else:
+        out = {str(d): use(engine.MirroredStrategy(d, REPLICAS)) for d in (1, 2, 4)}
+        out["one replica"] = use(engine.MirroredStrategy(1, 1))
+    sys.stdout.write(json.dumps(out) + "\n")
+
+
+if __name__ == "__main__":
+    main()

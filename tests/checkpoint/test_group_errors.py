@@ -154,7 +154,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[Exception]
 ) -> None:
     train(tmp_path, 1)
-    real, fired = together.write_share, []
+    real, fired = together.write_share, []  # pyright: ignore[reportPrivateImportUsage]
 
     def write_share(
         storage: Any, step: int, leaves: Any, known: Any, index: int, *rest: Any
@@ -186,7 +186,7 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[BaseException]
 ) -> None:
     train(tmp_path, 1, count=3)
-    real, fired = manager_module.snapshot, []
+    real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any) -> Any:
         if value.get("victim") == victim:
@@ -230,7 +230,7 @@ def test_a_metric_that_one_process_has_wrong_is_told_to_all(tmp_path: Path) -> N
 def test_on_error_continue_means_the_same_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, fired = manager_module.snapshot, []
+    real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any) -> Any:
         if value.get("victim") == 1:

@@ -50,7 +50,7 @@ def test_two_threads_commit_each_its_own_bits(
     # The first thread stops between its snapshot and its commit, and the second one saves there. It
     # can only come in without the guard; with it, the wait below ends without it.
     first_has_snapshot, second_has_snapshot = threading.Event(), threading.Event()
-    real = manager_module.snapshot
+    real = manager_module.snapshot  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any) -> Any:
         leaves = real(value, arena)

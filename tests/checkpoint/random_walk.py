@@ -1,0 +1,619 @@
+"""The life of one run directory as a random sequence of what people and machines do to it.
+
+Invariant that every walk checks after every act: a checkpoint that was reported as committed and was
+not asked to go is restored bit for bit. Shared by a test and by `make proof-store`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
+
+from helpers import Crash, Operations
+
+from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
+from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.errors import CorruptionError, HistoryError, LockedError, PerdureError
+from perdure.state import unflatten
+from perdure.store import LocalStorage, Run, Storage, check, fork_run, repair
+from perdure.testing.servers import ObjectServer
+
+ACTS = 18
+"""Acts of one walk."""
+CRASH_WITHIN = 30
+"""A crash is put ahead of one of so many operations of an act."""
+
+State = dict[str, bytes]
+
+
+def make_state(step: int, seed: int) -> dict[str, Any]:
+    """A part that never changes, one that changes at times, and one of its own."""
+    return {
+        "frozen": np.random.default_rng(1).integers(0, 256, 3000, np.uint8),
+        "model": {"slow": np.random.default_rng(seed // 3).normal(size=200)},
+        "own": np.random.default_rng(1000 + seed).normal(size=(20, 7)).astype(np.float32),
+        "step": step,
+        "name": f"state {seed}",
+    }
+
+
+def bits(state: Any, path: str = "") -> State:
+    """Every leaf as bytes with its dtype and shape."""
+    if isinstance(state, dict):
+        return {
+            name: data
+            for key, value in state.items()
+            for name, data in bits(value, f"{path}/{key}").items()
+        }
+    if isinstance(state, np.ndarray):
+        return {path: f"{state.dtype}{state.shape}".encode() + state.tobytes()}
+    return {path: f"{type(state).__name__} {state!r}".encode()}
+
+
+class Place(Protocol):
+    """Where a run directory lies, and how to reach its bytes without the store."""
+
+    def storage(self, before: Operations | None = None) -> Storage: ...
+    def another(self) -> Place: ...
+    def packs(self) -> dict[str, bytes]: ...
+    def manifest(self, step: int) -> bytes: ...
+    def write_pack(self, name: str, data: bytes) -> None: ...
+
+
+class Disk:
+    def __init__(self, root: Path, number: int = 0) -> None:
+        self.root, self.path = root, root / f"run-{number}"
+        self._number = number
+
+    def storage(self, before: Operations | None = None) -> Storage:
+        return LocalStorage(self.path) if before is None else LocalStorage(self.path, before)
+
+    def another(self) -> Disk:
+        taken = sum(1 for _ in self.root.iterdir())
+        return Disk(self.root, taken + 1)
+
+    def packs(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (self.path / "packs").glob("*.pack")}
+
+    def manifest(self, step: int) -> bytes:
+        return (self.path / f"checkpoints/{step:012d}.json").read_bytes()
+
+    def write_pack(self, name: str, data: bytes) -> None:
+        # Not through a hard link that a fork may share.
+        path = self.path / "packs" / name
+        path.unlink()
+        path.write_bytes(data)
+
+
+class CrashingStorage:
+    """Another storage, with `before` called ahead of each change."""
+
+    def __init__(self, storage: Any, before: Operations) -> None:
+        self._storage, self._before = storage, before
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._storage, name)
+        if name not in ("create", "replace", "move", "delete"):
+            return value
+
+        def act(*arguments: Any) -> Any:
+            self._before(name, arguments[0])
+            result = value(*arguments)
+            return _CrashingSink(result, self._before, arguments[0]) if name == "create" else result
+
+        return act
+
+
+class _CrashingSink:
+    def __init__(self, sink: Any, before: Operations, name: str) -> None:
+        self._sink, self._before, self._name = sink, before, name
+        self.write = sink.write
+
+    def commit(self) -> None:
+        self._before("commit", self._name)
+        self._sink.commit()
+        self._before("committed", self._name)
+
+    def abort(self) -> None:
+        if not self._before.fired:  # a process that is gone tidies nothing up
+            self._sink.abort()
+
+
+class Memory:
+    def __init__(self) -> None:
+        self._objects = MemoryStorage()
+
+    def storage(self, before: Operations | None = None) -> Any:
+        return self._objects if before is None else CrashingStorage(self._objects, before)
+
+    def another(self) -> Memory:
+        return Memory()
+
+    def packs(self) -> dict[str, bytes]:
+        prefix = "packs/"
+        names = [name for name in self._objects.objects if name.startswith(prefix)]
+        return {name[len(prefix) :]: bytes(self._objects.objects[name]) for name in names}
+
+    def manifest(self, step: int) -> bytes:
+        return self._objects.objects[f"checkpoints/{step:012d}.json"]
+
+    def write_pack(self, name: str, data: bytes) -> None:
+        self._objects.objects[f"packs/{name}"] = data
+
+
+class Bucket:
+    def __init__(self, server: ObjectServer) -> None:
+        self._server, self._url = server, server.new_url()
+
+    def storage(self, before: Operations | None = None) -> Any:
+        storage = self._server.storage(self._url)
+        return storage if before is None else CrashingStorage(storage, before)
+
+    def another(self) -> Bucket:
+        return Bucket(self._server)
+
+    def packs(self) -> dict[str, bytes]:
+        names = [name for name in self._server.names(self._url) if name.startswith("packs/")]
+        return {name[6:]: self._server.read(self._url, name) or b"" for name in names}
+
+    def manifest(self, step: int) -> bytes:
+        return self._server.read(self._url, f"checkpoints/{step:012d}.json") or b""
+
+    def write_pack(self, name: str, data: bytes) -> None:
+        self._server.write(self._url, f"packs/{name}", data)
+
+
+class Walk:
+    """One run directory and what must be in it."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.random = Random(seed)
+        self.place = place
+        self.keep = self.random.choice([None, None, 3])
+        self.expected: dict[int, State] = {}
+        self.pinned: set[int] = set()
+        self.aside: list[tuple[int, State]] = []  # by rollbacks, in any line
+        self.undo_gives: dict[int, State] = {}  # what an undo right now must bring back
+        self.damage: tuple[str, bytes, int] | None = None  # pack, its good bytes, offset
+        self.seen: Counter[str] = Counter()
+        self.manager = self.open()
+
+    # ------------------------------------------------------------ acts
+
+    def act(self) -> None:
+        acts: list[tuple[int, Callable[[], None]]] = [
+            (8, self.save),
+            (2, self.save_again),
+            (2, self.save_into_the_past),
+            (2, self.restore),
+            (2, self.rollback),
+            (2, self.undo_rollback),
+            (1, self.fork),
+            (2, self.prune),
+            (1, self.delete),
+            (1, self.pin_or_unpin),
+            (1, self.copy_directory),
+            (5, self.crash),
+            (1, self.second_manager),
+            (2, self.flip_a_bit),
+            (1, self.put_the_bit_back),
+            (1, self.repair),
+            (1, self.reopen),
+        ]
+        weights = [weight for weight, _ in acts]
+        [(_, act)] = self.random.choices(acts, weights)
+        act()
+        self.check_invariant(act.__name__)
+
+    def save(self) -> None:
+        step, state = self.new_state()
+        self.manager.save(step, state, {"loss": self.random.random()}, force=True)
+        self.manager.wait_until_finished()
+        self.committed(step, bits(state))
+        self.seen["save"] += 1
+
+    def save_again(self) -> None:
+        """The newest step with the same bits: a success that changes nothing."""
+        if self.expected and not self.damaged():
+            step = max(self.expected)
+            state = self.manager.restore(step).state
+            self.manager.save(step, state, force=True)
+            self.manager.wait_until_finished()
+            self.seen["saved again"] += 1
+
+    def save_into_the_past(self) -> None:
+        if not self.expected or self.damaged():
+            return
+        step = self.random.randint(max(0, min(self.expected) - 2), max(self.expected))
+        state = make_state(step, self.random.randrange(10**6))
+        try:
+            self.manager.save(step, state, force=True)
+            self.manager.wait_until_finished()
+        except HistoryError:
+            self.seen["refused"] += 1
+            return
+        raise AssertionError(f"step {step} was saved although {max(self.expected)} is committed")
+
+    def restore(self) -> None:
+        """By step, and the newest good one; damaged ones that are newer may be set aside."""
+        damaged = self.damaged()
+        if not set(self.expected) - damaged:
+            return
+        with quiet():
+            state, step = self.manager.restore()
+        assert step == max(set(self.expected) - damaged), (step, damaged)
+        assert bits(state) == self.expected[step]
+        self.seen["restore"] += 1
+        for lost in set(self.expected) - set(self.manager.all_steps()):
+            assert lost in damaged, f"step {lost} is whole and was set aside"
+            self.forget(lost)
+
+    def rollback(self) -> None:
+        candidates = sorted(set(self.expected) - self.damaged())
+        if not candidates:
+            return
+        step = self.random.choice(candidates)
+        newer = {at: state for at, state in self.expected.items() if at > step}
+        if self.pinned & newer.keys():
+            try:
+                self.manager.rollback(step)
+            except HistoryError:
+                return
+            raise AssertionError("a pinned step was rolled back")
+        self.manager.rollback(step)
+        if newer:
+            self.undo_gives = newer
+            self.aside += newer.items()
+            self.expected = {at: state for at, state in self.expected.items() if at <= step}
+            self.seen["rollback"] += 1
+
+    def undo_rollback(self) -> None:
+        if not self.undo_gives or self.damage is not None:
+            return
+        before = dict(self.expected)
+        self.manager.close()
+        with Run(self.place.storage()) as run:
+            run.undo_rollback()
+        self.reopen()
+        self.expected = self.present()
+        assert self.expected.items() >= {**before, **self.undo_gives}.items()
+        self.undo_gives = {}
+        self.seen["undone"] += 1
+
+    def fork(self) -> None:
+        candidates = sorted(set(self.expected) - self.damaged())
+        if not candidates:
+            return
+        step, other = self.random.choice(candidates), self.place.another()
+        fork_run(self.place.storage(), step, other.storage())
+        with Run(other.storage()) as forked:
+            assert forked.steps() == [step]
+            assert check(forked).ok
+        self.seen["fork"] += 1
+        if self.random.random() < 0.5:
+            with Run(other.storage()) as forked:
+                forked.delete([step])  # and the origin is whole, as the invariant checks
+        else:
+            self.manager.close()
+            self.place = other
+            self.expected = {step: self.expected[step]}
+            self.pinned, self.aside, self.undo_gives, self.damage = set(), [], {}, None
+            self.manager = self.open()
+
+    def prune(self) -> None:
+        if not self.expected:
+            return
+        keep = self.random.randint(1, 4)
+        self.manager.close()
+        with Run(self.place.storage()) as run:
+            execute_prune(run, plan_prune(run, keep, Retention()))
+        self.retain(keep)
+        self.manager = self.open()
+        self.seen["prune"] += 1
+
+    def delete(self) -> None:
+        candidates = sorted(set(self.expected) - self.pinned)
+        if len(candidates) > 1:
+            step = self.random.choice(candidates)
+            self.manager.delete(step)
+            self.forget(step)
+            self.undo_gives = {}
+            self.seen["delete"] += 1
+
+    def pin_or_unpin(self) -> None:
+        candidates = sorted(set(self.expected) - self.damaged())
+        if not candidates:
+            return
+        step = self.random.choice(candidates)
+        if step in self.pinned:
+            self.manager.unpin(step)
+            self.pinned.remove(step)
+        else:
+            self.manager.pin(step)
+            self.pinned.add(step)
+        self.seen["pin"] += 1
+
+    def copy_directory(self) -> None:
+        """A plain copy while the manager is open: it reads like the original, and costs it nothing."""
+        if not isinstance(self.place, Disk) or not self.expected:
+            return
+        copy = self.place.another()
+        shutil.copytree(self.place.path, copy.path)
+        self.second_manager()
+        assert loadable(copy, self.expected) == set(self.expected) - self.damaged()
+        if self.random.random() < 0.3:  # the original is lost, and the copy takes its place
+            self.manager.close()
+            self.place = copy
+            self.manager = self.open()
+        self.seen["copy"] += 1
+
+    def second_manager(self) -> None:
+        """While the first one is the writer, nobody else may change anything."""
+        if not self.expected:
+            return
+        with contextlib.suppress(PerdureError):
+            self.manager.pin(min(self.expected))  # which makes it the writer
+            self.manager.unpin(min(self.expected))
+            self.pinned.discard(min(self.expected))
+        second = self.open()
+        for change in (
+            lambda: second.save(max(self.expected) + 1, make_state(0, 0), force=True),
+            lambda: Run(self.place.storage()).delete([min(self.expected)]),
+        ):
+            try:
+                change()
+                second.wait_until_finished()
+            except LockedError:
+                self.seen["locked"] += 1
+                continue
+            raise AssertionError("a second writer changed the run directory")
+        second.close()
+
+    def flip_a_bit(self) -> None:
+        packs = self.place.packs()
+        if self.damage is not None or not packs:
+            return
+        name = self.random.choice(sorted(packs))
+        data = bytearray(packs[name])
+        offset = self.random.randrange(len(data))
+        data[offset] ^= 1 << self.random.randrange(8)
+        self.damage = name, packs[name], offset
+        self.place.write_pack(name, bytes(data))
+        self.seen["damage"] += bool(self.damaged())
+
+    def put_the_bit_back(self) -> None:
+        if self.damage is not None and self.damage[0] in self.place.packs():
+            name, good, _ = self.damage
+            if len(self.place.packs()[name]) == len(good):
+                self.place.write_pack(name, good)
+            self.damage = None
+
+    def repair(self) -> None:
+        damaged = self.damaged()
+        self.manager.close()
+        with Run(self.place.storage()) as run:
+            repair(run)
+        for step in damaged - set(self.present()):
+            self.forget(step)
+        self.damage = None
+        self.undo_gives = {}
+        self.manager = self.open()
+        self.seen["repair"] += bool(damaged)
+
+    def reopen(self) -> None:
+        self.manager.close()
+        self.manager = self.open()
+
+    def crash(self) -> None:
+        """The process is gone ahead of a random operation of something that it does."""
+        if self.damage is not None:
+            return
+        self.manager.close()
+        before = Operations(crash_at=self.random.randrange(CRASH_WITHIN))
+        kind = self.random.choice(["save", "save", "rollback", "undo", "prune", "delete", "repair"])
+        must, may = dict(self.expected), dict(self.expected)
+        manager = self.open(before)
+        ended = False
+        try:
+            with quiet():
+                must, may = self.crashing_act(kind, manager)
+                ended = True
+        except Crash:
+            self.seen[f"crash in {kind}"] += 1
+            must, may = self.survivors(kind)
+        except HistoryError:
+            ended = True  # nothing to undo, or a pinned step
+        finally:
+            before.crash_at = -1
+            with contextlib.suppress(BaseException):
+                manager._run.close()
+        found = self.present(may)
+        assert must.items() <= found.items(), f"{kind}: lost {sorted(must.keys() - found.keys())}"
+        assert found.keys() <= may.keys(), f"{kind}: unexpected {sorted(found.keys() - may.keys())}"
+        for step in self.expected.keys() - found.keys():
+            if kind == "rollback":
+                self.aside.append((step, self.expected[step]))
+        self.expected = found
+        self.pinned &= found.keys()
+        if not ended or kind != "repair":
+            self.undo_gives = {}
+        self.manager = self.open()
+
+    def crashing_act(self, kind: str, manager: CheckpointManager) -> tuple[Any, Any]:
+        """What must and may be there once it has ended without a crash."""
+        self.planned: Any = None
+        if kind == "save":
+            step, state = self.new_state()
+            self.planned = step, bits(state)
+            manager.save(step, state, force=True)
+            manager.wait_until_finished()
+            after = {**self.expected, step: bits(state)}
+            kept = self.retained(after, self.keep)
+            return kept, kept
+        steps = sorted(self.expected)
+        if not steps:
+            return {}, {}
+        run = manager._run
+        if kind == "rollback":
+            self.planned = self.random.choice(steps)
+            run.rollback(self.planned)
+            kept = {at: state for at, state in self.expected.items() if at <= self.planned}
+            return kept, kept
+        if kind == "undo":
+            run.undo_rollback()
+            return self.expected, {**self.expected, **dict(self.aside)}
+        if kind == "prune":
+            self.planned = self.random.randint(1, 4)
+            execute_prune(run, plan_prune(run, self.planned, Retention()))
+            kept = self.retained(self.expected, self.planned)
+            return kept, kept
+        if kind == "delete":
+            self.planned = self.random.choice(steps)
+            if self.planned in self.pinned:
+                return self.expected, self.expected
+            run.delete([self.planned])
+            kept = {at: state for at, state in self.expected.items() if at != self.planned}
+            return kept, kept
+        repair(run)
+        return self.expected, self.expected
+
+    def survivors(self, kind: str) -> tuple[dict[int, State], dict[int, State]]:
+        """What must and may be there after a crash in the middle."""
+        if kind == "save":
+            step, state = self.planned
+            may = {**self.expected, step: state}
+            kept = self.retained(may, self.keep)
+            return {at: kept[at] for at in kept if at != step}, may
+        if kind == "rollback" and self.planned is not None:
+            return {at: s for at, s in self.expected.items() if at <= self.planned}, self.expected
+        if kind == "undo":
+            return self.expected, {**self.expected, **dict(self.aside)}
+        if kind == "prune" and self.planned is not None:
+            return self.retained(self.expected, self.planned), self.expected
+        if kind == "delete" and self.planned is not None:
+            return {at: s for at, s in self.expected.items() if at != self.planned}, self.expected
+        return self.expected, self.expected
+
+    # ------------------------------------------------------------ what must be there
+
+    def check_invariant(self, act: str) -> None:
+        damaged = self.damaged()
+        found = Run(self.place.storage(), create=True).steps()
+        assert found == sorted(self.expected), f"{act}: steps {found}, not {sorted(self.expected)}"
+        good = loadable(self.place, self.expected)
+        assert good == set(self.expected) - damaged, f"{act}: {good} load, {damaged} are damaged"
+
+    def finish(self) -> None:
+        self.manager.close()
+        if self.damage is None and self.expected:
+            report = check(Run(self.place.storage()))
+            assert report.ok, report.problems
+
+    def open(self, before: Operations | None = None) -> CheckpointManager:
+        options = ManagerOptions(clock=lambda: 0.0)
+        return CheckpointManager(self.place.storage(before), max_to_keep=self.keep, options=options)
+
+    def new_state(self) -> tuple[int, dict[str, Any]]:
+        step = max(self.expected, default=0) + self.random.randint(1, 4)
+        return step, make_state(step, self.random.randrange(10**6))
+
+    def committed(self, step: int, state: State) -> None:
+        self.expected[step] = state
+        self.undo_gives = {}
+        if self.keep is not None:
+            self.retain(self.keep)
+
+    def retained(self, states: dict[int, State], keep: int | None) -> dict[int, State]:
+        newest = sorted(states)[-keep:] if keep else list(states)
+        return {at: states[at] for at in states if at in newest or at in self.pinned}
+
+    def retain(self, keep: int) -> None:
+        kept = self.retained(self.expected, keep)
+        if kept != self.expected:
+            self.undo_gives = {}
+        self.expected = kept
+
+    def forget(self, step: int) -> None:
+        del self.expected[step]
+        self.pinned.discard(step)
+
+    def present(self, known: dict[int, State] | None = None) -> dict[int, State]:
+        """The committed steps, each with the bits that it is known to have."""
+        run = Run(self.place.storage(), create=True)
+        every = [*self.expected.items(), *self.aside, *(known or {}).items()]
+        states: dict[int, State] = {}
+        for step in run.steps():
+            found = bits(unflatten(run.load(step).leaves))
+            assert (step, found) in every, f"step {step} holds bits that were never saved as it"
+            states[step] = found
+        return states
+
+    def damaged(self) -> set[int]:
+        """Steps that need the flipped byte, by the manifests alone (docs/FORMAT.md)."""
+        if self.damage is None:
+            return set()
+        name, good, offset = self.damage
+        if self.place.packs().get(name, good) == good:
+            return set()
+        steps = set()
+        for step in self.expected:
+            manifest = msgspec.json.decode(self.place.manifest(step))
+            for leaf in [*manifest["leaves"], *manifest.get("local", ())]:
+                for _, pack, start, length in leaf.get("chunks", ()):
+                    if manifest["packs"][pack]["name"] == name and start <= offset < start + length:
+                        steps.add(step)
+        return steps
+
+
+def loadable(place: Place, expected: dict[int, State]) -> set[int]:
+    """The steps that a new reader restores with the bits that are expected."""
+    run, good = Run(place.storage(), create=True), set()
+    for step, state in expected.items():
+        with contextlib.suppress(CorruptionError):
+            assert bits(unflatten(run.load(step).leaves)) == state, f"step {step} has other bits"
+            good.add(step)
+    return good
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings about damage are expected here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def walk(place: Place, seed: int, acts: int = ACTS) -> Counter[str]:
+    """One walk; what happened in it, by name. Raises `AssertionError` when the invariant is broken."""
+    life = Walk(place, seed)
+    with quiet():
+        for _ in range(acts):
+            life.act()
+        life.finish()
+    return life.seen
+
+
+def walk_on_disk(seed: int) -> Counter[str]:
+    with tempfile.TemporaryDirectory(prefix="perdure-walk-") as name:
+        return walk(Disk(Path(name)), seed)
+
+
+def walk_in_memory(seed: int) -> Counter[str]:
+    return walk(Memory(), seed)
+
+
+def walk_in_bucket(server: ObjectServer, seed: int) -> Counter[str]:
+    return walk(Bucket(server), seed)

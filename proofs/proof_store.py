@@ -17,6 +17,7 @@ from store_crash import crash_rows, power_rows
 from store_damage import damage_rows
 from store_disk import disk_rows, donation_rows, writer_rows
 from store_mirror import mirror_rows
+from store_walk import walk_rows
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "crash": crash_rows,
@@ -27,6 +28,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "donation": donation_rows,
     "mirror": mirror_rows,
     "cloud": cloud_rows,
+    "walk": walk_rows,
 }
 
 

@@ -462,7 +462,6 @@ class Walk:
             if kind == "rollback":
                 self.aside.append((step, self.expected[step]))
         self.expected = found
-        self.pinned &= found.keys()
         if not ended or kind != "repair":
             self.undo_gives = {}
         self.manager = self.open()
@@ -562,8 +561,7 @@ class Walk:
         self.expected = kept
 
     def forget(self, step: int) -> None:
-        del self.expected[step]
-        self.pinned.discard(step)
+        del self.expected[step]  # a pin stays until `unpin`, also without its checkpoint
 
     def present(self, known: dict[int, State] | None = None) -> dict[int, State]:
         """The committed steps, each with the bits that it is known to have."""

@@ -150,21 +150,6 @@ def test_a_group_that_starts_again_refuses_at_its_first_save(tmp_path: Path) -> 
     assert Run(tmp_path).steps() == [10, 20, 30]
 
 
-def test_a_chief_that_deletes_alone_leaves_nobody_waiting(tmp_path: Path) -> None:
-    def program(processes: Pretend) -> list[int]:
-        with CheckpointManager(tmp_path, processes=processes) as manager:
-            for step in (1, 2, 3):
-                manager.save(step, state(step))
-            manager.wait_until_finished()
-            if processes.is_chief:
-                manager.delete(3)
-            manager.save(4, state(4))
-            manager.wait_until_finished()
-            return manager.all_steps()
-
-    assert play(2, program) == [[1, 2, 4]] * 2
-
-
 def test_a_preemption_at_a_step_that_was_just_saved_reads_no_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

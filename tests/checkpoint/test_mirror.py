@@ -21,6 +21,7 @@ from mirror_cases import Story, manifest_first
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
 from perdure.errors import (
+    ArgumentError,
     LockedError,
     NoGoodCheckpointError,
     NotARunError,
@@ -435,7 +436,7 @@ def test_a_place_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> N
     (tmp_path / "junk" / "thesis.tex").write_text("important")
     with pytest.raises(NotARunError, match=r"thesis\.tex"):
         CheckpointManager(tmp_path / "run", mirror=tmp_path / "junk")
-    with pytest.raises(StoreError, match="mirror_wait"):
+    with pytest.raises(ArgumentError, match="mirror_wait"):
         ManagerOptions(mirror_wait=-1.0)
 
 
@@ -485,7 +486,7 @@ def test_what_is_lost_or_damaged_here_comes_from_the_mirror(
         with warned() as texts:
             restored, step = manager.restore_or_initialize(lambda: state(0))
         assert sum("step 2 is restored from the mirror memory:mirror: " in t for t in texts) == 1
-        damaged = [text for text in texts if "passed over for its copy in the mirror" in text]
+        damaged = [text for text in texts if "was skipped; its copy in the mirror" in text]
         assert len(damaged) == (lost != "disk")
         assert step == 2
         assert same(restored, 2)
@@ -527,7 +528,7 @@ def test_damage_in_both_is_an_older_step_or_an_error(here: Path, there: Remote) 
         assert manager.restore().step == 1
     assert len(texts) == 2
     assert "step 2 of the mirror memory:mirror is damaged" in texts[0]
-    assert "step 2 is damaged and was passed over for step 1" in texts[1]
+    assert "step 2 is damaged and was skipped; step 1" in texts[1]
     damage(1)
     with (
         CheckpointManager(here, mirror=there) as manager,

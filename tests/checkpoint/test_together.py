@@ -361,9 +361,9 @@ def test_a_member_that_the_checkpoint_lacks_or_has_otherwise_is_a_mismatch(tmp_p
         with CheckpointManager(tmp_path, processes=processes) as manager:
             manager.restore(like=like)
 
-    for rank, error in enumerate(play(2, program)):
+    for error in play(2, program):  # the same in all: that of process 0
         assert isinstance(error, MismatchError)
-        assert f"own/rank{rank}/seen: the checkpoint has" in str(error)
+        assert "own/rank0/seen: the checkpoint has" in str(error)
 
 
 def test_a_value_inside_of_another_is_refused(tmp_path: Path) -> None:

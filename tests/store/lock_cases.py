@@ -23,7 +23,7 @@ from helpers import contents, sharing_states
 from perdure import CheckpointManager
 from perdure.checkpoint.prune import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
-from perdure.errors import LockedError
+from perdure.errors import LockedError, StoreError
 from perdure.store import Run, check, file_lock
 
 PRUNE = (sys.executable, "-m", "perdure.cli", "prune", "--max-to-keep", "3")
@@ -84,7 +84,7 @@ def fork(path: Path) -> None:
         ):
             try:
                 change()
-            except LockedError:
+            except StoreError:
                 refused += 1
         run.close()
         os.read(begin, 1)  # lives until the parent closes the pipe

@@ -342,9 +342,12 @@ def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
     assert contents(Run(there).load(1).leaves) == contents(state)
 
 
+OPTIONS = ManagerOptions(codec=CODEC, save_random_state=False)
+
+
 def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:
     state = {"zeros": np.zeros(100_000, np.float32), "step": 3}
-    with CheckpointManager(tmp_path / "m", options=ManagerOptions(codec=CODEC)) as manager:
+    with CheckpointManager(tmp_path / "m", options=OPTIONS) as manager:
         manager.save(1, state)
         manager.wait_until_finished()
         found = manager.restore(1)

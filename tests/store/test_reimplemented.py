@@ -42,7 +42,7 @@ def read(
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["digest"] == blake3(b"{" + raw[77:]).hexdigest()
-    assert (manifest["format"] == 3) == ("local" in manifest)
+    assert (manifest["format"] == 3) == ("local" in manifest or "containers" in manifest)
     leaves = {}
     rows = []
     for leaf in manifest[which]:

@@ -383,7 +383,13 @@ def _raise_first(
 
 
 def _outcome(error: BaseException | None) -> _Outcome:
-    return _Outcome() if error is None else _Outcome(type(error).__name__, str(error))
+    if error is None:
+        return _Outcome()
+    # A class that is private to a module is told as the public one that it derives from.
+    public = (
+        kind for kind in type(error).__mro__ if kind.__module__ in ("builtins", errors.__name__)
+    )
+    return _Outcome(next(public).__name__, str(error))
 
 
 def _tell(processes: Processes, outcome: _Outcome, call: str = "") -> None:

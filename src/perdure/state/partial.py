@@ -92,7 +92,8 @@ def _replace(value: Any, path: str, name: str, new: Any) -> Any:
         if _may_hold(at, path, name) and _find(child, at, name):
             child = _replace(child, at, name, new)
         children.append(child)
-    return value if node.in_place else node.rebuild(children)
+    rebuilt = node.rebuild(children)
+    return value if node.in_place else rebuilt
 
 
 def _may_hold(at: str, parent: str, name: str) -> bool:

@@ -134,7 +134,8 @@ def write_pack(
         # a few kilobytes. So it is written again, unless there would be no pack without it.
         beside, own = sorted(local.items()), known if pack.is_empty else {}
         beside_hashes: list[list[str]] = [[] for _ in beside]
-        pack.add_small(_in_pack_order(beside, beside_hashes, CHUNK_BYTES + 1)[1], own, left)
+        if beside:
+            pack.add_small(_in_pack_order(beside, beside_hashes, CHUNK_BYTES + 1)[1], own, left)
         pack.commit()
     except BaseException:
         pack.abort()

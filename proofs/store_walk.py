@@ -1,0 +1,46 @@
+"""Random lives of a run directory: what was committed and not asked to go is restored bit for bit."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from report import Row, row
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
+
+from random_walk import walk_in_bucket, walk_in_memory, walk_on_disk
+
+from perdure.testing.servers import moto_server
+
+DISK, MEMORY, S3 = 800, 1000, 200
+
+
+def walk_rows(_: Path) -> Iterator[Row]:
+    """2,000 walks, each of 24 acts of 17 kinds."""
+    seen: Counter[str] = Counter()
+    yield row("random walks on a disk", _walks(walk_on_disk, range(DISK), seen))
+    yield row(
+        "random walks in memory", _walks(walk_in_memory, range(10_000, 10_000 + MEMORY), seen)
+    )
+    with moto_server() as server:
+        seeds = range(20_000, 20_000 + S3)
+        yield row("random walks on S3", _walks(lambda at: walk_in_bucket(server, at), seeds, seen))
+    acts = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
+    yield row(f"kinds of acts that happened: {acts}", (count > 0 for count in seen.values()))
+
+
+def _walks(
+    walk_once: Callable[[int], Counter[str]], seeds: range, seen: Counter[str]
+) -> Iterator[bool]:
+    for seed in seeds:
+        try:
+            seen += walk_once(seed)
+        except Exception:  # noqa: BLE001 (a walk that fails is a row that is not met)
+            print(f"       walk {seed}: {traceback.format_exc()}")
+            yield False
+        else:
+            yield True

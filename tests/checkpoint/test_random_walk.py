@@ -1,0 +1,64 @@
+"""Random lives of a run directory; `make proof-store` has 2,000 of them (`ARGS=walk`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
+
+from perdure.testing.servers import ObjectServer, moto_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with moto_server() as running:
+        yield running
+
+
+def together(walk_once: Callable[[int], Counter[str]], seeds: range) -> Counter[str]:
+    return sum(map(walk_once, seeds), Counter())
+
+
+ACTS = ("save", "restore", "rollback", "fork", "prune", "locked", "damage", "crash in save")
+
+
+def test_on_a_disk() -> None:
+    seen = together(walk_on_disk, range(25))
+    assert min(seen[act] for act in (*ACTS, "copy")) > 0, seen
+
+
+def test_in_memory() -> None:
+    seen = together(walk_in_memory, range(1000, 1060))
+    assert min(seen[act] for act in (*ACTS, "undone", "repair", "crash in rollback")) > 0, seen
+
+
+def test_in_a_bucket(server: ObjectServer) -> None:
+    seen = together(lambda seed: walk_in_bucket(server, seed), range(2000, 2003))
+    assert min(seen[act] for act in ("save", "locked")) > 0, seen
+
+
+def test_a_store_that_loses_a_checkpoint_is_seen() -> None:
+    """Negative control: the oldest of three manifests vanishes."""
+
+    class Forgetful(Memory):
+        def manifests(self) -> list[str]:
+            return sorted(n for n in self.objects if n.startswith("checkpoints/"))
+
+        @property
+        def objects(self) -> dict[str, bytes]:
+            return self._objects.objects
+
+        def storage(self, before: object = None) -> object:
+            if len(names := self.manifests()) >= 3:
+                del self.objects[names[0]]
+            return super().storage(before)  # type: ignore[arg-type]
+
+    caught = 0
+    for seed in range(12):
+        try:
+            walk(Forgetful(), seed)
+        except AssertionError:
+            caught += 1
+    assert caught >= 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
@@ -50,10 +51,10 @@ def test_a_store_that_loses_a_checkpoint_is_seen() -> None:
         def objects(self) -> dict[str, bytes]:
             return self._objects.objects
 
-        def storage(self, before: object = None) -> object:
+        def storage(self, before: Any = None) -> Any:
             if len(names := self.manifests()) >= 3:
                 del self.objects[names[0]]
-            return super().storage(before)  # type: ignore[arg-type]
+            return super().storage(before)
 
     caught = 0
     for seed in range(12):

@@ -331,6 +331,7 @@ class Walk:
         keep = self.random.randint(1, 4)
         self.manager.close()
         with Run(self.place.storage()) as run:
+            run.begin_writing()  # first, as `perdure prune` does: it finishes what a crash left
             execute_prune(run, plan_prune(run, keep, Retention()))
         self.retain(keep)
         self.manager = self.open()
@@ -493,6 +494,7 @@ class Walk:
             return self.expected, {**self.expected, **dict(self.aside)}
         if kind == "prune":
             self.planned = self.random.randint(1, 4)
+            run.begin_writing()
             execute_prune(run, plan_prune(run, self.planned, Retention()))
             kept = self.retained(self.expected, self.planned)
             return kept, kept

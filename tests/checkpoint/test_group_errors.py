@@ -444,3 +444,55 @@ def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
 
     assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
     assert load(tmp_path, leaves="step") == {"step": 1}
+
+
+def test_a_save_into_a_directory_that_each_process_has_for_itself_is_not_committed(
+    tmp_path: Path,
+) -> None:
+    """Two hosts, and one path on the disk of each."""
+
+    def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            manager.save(1, state(1))
+            error = raised(manager.wait_until_finished)
+            return error, manager.all_steps()
+
+    for error, steps in play(2, program):
+        assert isinstance(error, SaveError)
+        assert "one shared directory" in str(error)
+        assert steps == []
+
+
+def test_a_save_is_not_committed_where_another_directory_has_the_chunks_already(
+    tmp_path: Path,
+) -> None:
+    for name in ("0", "1"):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, state(1))
+
+    def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            manager.save(2, {**state(1), "step": 2})
+            error = raised(manager.wait_until_finished)
+            return error, manager.all_steps()
+
+    for error, steps in play(2, program):
+        assert isinstance(error, SaveError)
+        assert steps == [1]
+
+
+def test_two_directories_with_other_bits_at_one_step_are_not_restored(tmp_path: Path) -> None:
+    for name, value in (("0", 7), ("1", 8)):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, state(value))
+
+    def program(processes: Pretend) -> Any:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            return manager.restore(like=state(0)).state["step"]
+
+    for answer in play(2, program):
+        assert isinstance(answer, StoreError)
+        assert "one shared directory" in str(answer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -29,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
-from perdure.store.format import RecipeValue, hash_bytes
+from perdure.store.format import PACKS, RecipeValue, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.share import Own, OwnRows, Share, assemble, leaf_digests, write_share
 from perdure.store.writer import Held, Written
@@ -50,6 +51,8 @@ class _Outcome(Struct):
     """What the call returns, where it returns steps."""
     mirrored: bool = False
     """Whether the step is to be read from the mirror."""
+    fingerprint: str = ""
+    """The fingerprint of the checkpoint of `step`."""
 
 
 class _Part(Struct):
@@ -98,9 +101,11 @@ def save_together(
         processes.broadcast(_WRITE)
         part, error = _write_part(run, processes, step, leaves, held, own)
         try:
-            return assemble(leaves, _agreed(processes, leaves, part))
+            shares = _agreed(processes, leaves, part)
         except PerdureError as told:
             _raise_own(error, told)
+        _require_visible(run, shares, {at.pack for at in held.values()})
+        return assemble(leaves, shares)
 
     def save_and_prune() -> None:
         run.save(step, everything, recipe, metrics, write, local)
@@ -243,8 +248,10 @@ def _load_once(
         found, error = _attempt(pick)
         outcome = _outcome(error)
         if found is not None:
-            outcome.step = None if found.loaded is None else found.loaded.manifest.step
             outcome.mirrored = found.mirrored
+            if found.loaded is not None:
+                outcome.step = found.loaded.manifest.step
+                outcome.fingerprint = found.loaded.manifest.fingerprint
         _tell(processes, outcome)
         if error is not None:
             raise error
@@ -257,12 +264,19 @@ def _load_once(
 
     def follow() -> Found:
         try:
-            return Found(Run(storage).load(step, wanted), outcome.mirrored, [])
+            loaded = Run(storage).load(step, wanted)
         except NotARunError as error:
             raise StoreError(
                 f"it does not see the run directory that the chief restores from; all processes need "
                 f"one shared directory. {error}"
             ) from error
+        if loaded.manifest.fingerprint != outcome.fingerprint:
+            raise StoreError(
+                f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
+                f"{loaded.manifest.fingerprint}) than process 0 does ({outcome.fingerprint}); all "
+                f"processes need one shared directory. Nothing was restored."
+            )
+        return Found(loaded, outcome.mirrored, [])
 
     return _attempt(follow)
 
@@ -343,6 +357,31 @@ def _agreed(processes: Processes, leaves: Mapping[str, Leaf], part: _Part) -> li
     if len({share.state for share in shares}) > 1:
         _differ(processes, leaf_digests(leaves))
     return shares
+
+
+def _require_visible(run: Run, shares: Sequence[Share], held: AbstractSet[str]) -> None:
+    """Raise `SaveError` unless the chief sees every pack that another process names, in full.
+
+    On hosts with a directory of their own under one path, the packs of the others are not there. The
+    chief knows those in `held` already.
+    """
+    seen = {*held, *shares[0].packs}
+    for number, share in enumerate(shares):
+        for name, size in share.packs.items():
+            if name in seen:
+                continue
+            seen.add(name)
+            try:
+                actual = f"{run.storage.size(PACKS + name)} bytes"
+            except FileNotFoundError:
+                actual = "no such file"
+            if actual != f"{size} bytes":
+                raise SaveError(
+                    f"{run.where}: process {number} says that {PACKS}{name} has {size} bytes, and "
+                    f"process 0 finds {actual}. All processes need one shared directory: a path on a "
+                    f"file system that all hosts mount, or a bucket. Nothing was committed; every "
+                    f"earlier checkpoint is still there."
+                )
 
 
 def _differ(processes: Processes, digests: Mapping[str, str]) -> NoReturn:

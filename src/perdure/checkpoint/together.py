@@ -46,13 +46,65 @@ class _Outcome(Struct):
     kind: str | None = None
     text: str = ""
     step: int | None = None
-    call: str = ""
     steps: tuple[int, ...] = ()
     """What the call returns, where it returns steps."""
     mirrored: bool = False
     """Whether the step is to be read from the mirror."""
     fingerprint: str = ""
     """The fingerprint of the checkpoint of `step`."""
+
+
+class _Framed(Struct):
+    """What one process says in a collective, and in which call of the user."""
+
+    call: str
+    data: bytes
+
+
+class InCall:
+    """The group during one call: collectives of other calls are an error in every process.
+
+    Without this, what one process says in a `save` would be read by another one in its `restore`.
+    """
+
+    def __init__(self, processes: Processes, call: str) -> None:
+        self._processes = processes
+        self._call = call
+        self.index = processes.index
+        self.count = processes.count
+        self.is_chief = processes.is_chief
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self.count == 1:
+            return [data]
+        sent = self._processes.gather(msgspec.msgpack.encode(_Framed(self._call, data)))
+        framed = [_framed(each) for each in sent]
+        if len({each.call for each in framed}) > 1:
+            calls = ", ".join(f"process {n} {each.call}" for n, each in enumerate(framed))
+            raise StoreError(
+                f"the processes of the group made different calls: {calls}. Nothing was changed. In a "
+                f"group every process makes the same calls, in the same order."
+            )
+        return [each.data for each in framed]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self._processes.broadcast(data)
+
+    def any(self, flag: bool) -> bool:
+        return b"\1" in self.gather(b"\1" if flag else b"\0")
+
+    def channel(self, name: str) -> Processes:
+        return self._processes.channel(name)
+
+
+def _framed(data: bytes) -> _Framed:
+    try:
+        return _decode(data, _Framed)
+    except msgspec.MsgspecError:
+        return _Framed("an operation of its own", data)
 
 
 class _Part(Struct):
@@ -186,25 +238,21 @@ def chief_does(
 ) -> list[int]:
     """`action` in the chief, with the same outcome in every process. A collective.
 
-    `call` says what it is: all processes must ask for the same. Returns the steps that `action`
-    returned.
+    `call` says what it is: all processes must ask for the same, or nothing is done and each raises
+    `StoreError`. Returns the steps that `action` returned.
     """
     if processes.count == 1:
         return list(action() or ())
+    InCall(processes, call).barrier()
     if processes.is_chief:
         steps, error = _attempt(action)
         outcome = _outcome(error)
         outcome.steps = tuple(steps or ())
-        _tell(processes, outcome, call)
+        _tell(processes, outcome)
         if error is not None:
             raise error
     else:
         outcome = _heard(processes)
-        if outcome.call != call:
-            raise StoreError(
-                f"the processes of the group made different calls: process 0 {outcome.call}, process "
-                f"{processes.index} {call}. In a group every process makes the same calls."
-            )
         _follow(outcome)
     return list(outcome.steps)
 
@@ -431,8 +479,7 @@ def _outcome(error: BaseException | None) -> _Outcome:
     return _Outcome(next(public).__name__, str(error))
 
 
-def _tell(processes: Processes, outcome: _Outcome, call: str = "") -> None:
-    outcome.call = call
+def _tell(processes: Processes, outcome: _Outcome) -> None:
     processes.broadcast(msgspec.msgpack.encode(outcome))
 
 

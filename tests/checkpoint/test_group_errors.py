@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,66 @@ def test_calls_that_differ_are_an_error(tmp_path: Path) -> None:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             manager.pin(1 + processes.index)
 
-    first, second = play(2, program)
-    assert first is None
-    assert type(second) is StoreError
-    assert "process 0 pin(1), process 1 pin(2)" in str(second)
+    for error in play(2, program):
+        assert type(error) is StoreError
+        assert "process 0 pin(1), process 1 pin(2)" in str(error)
+    assert Run(tmp_path).pinned() == set(), "nothing was done"
+    # The group is in step afterwards.
+    train(tmp_path, 3)
+
+
+def test_calls_of_different_kinds_are_an_error_in_all_and_change_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2)
+    kinds: dict[str, Callable[[CheckpointManager], object]] = {
+        "delete(1)": lambda manager: manager.delete(1),
+        "pin(1)": lambda manager: manager.pin(1),
+        "rollback(1)": lambda manager: manager.rollback(1),
+        "claim()": lambda manager: manager.claim(),
+        "restore": lambda manager: manager.restore(1, state(0)),
+        "save": lambda manager: manager.save(3, state(3)),  # the first of a manager is a collective
+        "reached_preemption": lambda manager: manager.reached_preemption(2),
+        "init": lambda manager: manager.restore_or_initialize(lambda: state(0)),
+    }
+    names = list(kinds)
+
+    def program(processes: Pretend) -> Any:
+        errors = []
+        for number, name in enumerate(names):
+            other = names[(number + 1) % len(names)]
+            with CheckpointManager(tmp_path, processes=processes) as manager:
+                call = kinds[other if processes.index else name]
+                errors.append(
+                    (f"process 0 {name}, process 1 {other}", raised(partial(call, manager)))
+                )
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            return errors, manager.all_steps(), manager.pinned_steps()
+
+    for errors, steps, pinned in play(2, program):
+        for expected, error in errors:
+            assert type(error) is StoreError, expected
+            assert expected in str(error)
+        assert (steps, pinned) == ([1, 2], [])
+
+
+def test_a_barrier_of_the_program_is_not_taken_for_a_call(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            if processes.is_chief:
+                return manager.save(1, state(1))
+            return processes.gather(b"")  # as the barrier of a real group does
+
+    error, other = play(2, program)
+    assert type(error) is StoreError
+    assert "process 0 save, process 1" in str(error)
+    assert other[1] == b""
+
+
+def test_a_rollback_that_fails_does_not_change_when_saves_are_due(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=10) as manager:
+        manager.save(20, state(20))
+        with pytest.raises(StepNotFoundError):
+            manager.rollback(5)
+        assert not manager.should_save(25)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "continue"])
@@ -444,3 +501,55 @@ def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
 
     assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
     assert load(tmp_path, leaves="step") == {"step": 1}
+
+
+def test_a_save_into_a_directory_that_each_process_has_for_itself_is_not_committed(
+    tmp_path: Path,
+) -> None:
+    """Two hosts, and one path on the disk of each."""
+
+    def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            manager.save(1, state(1))
+            error = raised(manager.wait_until_finished)
+            return error, manager.all_steps()
+
+    for error, steps in play(2, program):
+        assert isinstance(error, SaveError)
+        assert "one shared directory" in str(error)
+        assert steps == []
+
+
+def test_a_save_is_not_committed_where_another_directory_has_the_chunks_already(
+    tmp_path: Path,
+) -> None:
+    for name in ("0", "1"):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, state(1))
+
+    def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            manager.save(2, {**state(1), "step": 2})
+            error = raised(manager.wait_until_finished)
+            return error, manager.all_steps()
+
+    for error, steps in play(2, program):
+        assert isinstance(error, SaveError)
+        assert steps == [1]
+
+
+def test_two_directories_with_other_bits_at_one_step_are_not_restored(tmp_path: Path) -> None:
+    for name, value in (("0", 7), ("1", 8)):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, state(value))
+
+    def program(processes: Pretend) -> Any:
+        directory = tmp_path / str(processes.index)
+        with CheckpointManager(directory, processes=processes) as manager:
+            return manager.restore(like=state(0)).state["step"]
+
+    for answer in play(2, program):
+        assert isinstance(answer, StoreError)
+        assert "one shared directory" in str(answer)

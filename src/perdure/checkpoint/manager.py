@@ -35,6 +35,7 @@ from perdure.checkpoint.recipe import allowed, check_group, check_resume, checke
 from perdure.checkpoint.restorable import Restorable
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.checkpoint.together import (
+    InCall,
     all_do,
     as_save_error,
     chief_does,
@@ -390,7 +391,7 @@ class CheckpointManager(Turns):
         """
         self.require_open("restore_or_initialize")
         # Not in turn with other calls: it is the caller's function.
-        like = all_do(self._processes, init) if makes_state(init) else init
+        like = all_do(InCall(self._processes, "init"), init) if makes_state(init) else init
         if (restored := self._restore(None, like, None)) is None:
             with placed(self._processes.index, self._processes.count):
                 self._restorable.expect(like)
@@ -410,7 +411,7 @@ class CheckpointManager(Turns):
         """
         beat("step", step_number(step))
         self.preemption.install()
-        return self._processes.any(self.preemption.raised)
+        return InCall(self._processes, "reached_preemption").any(self.preemption.raised)
 
     def save_and_exit(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
@@ -450,7 +451,7 @@ class CheckpointManager(Turns):
                 # No warning: it could become an error, and the exit status another one.
                 logging.getLogger(__name__).warning("%s", note)
         self._release()
-        self._processes.barrier()
+        InCall(self._processes, "exit_preempted").barrier()
 
     @exclusive
     def claim(self) -> None:
@@ -484,8 +485,8 @@ class CheckpointManager(Turns):
             LockedError: another process writes there.
         """
         self._highest = None
-        self._last = step_number(step)
         aside = self._change("rollback", step, self._run.rollback)
+        self._last = step_number(step)
         self._update_mirror()
         return aside
 
@@ -589,7 +590,7 @@ class CheckpointManager(Turns):
         *,
         leaving: bool = False,
     ) -> None:
-        self._check_group()
+        self._check_group("save")
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             drawn = self._random.capture() if self._random else None
@@ -628,7 +629,7 @@ class CheckpointManager(Turns):
             if self._processes.is_chief:
                 with suppress(StoreError):  # the save finds the same, and raises it
                     newest = max(self._run.steps(), default=-1)
-            self._highest = int(self._processes.gather(b"%d" % newest)[0])
+            self._highest = int(InCall(self._processes, "save").gather(b"%d" % newest)[0])
         is_new = step > self._highest
         self._highest = max(step, self._highest)
         return is_new
@@ -737,7 +738,8 @@ class CheckpointManager(Turns):
         beat("restore")
         self._settle(wait=True)
         self._highest = None
-        self._check_group()
+        InCall(self._processes, "restore").barrier()
+        self._check_group("restore")
         wanted = None if names is None else part_filter(names)
         found, elsewhere = load_together(self._run, self._processes, step, wanted, self._mirror)
         for note in found.notes:
@@ -813,10 +815,10 @@ class CheckpointManager(Turns):
                 f"processes=perdure.checkpoint.SingleProcess()."
             )
 
-    def _check_group(self) -> None:
+    def _check_group(self, call: str) -> None:
         """Once: the recipe with its dataset, which the strategy could not compare."""
         if not self._compared:
-            note = check_group(self._processes, self._recipe, self._allow)
+            note = check_group(InCall(self._processes, call), self._recipe, self._allow)
             self._compared = True
             if note:
                 warnings.warn(note, stacklevel=5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -29,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
-from perdure.store.format import RecipeValue, hash_bytes
+from perdure.store.format import PACKS, RecipeValue, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.share import Own, OwnRows, Share, assemble, leaf_digests, write_share
 from perdure.store.writer import Held, Written
@@ -45,11 +46,65 @@ class _Outcome(Struct):
     kind: str | None = None
     text: str = ""
     step: int | None = None
-    call: str = ""
     steps: tuple[int, ...] = ()
     """What the call returns, where it returns steps."""
     mirrored: bool = False
     """Whether the step is to be read from the mirror."""
+    fingerprint: str = ""
+    """The fingerprint of the checkpoint of `step`."""
+
+
+class _Framed(Struct):
+    """What one process says in a collective, and in which call of the user."""
+
+    call: str
+    data: bytes
+
+
+class InCall:
+    """The group during one call: collectives of other calls are an error in every process.
+
+    Without this, what one process says in a `save` would be read by another one in its `restore`.
+    """
+
+    def __init__(self, processes: Processes, call: str) -> None:
+        self._processes = processes
+        self._call = call
+        self.index = processes.index
+        self.count = processes.count
+        self.is_chief = processes.is_chief
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self.count == 1:
+            return [data]
+        sent = self._processes.gather(msgspec.msgpack.encode(_Framed(self._call, data)))
+        framed = [_framed(each) for each in sent]
+        if len({each.call for each in framed}) > 1:
+            calls = ", ".join(f"process {n} {each.call}" for n, each in enumerate(framed))
+            raise StoreError(
+                f"the processes of the group made different calls: {calls}. Nothing was changed. In a "
+                f"group every process makes the same calls, in the same order."
+            )
+        return [each.data for each in framed]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self._processes.broadcast(data)
+
+    def any(self, flag: bool) -> bool:
+        return b"\1" in self.gather(b"\1" if flag else b"\0")
+
+    def channel(self, name: str) -> Processes:
+        return self._processes.channel(name)
+
+
+def _framed(data: bytes) -> _Framed:
+    try:
+        return _decode(data, _Framed)
+    except msgspec.MsgspecError:
+        return _Framed("an operation of its own", data)
 
 
 class _Part(Struct):
@@ -98,9 +153,11 @@ def save_together(
         processes.broadcast(_WRITE)
         part, error = _write_part(run, processes, step, leaves, held, own)
         try:
-            return assemble(leaves, _agreed(processes, leaves, part))
+            shares = _agreed(processes, leaves, part)
         except PerdureError as told:
             _raise_own(error, told)
+        _require_visible(run, shares, {at.pack for at in held.values()})
+        return assemble(leaves, shares)
 
     def save_and_prune() -> None:
         run.save(step, everything, recipe, metrics, write, local)
@@ -181,25 +238,21 @@ def chief_does(
 ) -> list[int]:
     """`action` in the chief, with the same outcome in every process. A collective.
 
-    `call` says what it is: all processes must ask for the same. Returns the steps that `action`
-    returned.
+    `call` says what it is: all processes must ask for the same, or nothing is done and each raises
+    `StoreError`. Returns the steps that `action` returned.
     """
     if processes.count == 1:
         return list(action() or ())
+    InCall(processes, call).barrier()
     if processes.is_chief:
         steps, error = _attempt(action)
         outcome = _outcome(error)
         outcome.steps = tuple(steps or ())
-        _tell(processes, outcome, call)
+        _tell(processes, outcome)
         if error is not None:
             raise error
     else:
         outcome = _heard(processes)
-        if outcome.call != call:
-            raise StoreError(
-                f"the processes of the group made different calls: process 0 {outcome.call}, process "
-                f"{processes.index} {call}. In a group every process makes the same calls."
-            )
         _follow(outcome)
     return list(outcome.steps)
 
@@ -243,8 +296,10 @@ def _load_once(
         found, error = _attempt(pick)
         outcome = _outcome(error)
         if found is not None:
-            outcome.step = None if found.loaded is None else found.loaded.manifest.step
             outcome.mirrored = found.mirrored
+            if found.loaded is not None:
+                outcome.step = found.loaded.manifest.step
+                outcome.fingerprint = found.loaded.manifest.fingerprint
         _tell(processes, outcome)
         if error is not None:
             raise error
@@ -257,12 +312,19 @@ def _load_once(
 
     def follow() -> Found:
         try:
-            return Found(Run(storage).load(step, wanted), outcome.mirrored, [])
+            loaded = Run(storage).load(step, wanted)
         except NotARunError as error:
             raise StoreError(
                 f"it does not see the run directory that the chief restores from; all processes need "
                 f"one shared directory. {error}"
             ) from error
+        if loaded.manifest.fingerprint != outcome.fingerprint:
+            raise StoreError(
+                f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
+                f"{loaded.manifest.fingerprint}) than process 0 does ({outcome.fingerprint}); all "
+                f"processes need one shared directory. Nothing was restored."
+            )
+        return Found(loaded, outcome.mirrored, [])
 
     return _attempt(follow)
 
@@ -345,6 +407,31 @@ def _agreed(processes: Processes, leaves: Mapping[str, Leaf], part: _Part) -> li
     return shares
 
 
+def _require_visible(run: Run, shares: Sequence[Share], held: AbstractSet[str]) -> None:
+    """Raise `SaveError` unless the chief sees every pack that another process names, in full.
+
+    On hosts with a directory of their own under one path, the packs of the others are not there. The
+    chief knows those in `held` already.
+    """
+    seen = {*held, *shares[0].packs}
+    for number, share in enumerate(shares):
+        for name, size in share.packs.items():
+            if name in seen:
+                continue
+            seen.add(name)
+            try:
+                actual = f"{run.storage.size(PACKS + name)} bytes"
+            except FileNotFoundError:
+                actual = "no such file"
+            if actual != f"{size} bytes":
+                raise SaveError(
+                    f"{run.where}: process {number} says that {PACKS}{name} has {size} bytes, and "
+                    f"process 0 finds {actual}. All processes need one shared directory: a path on a "
+                    f"file system that all hosts mount, or a bucket. Nothing was committed; every "
+                    f"earlier checkpoint is still there."
+                )
+
+
 def _differ(processes: Processes, digests: Mapping[str, str]) -> NoReturn:
     """Say which leaves differ between the processes; every process raises the same."""
     said = processes.gather(msgspec.json.encode(digests))
@@ -392,8 +479,7 @@ def _outcome(error: BaseException | None) -> _Outcome:
     return _Outcome(next(public).__name__, str(error))
 
 
-def _tell(processes: Processes, outcome: _Outcome, call: str = "") -> None:
-    outcome.call = call
+def _tell(processes: Processes, outcome: _Outcome) -> None:
     processes.broadcast(msgspec.msgpack.encode(outcome))
 
 

@@ -216,6 +216,14 @@ def by_copy(net: Any, batch: Any) -> None:
         net[0].weight.copy_(torch.ones(8, 4))
 
 
+def by_new_data(net: Any, batch: Any) -> None:
+    net[0].weight.data = net[0].weight.data - 1.0
+
+
+def by_gradient(net: Any, batch: Any) -> None:
+    net[0].weight.grad.copy_(torch.ones(8, 4))
+
+
 def average(net: Any, batch: Any) -> None:
     with torch.no_grad():
         EMA.mul_(0.9).add_(net[0].weight, alpha=0.1)
@@ -250,6 +258,8 @@ def scaler(net: Any, batch: Any) -> None:
     [
         (by_data, "float32[8, 4], in place (sub_)"),
         (by_copy, "float32[8, 4], in place (copy_)"),
+        (by_new_data, "float32[8, 4], in place (.data = ...)"),
+        (by_gradient, "float32[8, 4], in place (copy_)"),
         (average, "float32[8, 4], in place (mul_)"),
         (count, "in place (add_)"),
         (statistics, "running_mean of a batch normalization"),
@@ -260,6 +270,7 @@ def scaler(net: Any, batch: Any) -> None:
 )
 def test_other_changes_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
     net, strategy = model(), MirroredStrategy(1, V)
+    net[0].weight.grad = torch.zeros(8, 4)
     before, ema = bits(net.parameters()), EMA.clone()
     with pytest.raises(StateError) as error:
         strategy.run(fn, (net, strategy.batch(dataset(), 0)))
@@ -267,6 +278,82 @@ def test_other_changes_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
     assert "strategy.step" in str(error.value) or "after strategy.run" in str(error.value)
     assert bits(net.parameters()) == before
     assert torch.equal(EMA, ema)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_that_a_replica_sets_itself(devices: int, inside: bool) -> None:
+    """`.grad = ...`, as after `torch.autograd.grad` or `torch.func.grad`: their sum counts."""
+    net, strategy = model(), MirroredStrategy(devices, V)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+
+    def train_step(batch: Any) -> None:
+        grads = torch.autograd.grad(loss_of(net, batch), list(net.parameters()))
+        for parameter, grad in zip(net.parameters(), grads, strict=True):
+            parameter.grad = grad
+        if inside:
+            optimizer.step()
+
+    for number in range(STEPS):
+        strategy.run(train_step, (strategy.batch(dataset(), number),))
+        if not inside:
+            optimizer.step()
+    assert bits(net.parameters()) == expected(OPTIMIZERS["SGD"])
+
+
+def test_a_gradient_from_before_the_run_is_not_added_by_hand() -> None:
+    net, strategy = model(), MirroredStrategy(1, V)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net[0].weight.grad = torch.ones(8, 4)
+
+    def add(*, clear: bool) -> None:
+        if clear:
+            optimizer.zero_grad()
+        old = net[0].weight.grad
+        net[0].weight.grad = torch.ones(8, 4) if old is None else old + 1
+
+    with pytest.raises(StateError, match="before it ran"):
+        strategy.run(add, kwargs={"clear": False})
+    strategy.run(add, kwargs={"clear": True})
+    assert torch.equal(net[0].weight.grad, torch.full((8, 4), float(V)))
+
+
+def test_settings_of_an_optimizer_are_those_of_all_replicas() -> None:
+    net, strategy = model(), MirroredStrategy(1, V)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def train_step(batch: Any, rate: float | None) -> None:
+        group = optimizer.param_groups[0]
+        group["lr"] = group["lr"] * 0.5 if rate is None else rate
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+
+    before, batch = bits(net.parameters()), strategy.batch(dataset(), 0)
+    with pytest.raises(StateError, match=r"lr 0\.025 in logical replica 1, and 0\.05 in replica 0"):
+        strategy.run(train_step, (batch, None))
+    assert bits(net.parameters()) == before
+    strategy.run(train_step, (batch, 0.05))  # each sets the same
+    assert bits(net.parameters()) != before
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    strategy, net = MirroredStrategy(1, V), torch.nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(net.parameters())
+
+    def train_step() -> None:
+        net(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(StateError, match="sparse=False"):
+        strategy.run(train_step)
+
+
+def test_a_module_may_be_moved_to_where_it_is() -> None:
+    strategy, net = MirroredStrategy(1, V), model()
+    before = bits(net.parameters())
+    strategy.run(lambda: net.to("cpu")(torch.ones(1, 4)).sum())
+    assert bits(net.parameters()) == before
 
 
 def test_a_step_in_a_merge_call_needs_gradients_of_its_own() -> None:

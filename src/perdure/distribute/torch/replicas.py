@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perdure.distribute import nest
@@ -33,9 +34,22 @@ FORM = (
 )
 # They replace what they write to and read nothing of it. A replica may fill its own rows of a tensor.
 _REPLACES = ("copy_", "fill_", "zero_", "index_put_", "_index_put_impl_", "_foreach_zero_")
+# What a replica may do to a gradient from outside without having one of its own: `zero_grad`.
+_CLEARS = ("zero_", "_foreach_zero_")
 _BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 # Where the running mean and the flag for training are among their arguments.
 _MEAN, _TRAINING = 3, 5
+
+
+def _unnoticed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the guard itself does to `.grad` is not what a replica does to it."""
+
+    @functools.wraps(function)
+    def unnoticed(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return unnoticed
 
 
 class TorchGuard(Guard):
@@ -51,22 +65,30 @@ class TorchGuard(Guard):
         # For each replica, the `.grad` that differ from those outside.
         self._own: dict[int, dict[int, torch.Tensor | None]] = {}
         self._storages: dict[int, set[int]] = {}
+        # For each replica, the parameters whose `.grad` from outside it has read, and the memory of all
+        # these gradients. The weak references keep the identity of that memory from being used again.
+        self._read: dict[int, set[int]] = {}
+        self._gradients: dict[int, StorageWeakRef] = {}
         self._optimizers: list[Any] = []
+        # The settings of an optimizer (learning rates) in the first replica that came to its step.
+        self._settings: dict[int, tuple[int, Any]] = {}
 
     @contextlib.contextmanager
     def replica(self, replica: int, own: Any) -> Iterator[None]:
         storages = {_storage(leaf) for _, leaf in nest.flatten(own) if _is_tensor(leaf)}
         self._storages[replica] = storages
         self._own[replica] = {}
+        self._read[replica] = set()
         self.resume(replica)
         token = _guard.set(self)
         try:
-            with _Watch(storages):
+            with _Watch(storages, self._gradients), _Attributes(self):
                 yield
         finally:
             _guard.reset(token)
             self.leave(replica)
 
+    @_unnoticed
     def leave(self, replica: int) -> None:
         own = self._own[replica]
         for number, parameter in self._live():
@@ -76,11 +98,13 @@ class TorchGuard(Guard):
                 own.pop(number, None)
             parameter.grad = self._outside[number]
 
+    @_unnoticed
     def resume(self, replica: int) -> None:
         own = self._own[replica]
         for number, parameter in self._live():
             parameter.grad = own.get(number, self._outside[number])
 
+    @_unnoticed
     def before_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
         """Have `backward` add to gradients that belong to this replica.
 
@@ -92,10 +116,59 @@ class TorchGuard(Guard):
             if grad is not None and grad is self._outside[id(leaf)]:
                 leaf.grad = grad.detach().clone() if replica == 0 else None
 
+    @_unnoticed
     def after_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
         for leaf in leaves:
-            if leaf.grad is not None:
+            if leaf.grad is not None and _is_tensor(leaf.grad):  # `step` refuses sparse ones
                 self._storages[replica].add(_storage(leaf.grad))
+
+    def read_gradient(self, replica: int, parameter: torch.Tensor) -> None:
+        """Called as a replica reads `.grad`: remembers whether that is from outside of it."""
+        if self._is_made(replica, parameter):
+            return
+        self._use(parameter)
+        grad = parameter.grad
+        if grad is not None and grad is self._outside[id(parameter)]:
+            self._read[replica].add(id(parameter))
+            if _is_tensor(grad) and _storage(grad) not in self._gradients:
+                self._gradients[_storage(grad)] = StorageWeakRef(grad.untyped_storage())
+
+    def set_gradient(
+        self, replica: int, parameter: torch.Tensor, grad: torch.Tensor | None
+    ) -> None:
+        """Called before a replica sets `.grad`, which is its own from then on."""
+        if self._is_made(replica, parameter):
+            return
+        self._use(parameter)
+        outside = self._outside[id(parameter)]
+        if grad is None:
+            self._read[replica].discard(id(parameter))
+        elif (
+            outside is not None
+            and parameter.grad is outside
+            and id(parameter) in self._read[replica]
+        ):
+            raise StateError(
+                f"logical replica {replica} reads the gradient of a parameter, "
+                f"{_shape(parameter)}, that was there before it ran, and sets another one. What was "
+                "there would be added once for each replica. Call optimizer.zero_grad() first, or let "
+                "`backward` add to it, which counts it once"
+            )
+
+    def set_data(self, replica: int, tensor: torch.Tensor, data: Any) -> None:
+        """Called before a replica sets `.data`: StateError, unless the tensor stays what it is."""
+        if self._is_made(replica, tensor) or (
+            _is_tensor(tensor)
+            and _is_tensor(data)
+            and (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
+            == (data.dtype, data.shape, data.stride(), data.data_ptr())
+        ):  # as module.to(device) does where nothing is to be moved
+            return
+        _refuse(f"a tensor from outside of it, {_shape(tensor)},", ".data = ...")
+
+    def _is_made(self, replica: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor belongs to the replica."""
+        return _is_tensor(tensor) and _storage(tensor) in self._storages[replica]
 
     def step(self, context: Any, optimizer: Any, apply: Callable[[], Any]) -> Any:
         """One step of an optimizer with the sum of the gradients of all replicas."""
@@ -103,11 +176,40 @@ class TorchGuard(Guard):
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
+        self._compare_settings(context.replica_id_in_sync_group, optimizer, number)
         parameters = {
             f"{g}/{n}": parameter
             for g, group in enumerate(optimizer.param_groups)
             for n, parameter in enumerate(group["params"])
         }
+        own, cleared = self._own_gradients(name, parameters)
+
+        def join(values: PerReplica) -> Any:
+            self._settings.pop(number, None)
+            total = self._strategy.reduce("sum", values)["gradients"]
+            for parameter in cleared:
+                self._outside[id(parameter)] = None
+            for path, parameter in parameters.items():
+                if path in total:
+                    self._outside[id(parameter)] = total[path]
+                for each in self._own.values():
+                    each.pop(id(parameter), None)
+                for read in self._read.values():
+                    read.discard(id(parameter))
+                parameter.grad = self._outside[id(parameter)]
+            return apply()
+
+        call = f"{name}.step() of optimizer {number} with {len(own)} gradients"
+        if cleared:
+            call += f" and {len(cleared)} set to None"
+        value = {"gradients": own, "steps": torch.ones(())}  # never without anything to add
+        return context.meet(Meeting(call, value, join))
+
+    @_unnoticed
+    def _own_gradients(
+        self, name: str, parameters: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """The gradients that this replica has itself, and the parameters whose gradient it cleared."""
         own: dict[str, torch.Tensor] = {}
         cleared: list[torch.Tensor] = []
         for path, parameter in parameters.items():
@@ -124,24 +226,28 @@ class TorchGuard(Guard):
                     "tree; make the layer with sparse=False"
                 )
             own[path] = grad.detach()
+        return own, cleared
 
-        def join(values: PerReplica) -> Any:
-            total = self._strategy.reduce("sum", values)["gradients"]
-            for parameter in cleared:
-                self._outside[id(parameter)] = None
-            for path, parameter in parameters.items():
-                if path in total:
-                    self._outside[id(parameter)] = total[path]
-                for each in self._own.values():
-                    each.pop(id(parameter), None)
-                parameter.grad = self._outside[id(parameter)]
-            return apply()
+    def _compare_settings(self, replica: int, optimizer: Any, number: int) -> None:
+        """StateError if a replica comes to a step with other settings than the one before it.
 
-        call = f"{name}.step() of optimizer {number} with {len(own)} gradients"
-        if cleared:
-            call += f" and {len(cleared)} set to None"
-        value = {"gradients": own, "steps": torch.ones(())}  # never without anything to add
-        return context.meet(Meeting(call, value, join))
+        The groups belong to all replicas: `group["lr"] *= 0.9` in each would multiply it V times.
+        """
+        settings = [
+            {name: _plain(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        first, expected = self._settings.setdefault(number, (replica, settings))
+        for one, other in zip(expected, settings, strict=False):
+            for name in one.keys() | other.keys():
+                if one.get(name) != other.get(name):
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step(): param_groups have {name} "
+                        f"{other.get(name)} in logical replica {replica}, and {one.get(name)} in "
+                        f"replica {first}. Replicas share them, so a change in the function of "
+                        "strategy.run is made once for each replica. Change them after strategy.run, "
+                        "or set a value that depends on the step alone"
+                    )
 
     def check_merged(self, optimizer: Any) -> None:
         """StateError for a step in a merge_call that would not see the gradients of the replicas."""
@@ -189,6 +295,8 @@ class TorchGuard(Guard):
     def _forget(self, number: int) -> None:
         for table in (self._parameters, self._outside, *self._own.values()):
             table.pop(number, None)
+        for read in self._read.values():
+            read.discard(number)
 
 
 # Set in the replicas of a run, and where they meet.
@@ -198,12 +306,14 @@ _guard: ContextVar[TorchGuard | None] = ContextVar("perdure_torch_guard", defaul
 class _Watch(TorchDispatchMode):
     """Raises for a change of a tensor that is from outside of the replica.
 
-    `storages`: the memory of tensors that belong to the replica; what it makes is added.
+    `storages`: the memory of tensors that belong to the replica; what it makes is added. `gradients`:
+    the memory of gradients from outside that a replica has read.
     """
 
-    def __init__(self, storages: set[int]) -> None:
+    def __init__(self, storages: set[int], gradients: Container[int]) -> None:
         super().__init__()
         self._storages = storages
+        self._gradients = gradients
         # Weak references to their memory, so that none of another tensor gets the same identity.
         self._seen: list[StorageWeakRef] = []
 
@@ -216,7 +326,7 @@ class _Watch(TorchDispatchMode):
             value = args[number] if number < len(args) else kwargs.get(argument)
             self._check(name, value, replaces)
         if name in _BATCH_NORM and args[_TRAINING] and args[_MEAN] is not None:
-            self._refuse("running_mean of a batch normalization", name)
+            _refuse("running_mean of a batch normalization", name)
         result = func(*args, **kwargs)
         if makes:
             for leaf in result if isinstance(result, (list, tuple)) else (result,):
@@ -230,16 +340,58 @@ class _Watch(TorchDispatchMode):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not _is_tensor(tensor) or _storage(tensor) in self._storages:
                 continue
-            if isinstance(tensor, torch.nn.Parameter) or not replaces:
-                shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-                self._refuse(f"a tensor from outside of it, {shape},", name)
+            overwritten = name not in _CLEARS and _storage(tensor) in self._gradients
+            if isinstance(tensor, torch.nn.Parameter) or overwritten or not replaces:
+                _refuse(f"a tensor from outside of it, {_shape(tensor)},", name)
 
-    def _refuse(self, what: str, name: str) -> None:
-        context: Any = get_replica_context()
-        raise StateError(
-            f"logical replica {context.replica_id_in_sync_group} changes {what} in place ({name}). "
-            + FORM
-        )
+
+class _Attributes(TorchFunctionMode):
+    """Lets the guard know when a replica reads or sets `.grad`, or sets `.data`: no operation does."""
+
+    def __init__(self, guard: TorchGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attribute = getattr(func, "__self__", None)
+        if (attribute is _GRAD or attribute is _DATA) and (found := _current()) is not None:
+            context, _ = found
+            self._note(context.replica_id_in_sync_group, attribute, func.__name__, *args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(
+        self, replica: int, attribute: Any, access: str, tensor: torch.Tensor, *value: Any
+    ) -> None:
+        if attribute is _GRAD:
+            if access == "__get__":
+                self._guard.read_gradient(replica, tensor)
+            else:
+                grad = value[0] if access == "__set__" else None
+                self._guard.set_gradient(replica, tensor, grad)
+        elif access == "__set__":
+            self._guard.set_data(replica, tensor, value[0])
+
+
+# The descriptors of the attributes, to which the functions that a mode sees are bound.
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+
+
+def _refuse(what: str, name: str) -> NoReturn:
+    context: Any = get_replica_context()
+    raise StateError(
+        f"logical replica {context.replica_id_in_sync_group} changes {what} in place ({name}). "
+        + FORM
+    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an optimizer, in a form that can be compared."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -588,3 +589,125 @@ def test_a_position_that_would_come_back_as_something_else_is_refused_by_path() 
 def test_a_position_of_an_older_checkpoint_is_read() -> None:
     assert reposition(Iterator(None), 'j{"a": [1, null]}').at == {"a": [1, None]}
     assert reposition(Iterator(None), "bgrain").at == b"grain"
+
+
+# ---------------------------------------------------------------- a target of NumPy arrays and numbers
+
+
+def ended(
+    directory: Any, init: Callable[[], Any], step: Callable[[Any], Any], stops: set[int]
+) -> Any:
+    """The state after four steps of a run that is opened again after each step in `stops`."""
+    state: Any = None
+    for at in range(1, 5):
+        if state is None or at - 1 in stops:
+            with CheckpointManager(directory) as manager:
+                state, start = manager.restore_or_initialize(init)
+                assert start == at - 1
+                while True:
+                    state = step(state)
+                    start += 1
+                    manager.save(start, state)
+                    if start in stops or start == 4:
+                        break
+    return state
+
+
+def bits(value: Any) -> bytes:
+    return np.asarray(value).tobytes()
+
+
+def eager_product(state: Any) -> Any:
+    rows = np.random.default_rng(0).normal(size=(64, 337)).astype(np.float32)
+    residual = rows @ state["w"] - 1  # NumPy adds up in another order than XLA does
+    return {"w": state["w"] - 1e-3 * jnp.asarray(rows).T @ residual}
+
+
+def eager_rate(state: Any) -> Any:
+    rate = 0.05 / (1 + 0.037 * state["step"])  # float64 of an int32 of NumPy, float32 of one of JAX
+    return {"step": state["step"] + jnp.int32(1), "sum": state["sum"] * 0.9 + rate * jnp.float32(3)}
+
+
+@pytest.mark.parametrize(
+    ("init", "step"),
+    [
+        (lambda: {"w": np.full(337, 0.1, np.float32)}, eager_product),
+        (lambda: {"step": 0, "sum": 0.0}, eager_rate),
+    ],
+    ids=["array", "numbers"],
+)
+def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
+    tmp_path: Any, init: Callable[[], Any], step: Callable[[Any], Any]
+) -> None:
+    undisturbed = ended(tmp_path / "undisturbed", init, step, set())
+    resumed = ended(tmp_path / "resumed", init, step, {1, 2, 3})
+    assert jax.tree.map(type, resumed) == jax.tree.map(type, undisturbed)
+    assert jax.tree.map(bits, resumed) == jax.tree.map(bits, undisturbed)
+    assert flatten(load(tmp_path / "resumed")).keys() == flatten(init()).keys()
+
+
+def test_a_number_that_became_a_tensor_comes_back_as_a_tensor(tmp_path: Any) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"mean": 0.0})
+        manager.save(1, {"mean": torch.tensor(0.1)})
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize({"mean": 0.0})
+    assert torch.equal(state["mean"], torch.tensor(0.1))
+
+
+def test_a_target_of_another_framework_keeps_its_class(tmp_path: Any) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"w": np.zeros(3, np.float32)})
+        manager.save(1, {"w": jnp.ones(3)})
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore(like={"w": torch.zeros(3)})
+    assert torch.equal(state["w"], torch.ones(3))
+
+
+def test_a_wide_array_of_jax_comes_back_as_numpy_where_jax_would_cut_it(tmp_path: Any) -> None:
+    wide = np.array([0.1, 0.2])
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"w": np.zeros(2)})
+        with jax.enable_x64(True):
+            manager.save(1, {"w": jnp.asarray(wide)})
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize({"w": np.zeros(2)})
+        assert type(state["w"]) is np.ndarray
+        assert state["w"].tobytes() == wide.tobytes()
+        with jax.enable_x64(True):
+            state, _ = manager.restore(like={"w": np.zeros(2)})
+            assert isinstance(state["w"], jax.Array)
+            assert bits(state["w"]) == wide.tobytes()
+
+
+def test_a_host_copy_of_the_state_does_not_replace_the_arrays_of_the_target(tmp_path: Any) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"w": jnp.zeros(3)})
+        manager.save(1, jax.device_get({"w": jnp.ones(3)}))
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize({"w": jnp.zeros(3)})
+    assert isinstance(state["w"], jax.Array)
+
+
+def test_a_type_of_ml_dtypes_is_not_taken_for_the_type_of_numpy_with_its_letter() -> None:
+    value = np.arange(-4, 5).astype(ml_dtypes.float8_e4m3b11fnuz)  # "L", as uint64 is
+    leaves = snapshot({"a": value})
+    assert leaves["a"].dtype == "float8_e4m3b11fnuz"
+    assert restore({"a": value[::-1]}, leaves)["a"].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict])
+def test_a_key_that_is_no_unicode_is_refused_by_path(container: Any) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"^outer: .*'\\ud800'.*not valid Unicode"):
+        snapshot({"outer": container({"\ud800": 1, "é": 2})})
+
+
+def test_a_target_that_contains_itself_is_refused(tmp_path: Any) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedLeafError, match="contains itself"):
+        restore(loop, snapshot([1]))
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize(loop)
+        with pytest.raises(UnsupportedLeafError, match="contains itself"):
+            manager.save(1, state)

@@ -595,7 +595,7 @@ class CheckpointManager(Turns):
             numbers = metric_numbers({} if metrics is None else metrics)
             drawn = self._random.capture() if self._random else None
             with placed(self._processes.index, self._processes.count) as place:
-                leaves = snapshot(state, self._arena)
+                leaves = snapshot(state, self._arena, self._restorable.plain)
                 self._check_restorable(step, state, leaves, leaving)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from perdure.errors import MismatchError, StateError
@@ -28,6 +28,11 @@ class Restorable:
         except StateError:  # the first save raises the same, with the state at hand
             self._template = None
         self._known = None
+
+    @property
+    def plain(self) -> Collection[str]:
+        """Paths at which the target has NumPy arrays and numbers; none without a target."""
+        return () if self._template is None else self._template.plain
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored. Later calls return at once."""

@@ -156,7 +156,8 @@ class Builtin:
     def leaf(self, value: Any) -> Leaf | None:
         if type(value) is np.ndarray:  # nearly all there are, so without a detour
             dtype = value.dtype
-            name = _PLAIN.get(dtype.char) if dtype.isnative else None
+            # Types of ml_dtypes share letters with NumPy's own, and only those are built in.
+            name = _PLAIN.get(dtype.char) if dtype.isbuiltin == 1 and dtype.isnative else None
             if name is not None and value.flags.c_contiguous and value.size:
                 return Leaf(name, value.shape, value.data.cast("B"), False)
             return array_leaf(value)
@@ -194,7 +195,9 @@ class Builtin:
                 _check_rebuilt(value, partial(_same_mapping, value), dict(value))
             keys = list(value)
             # A plain name needs no check: there may be very many.
-            names = [key if type(key) is str and key else key_name(key) for key in keys]
+            names = [
+                key if type(key) is str and key and key.isascii() else key_name(key) for key in keys
+            ]
             if names != keys and len(set(names)) < len(names):
                 twice = next(name for name, count in Counter(names).items() if count > 1)
                 raise UnsupportedLeafError(
@@ -240,6 +243,11 @@ class Builtin:
         return None
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a leaf is a NumPy array or a number of Python's, which any framework computes with."""
+    return isinstance(value, (np.ndarray, np.generic, bool, int, float, complex))
+
+
 def scalar_text(value: Any) -> tuple[str, str]:
     """Kind and text of a Python scalar; raises TypeError for any other value."""
     if type(value) not in _SCALARS:
@@ -251,7 +259,15 @@ def scalar_text(value: Any) -> tuple[str, str]:
 def key_name(key: object) -> str:
     """A key of a mapping as text; raises `UnsupportedLeafError` for one that has no place in a path."""
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
-        return str(key)
+        name = str(key)
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedLeafError(
+                f"a mapping has the key {key!r}, which is not valid Unicode; rename it, because keys "
+                f"become leaf paths."
+            ) from None
+        return name
     raise UnsupportedLeafError(
         f"a mapping has the key {key!r}; expected a non-empty string or an integer, because keys "
         f"become leaf paths."

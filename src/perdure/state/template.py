@@ -8,7 +8,8 @@ from typing import Any
 
 from perdure.errors import MismatchError
 from perdure.state.adapter import Adapter, Check, Difference, Spec, Stateful
-from perdure.state.walk import Named, adapters, join, leaf_adapter, node_of
+from perdure.state.builtin import is_plain
+from perdure.state.walk import Named, adapters, join, leaf_adapter, nested_too_deeply, node_of
 from perdure.store.leaf import Leaf
 
 MOST_LINES = 20
@@ -19,13 +20,19 @@ class Template:
     """The leaves of a target, and what its objects with `load_state_dict` check. Holds no array."""
 
     leaves: dict[str, Spec] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
+    """The paths of NumPy arrays and of numbers: a run may put arrays of a framework there."""
+
     objects: dict[str, Check] = field(default_factory=dict)
 
 
 def template_of(like: Any, stored: Mapping[str, Spec] | None = None, path: str = "") -> Template:
     """The template of a target at `path` of a state; `stored` has the specs of a checkpoint."""
     template = Template()
-    _describe(like, path, adapters(), stored, template)
+    try:
+        _describe(like, path, adapters(), stored, template)
+    except RecursionError:
+        raise nested_too_deeply() from None
     return template
 
 
@@ -138,6 +145,8 @@ def _describe(
     with Named(path):
         if (leaf := leaf_adapter(value, among)) is not None:
             template.leaves[path] = leaf[1]
+            if is_plain(value):
+                template.plain.add(path)
             return
         node = node_of(value, path, among, stored)
     if isinstance(node, Stateful):

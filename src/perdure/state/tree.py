@@ -7,13 +7,15 @@ checkpoint and every new value has been built; then either all objects are chang
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Difference, Node, Spec, Stateful
 from perdure.state.arena import Arena
-from perdure.state.builtin import plain_value
+from perdure.state.builtin import is_plain, plain_value
+from perdure.state.containers import array_class, array_template
 from perdure.state.objects import Collector, Stored, same, two_leaves
 from perdure.state.per_rank import here, placed
 from perdure.state.template import differences, listed, mismatch, template_of
@@ -24,40 +26,40 @@ from perdure.state.walk import (
     leaf_adapter,
     load_leaf,
     name_error,
+    nested_too_deeply,
     node_of,
     type_name,
 )
 from perdure.store.collector import collector_paused
-from perdure.store.format import unescape
-from perdure.store.leaf import Leaf, Leaves
+from perdure.store.format import Arrays, Container, unescape
+from perdure.store.leaf import Leaf, Leaves, containers_of
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
 
 
-def flatten(state: Any) -> Leaves:
+def flatten(state: Any, plain: Collection[str] = ()) -> Leaves:
     """Every leaf of `state` by its path, sharing memory with the live arrays where it can.
 
-    Paths join dict keys, field names and positions with `/`: `model/dense/kernel`. Raises
-    `UnsupportedLeafError` naming the path of a value that has no exact form.
+    Paths join dict keys, field names and positions with `/`: `model/dense/kernel`. `plain` has the
+    paths at which the target of the program has NumPy arrays and numbers; if an array of a framework
+    lies there now, its class is recorded in `containers`. Raises `UnsupportedLeafError` naming the path
+    of a value that has no exact form.
     """
     leaves = Leaves()
     try:
-        _collect([("", state)], "", adapters(), leaves)
+        _collect([("", state)], "", adapters(), leaves, plain)
     except RecursionError:
-        raise UnsupportedLeafError(
-            f"the state contains itself, or is nested deeper than Python's limit for calls "
-            f"({sys.getrecursionlimit()}). Save a tree of containers without such a loop."
-        ) from None
+        raise nested_too_deeply() from None
     return leaves
 
 
-def snapshot(state: Any, into: Arena | None = None) -> Leaves:
+def snapshot(state: Any, into: Arena | None = None, plain: Collection[str] = ()) -> Leaves:
     """`flatten`, safe to use after `state` changes: whatever can change in place is copied.
 
     The copies lie in `into`, where they stay until the next snapshot into it, or in new memory.
     """
     with collector_paused():
-        return (into or Arena()).hold(flatten(state))
+        return (into or Arena()).hold(flatten(state, plain))
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -80,10 +82,13 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
         raise mismatch(lines, _advice(lines))
     changes: list[_Change] = []
     among = adapters()
+    containers = containers_of(leaves)
 
     def build(like: Any, path: str) -> Any:
         with Named(path):
             if (leaf := leaf_adapter(like, among)) is not None:
+                if is_plain(like) and (entry := containers.get(path)) is not None:
+                    return _of_class(entry.arrays, like, leaves[path], among)
                 return load_leaf(leaf[0], like, leaves[path])
             node = node_of(like, path, among, specs)
         if isinstance(node, Stateful):
@@ -109,6 +114,22 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
         raise mismatch(lines, _REBUILD)
     _apply(changes, stored)
     return restored
+
+
+def _of_class(name: Arrays | None, like: Any, leaf: Leaf, among: Sequence[Adapter]) -> Any:
+    """An array where the target has a NumPy array or a number, of the class that the run had there.
+
+    The next operation on it then has the same bits as in the run that went on. It is of NumPy if this
+    process has not imported the framework, or if that cannot hold the dtype (JAX without x64).
+    """
+    if name is not None and name.split(".")[0].split("@")[0] in sys.modules:
+        target = array_template(name, leaf, like)
+        with suppress(UnsupportedLeafError):
+            if (known := leaf_adapter(target, among)) is not None:
+                return load_leaf(known[0], target, leaf)
+    known = leaf_adapter(like, among)
+    assert known is not None
+    return load_leaf(known[0], like, leaf)
 
 
 _DRIFTED = (
@@ -269,7 +290,11 @@ class _Wrapped:
 
 
 def _collect(
-    children: Sequence[tuple[str, Any]], path: str, among: Sequence[Adapter], leaves: Leaves
+    children: Sequence[tuple[str, Any]],
+    path: str,
+    among: Sequence[Adapter],
+    leaves: Leaves,
+    plain: Collection[str],
 ) -> None:
     # The loop of the user stands still here. So one call decides what a value is and gives its
     # bytes, and only a value that holds others costs a call of this function.
@@ -285,14 +310,16 @@ def _collect(
             else:
                 node = node_of(value, at, among, None)
                 if isinstance(node, Stateful):
-                    below = lambda children, path: _collect(children, path, among, leaves)  # noqa: E731
+                    below = lambda children, path: _collect(children, path, among, leaves, ())  # noqa: E731
                     Collector(among, leaves, below).collect(node, at)
                 else:
-                    _collect(node.children, at, among, leaves)
+                    _collect(node.children, at, among, leaves, plain)
                 continue
             if at in leaves:
                 raise two_leaves(at)
             leaves[at] = leaf
+            if at in plain and not is_plain(value) and not here().owns(at):
+                leaves.containers[at] = Container("array", arrays=array_class(value))
     except StateError as error:
         name_error(error, at)
         raise

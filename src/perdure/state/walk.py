@@ -73,6 +73,14 @@ def load_leaf(adapter: Adapter, like: Any, leaf: Leaf) -> Any:
     return adapter.load(like, leaf.strong())
 
 
+def nested_too_deeply() -> UnsupportedLeafError:
+    """The error about a state that the call stack cannot follow."""
+    return UnsupportedLeafError(
+        f"the state contains itself, or is nested deeper than Python's limit for calls "
+        f"({sys.getrecursionlimit()}). Save a tree of containers without such a loop."
+    )
+
+
 def type_name(value: Any) -> str:
     """`torch.nn.modules.linear.Linear`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -459,6 +459,38 @@ def test_a_manager_that_nobody_closed_gives_its_locks_back(here: Path, tmp_path:
     assert check_run(tmp_path / "mirror").good == (1, 2)
 
 
+FORKS = """
+import os, signal, sys, threading
+from perdure import CheckpointManager
+from perdure.store import LocalStorage
+
+reached, release = threading.Event(), threading.Event()
+
+def before(operation, path):
+    reached.set()
+    assert release.wait(60)
+
+run, mirror = sys.argv[1:]
+with CheckpointManager(run, mirror=LocalStorage(mirror, before)) as manager:
+    manager.save(1, {"w": 1.5})
+    assert reached.wait(60)
+    with manager._mirror._changed:  # as if its thread held that lock
+        if (pid := os.fork()) == 0:
+            signal.alarm(10)
+            sys.exit(0)  # with all that Python does at its end
+    status = os.waitpid(pid, 0)[1]
+    release.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_mirror(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "run"), str(tmp_path / "mirror")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert check_run(tmp_path / "mirror").good == (1,)
+
+
 # ---------------------------------------------------------------- restores
 
 

@@ -414,7 +414,15 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
         there = sorted(path.rglob("*")) if path.exists() else None
         with pytest.raises(SaveError, match=f"moved, deleted, unmounted or replaced.*{path}"):
             save(2)
-        for attempt in (manager.restore, lambda: manager.restore_or_initialize({"w": [0.0]})):
+        for attempt in (
+            manager.restore,
+            lambda: manager.restore_or_initialize({"w": [0.0]}),
+            lambda: manager.restore(1),  # another run at this path has a step 1, too
+            lambda: manager.fingerprint(1),
+            lambda: manager.metrics(1),
+            manager.all_steps,
+            manager.pinned_steps,
+        ):
             with pytest.raises(UnreachableError, match="moved, deleted, unmounted or replaced"):
                 attempt()
         with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
@@ -439,6 +447,20 @@ def test_a_relative_directory_stays_where_it_was(
             assert Path(manager.directory).parent == tmp_path / "runs"
             monkeypatch.chdir(tmp_path)
     assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_path_that_cannot_be_one_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match="NUL"):
+        CheckpointManager("a\0b")
+    with pytest.raises(StoreError, match="cannot be read"):
+        CheckpointManager(tmp_path / ("x" * 5000))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match="working directory of this process was removed"):
+        CheckpointManager("run")
 
 
 def test_the_home_directory_may_be_written_as_a_tilde(

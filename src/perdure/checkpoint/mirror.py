@@ -77,6 +77,7 @@ class Mirror:
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._wanted = self._busy = self._failed = self._stopped = False
+        self._pid = os.getpid()
         refuse_same_place(source.storage, self.storage)
         try:
             self._is_run()
@@ -88,6 +89,11 @@ class Mirror:
     def where(self) -> str:
         """Path or URL of the mirror."""
         return self.storage.where
+
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether another process made this object."""
+        return os.getpid() != self._pid
 
     # ------------------------------------------------------------ writing
 
@@ -123,8 +129,11 @@ class Mirror:
     def close(self, seconds: float) -> None:
         """Try once more what failed, wait at most `seconds`, and give the mirror's lock back.
 
-        What is missing in the mirror then is among `notes`. The next run copies it.
+        What is missing in the mirror then is among `notes`. The next run copies it. In a forked child it
+        does nothing: the thread that copies, and the locks, are the parent's.
         """
+        if self.in_forked_child:
+            return
         if self._failed:
             self.notify()
         copied = False
@@ -454,7 +463,8 @@ def _skipping(loaded: Loaded, skipped: dict[int, str]) -> Loaded:
 
 def _report_at_exit(mirror: weakref.ref[Mirror]) -> None:
     """Finish, within a bound, the mirror of a manager that nobody closed; log what is missing."""
-    if (alive := mirror()) is not None:
+    # `notes` takes a lock that another thread may have held when this process was forked.
+    if (alive := mirror()) is not None and not alive.in_forked_child:
         alive.close(EXIT_WAIT_S)
         for note in alive.notes():
             logging.getLogger(__name__).error("%s", note)

@@ -40,7 +40,10 @@ class LocalStorage:
     ) -> None:
         self.where = absolute_path(root)
         self._before = before
-        self._root = _identity(self.where)
+        self._root: tuple[int, int] | None = None
+        # A path that cannot be looked at now is reported by the first operation, with its meaning there.
+        with contextlib.suppress(OSError):
+            self._root = _identity(self.where)
         self._lock: FileLock | None = None
 
     def create(self, name: str, size: int) -> LocalSink:
@@ -66,7 +69,10 @@ class LocalStorage:
             with open(self.path(name), "rb") as file:
                 return file.read()
 
-        return self._retried(read)
+        data = self._retried(read)
+        # Another run may lie at this path by now, and its manifests have the same names.
+        self._require_root()
+        return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
         return self._retried(lambda: read_at(self.path(name), offset, target))
@@ -293,8 +299,9 @@ class LocalSink:
 def absolute_path(root: str | os.PathLike[str]) -> str:
     """The path of a run directory, independent of later changes of the working directory.
 
-    `~` at its beginning is the home directory. Raises `StoreError` for an empty path and for a `~` that
-    nobody can tell the meaning of.
+    `~` at its beginning is the home directory. Raises `StoreError` for an empty path, for one with a NUL
+    character, for a relative one if the working directory is gone, and for a `~` that nobody can tell
+    the meaning of.
     """
     text = os.fsdecode(os.fspath(root))
     if not text:
@@ -302,6 +309,8 @@ def absolute_path(root: str | os.PathLike[str]) -> str:
             "expected the path or URL of a run directory, found an empty string. For the working "
             "directory write '.'."
         )
+    if "\0" in text:
+        raise StoreError(f"{text!r}: expected a path, found one with a NUL character.")
     expanded = os.path.expanduser(text)
     if text.startswith("~"):
         first = text.split("/")[0]
@@ -314,7 +323,13 @@ def absolute_path(root: str | os.PathLike[str]) -> str:
                 f"{text}: a directory called {first!r} exists in {os.getcwd()}, so that the path has "
                 f"two meanings. Write ./{text} for that one, or {expanded}."
             )
-    return os.path.abspath(expanded)
+    try:
+        return os.path.abspath(expanded)
+    except FileNotFoundError:
+        raise StoreError(
+            f"{text}: the working directory of this process was removed, so that a relative path means "
+            f"nothing. Name an absolute path, or change to another directory."
+        ) from None
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -528,7 +528,10 @@ class Run:
 
     def pinned(self) -> frozenset[int]:
         """The pinned steps."""
-        return pinned_steps(self.storage)
+        try:
+            return pinned_steps(self.storage)
+        except OSError as error:
+            raise read_error(error, f"{self.where}: the list of its pins") from error
 
     def rollback(self, step: int, *, dry_run: bool = False) -> list[int]:
         """Go back to the checkpoint of `step`: every newer one is set aside, the newest first.

@@ -245,11 +245,11 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
     train(tmp_path, 1, count=3)
     real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
-    def snapshot(value: Any, arena: Any) -> Any:
+    def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
         if value.get("victim") == victim:
             fired.append(victim)
             raise kind("no room for a snapshot")
-        return real(value, arena)
+        return real(value, arena, *rest)
 
     monkeypatch.setattr(manager_module, "snapshot", snapshot)
 
@@ -289,11 +289,11 @@ def test_on_error_continue_means_the_same_in_every_process(
 ) -> None:
     real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
-    def snapshot(value: Any, arena: Any) -> Any:
+    def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
         if value.get("victim") == 1:
             fired.append(1)
             raise MemoryError
-        return real(value, arena)
+        return real(value, arena, *rest)
 
     monkeypatch.setattr(manager_module, "snapshot", snapshot)
 

@@ -52,8 +52,8 @@ def test_two_threads_commit_each_its_own_bits(
     first_has_snapshot, second_has_snapshot = threading.Event(), threading.Event()
     real = manager_module.snapshot  # pyright: ignore[reportPrivateImportUsage]
 
-    def snapshot(value: Any, arena: Any) -> Any:
-        leaves = real(value, arena)
+    def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
+        leaves = real(value, arena, *rest)
         if threading.current_thread() is first:
             first_has_snapshot.set()
             second_has_snapshot.wait(0.3)

@@ -129,8 +129,8 @@ class Mirror:
     def close(self, seconds: float) -> None:
         """Try once more what failed, wait at most `seconds`, and give the mirror's lock back.
 
-        What is missing in the mirror then is among `notes`. The next run copies it. In a forked child it
-        does nothing: the thread that copies, and the locks, are the parent's.
+        What is missing in the mirror then is among `notes`. The next run copies it. In a forked child
+        it does nothing: the thread that copies, and the locks, are the parent's.
         """
         if self.in_forked_child:
             return

@@ -26,7 +26,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from perdure import Checkpoint, CheckpointManager, load
-from perdure.errors import MismatchError, StateError, UnsupportedLeafError
+from perdure.errors import MismatchError, StateError, StepNotFoundError, UnsupportedLeafError
 from perdure.state import flatten, position, reposition, restore, snapshot, unflatten
 from perdure.train import ReduceLROnPlateau
 
@@ -646,6 +646,17 @@ def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
     assert flatten(load(tmp_path / "resumed")).keys() == flatten(init()).keys()
 
 
+def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_path: Any) -> None:
+    target = {"w": np.zeros(3, np.float32)}
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(StepNotFoundError):
+            manager.restore(like=target)
+        manager.save(1, {"w": jnp.ones(3)})
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore(like=target)
+    assert isinstance(state["w"], jax.Array)
+
+
 def test_a_number_that_became_a_tensor_comes_back_as_a_tensor(tmp_path: Any) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"mean": 0.0})
@@ -696,9 +707,13 @@ def test_a_type_of_ml_dtypes_is_not_taken_for_the_type_of_numpy_with_its_letter(
     assert restore({"a": value[::-1]}, leaves)["a"].tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("container", [dict, collections.OrderedDict])
+class Tables(eqx.Module):
+    tables: dict[str, Any]
+
+
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict, Tables])
 def test_a_key_that_is_no_unicode_is_refused_by_path(container: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match=r"^outer: .*'\\ud800'.*not valid Unicode"):
+    with pytest.raises(UnsupportedLeafError, match=r"^outer.*: .*'\\ud800'.*not valid Unicode"):
         snapshot({"outer": container({"\ud800": 1, "é": 2})})
 
 

@@ -375,6 +375,8 @@ class CheckpointManager(Turns):
         """
         restored = self._restore(self._step_named(step), like, leaves)
         if restored is None:
+            if like is not None and leaves is None:
+                self._expect(like)  # a program that catches the error goes on from this state
             raise StepNotFoundError(
                 f"{self.directory}: expected a checkpoint, found none. Save one first, or use "
                 f"`restore_or_initialize`."
@@ -393,8 +395,7 @@ class CheckpointManager(Turns):
         # Not in turn with other calls: it is the caller's function.
         like = all_do(InCall(self._processes, "init"), init) if makes_state(init) else init
         if (restored := self._restore(None, like, None)) is None:
-            with placed(self._processes.index, self._processes.count):
-                self._restorable.expect(like)
+            self._expect(like)
             restored = Restored(like, 0)
             self._last = 0
             if self._random:
@@ -607,6 +608,10 @@ class CheckpointManager(Turns):
         self._background.submit(
             self.preemption.timed(lambda: self._commit(step, leaves, numbers, place, drawn))
         )
+
+    def _expect(self, like: Any) -> None:
+        with placed(self._processes.index, self._processes.count):
+            self._restorable.expect(like)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], leaving: bool

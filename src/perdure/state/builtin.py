@@ -195,9 +195,7 @@ class Builtin:
                 _check_rebuilt(value, partial(_same_mapping, value), dict(value))
             keys = list(value)
             # A plain name needs no check: there may be very many.
-            names = [
-                key if type(key) is str and key and key.isascii() else key_name(key) for key in keys
-            ]
+            names = [key if type(key) is str and key else key_name(key) for key in keys]
             if names != keys and len(set(names)) < len(names):
                 twice = next(name for name, count in Counter(names).items() if count > 1)
                 raise UnsupportedLeafError(
@@ -259,15 +257,7 @@ def scalar_text(value: Any) -> tuple[str, str]:
 def key_name(key: object) -> str:
     """A key of a mapping as text; raises `UnsupportedLeafError` for one that has no place in a path."""
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
-        name = str(key)
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UnsupportedLeafError(
-                f"a mapping has the key {key!r}, which is not valid Unicode; rename it, because keys "
-                f"become leaf paths."
-            ) from None
-        return name
+        return str(key)
     raise UnsupportedLeafError(
         f"a mapping has the key {key!r}; expected a non-empty string or an integer, because keys "
         f"become leaf paths."

@@ -163,7 +163,4 @@ def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
 
 
 def _items(value: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    return [
-        (key if type(key) is str and key and key.isascii() else key_name(key), value[key])
-        for key in value
-    ]
+    return [(key if type(key) is str and key else key_name(key), value[key]) for key in value]

@@ -90,7 +90,19 @@ def join(path: str, key: str) -> str:
     """The path of a child; an empty key adds nothing."""
     if not key:
         return path
-    part = key if key.isalnum() else escape(key)
+    if key.isalnum():
+        part = key
+    else:
+        part = escape(key)
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            error = UnsupportedLeafError(
+                f"a key or name is {key!r}, which is not valid Unicode; rename it, because keys become "
+                f"leaf paths."
+            )
+            name_error(error, path)
+            raise error from None
     return f"{path}/{part}" if path else part
 
 

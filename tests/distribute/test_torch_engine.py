@@ -94,6 +94,14 @@ def test_grad_may_not_change_what_has_no_mean() -> None:
             state["model"].scale.add_(1)
         return {"w": batch[1].sum()}
 
+    def sets_parameter(state: Any, batch: Any, key: Any) -> Any:
+        state["model"].scale.data = state["model"].scale.data + 1
+        return {"w": batch[1].sum()}
+
+    def writes_tensor(state: Any, batch: Any, key: Any) -> Any:
+        state["ema"]["x"].mul_(0.5).add_(batch[0].mean(0))
+        return {"w": batch[1].sum()}
+
     def writes_mask(state: Any, batch: Any, key: Any) -> Any:
         state["model"].mask.fill_(True)
         return {"w": batch[1].sum()}
@@ -101,10 +109,13 @@ def test_grad_may_not_change_what_has_no_mean() -> None:
     strategy, module = MirroredStrategy(replicas=V), Counting()
     for fn, says in [
         (writes_parameter, "model.scale: grad changed this parameter"),
+        (sets_parameter, "model.scale: grad changed this parameter"),
+        (writes_tensor, "ema.x: grad changed this tensor of the state"),
         (writes_mask, "model.mask: grad changed this buffer of bool"),
     ]:
+        state = {"model": module, "ema": {"x": torch.zeros(2)}}
         with pytest.raises(StateError) as error:
-            strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
+            strategy.step(fn, update)(state, strategy.batch(dataset(), 0))
         assert says in str(error.value)
     assert module.mask.tolist() == [True, False]
 

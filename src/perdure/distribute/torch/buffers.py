@@ -91,6 +91,19 @@ def _buffers(state: Any) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
                     yield ".".join(filter(None, (path, inner, key))), part, key, buffer
 
 
+def _tensors(state: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a state outside of modules, with their paths."""
+    values = vars(state) if isinstance(state, Checkpoint) else state
+    leaves = [(path.replace("/", "."), leaf) for path, leaf in nest.flatten(values)]
+    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Another one after every change in place, and after `tensor.data = ...`."""
+    count = 0 if tensor.is_inference() else tensor._version
+    return count, tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
 def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
     """(result of `grad`, the buffers that it left by name); the state is as it was before.
 
@@ -100,10 +113,11 @@ def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor
     """
     before = [(*entry, entry[-1].clone()) for entry in _buffers(state)]
     parameters = [
-        (f"{path}.{name}" if path else name, p, p._version, p.grad)
+        (f"{path}.{name}" if path else name, p, _version(p), p.grad)
         for path, module in modules(state)
         for name, p in module.named_parameters()
     ]
+    tensors = [(path, tensor, _version(tensor)) for path, tensor in _tensors(state)]
     # With backward() in `grad`, each replica finds its own gradients in `.grad` and no others.
     for _, parameter, _, _ in parameters:
         parameter.grad = None
@@ -129,10 +143,17 @@ def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor
         for _, parameter, _, old in parameters:
             parameter.grad = old
     for name, parameter, version, _ in parameters:
-        if parameter._version != version:
+        if _version(parameter) != version:
             raise StateError(
                 f"{name}: grad changed this parameter. Only update may change parameters, because "
                 "grad runs once for each logical replica"
+            )
+    for name, tensor, version in tensors:
+        if _version(tensor) != version:
+            raise StateError(
+                f"{name}: grad changed this tensor of the state in place. Only update may change the "
+                "state, because grad runs once for each logical replica: return what each replica "
+                "contributes, whose sum update gets"
             )
     if without_mean:
         raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")

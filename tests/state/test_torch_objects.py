@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -228,6 +229,99 @@ def test_a_parameter_in_a_dict_stays_one_and_gradients_stay_required() -> None:
         assert type(restored[name]) is type(value), name
         assert restored[name].requires_grad is value.requires_grad, name
         assert restored[name].is_leaf
+
+
+def test_a_parameter_is_changed_in_place_so_that_its_optimizer_steps_what_the_state_holds() -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        weight, bias = torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(1))
+        state = {"w": weight, "net": dict(torch.nn.Linear(3, 1).named_parameters()), "b": bias}
+        held = [weight, bias, *state["net"].values()]
+        return {**state, "o": torch.optim.Adam(held, lr=0.1)}
+
+    def step(state: dict[str, Any], x: torch.Tensor) -> None:
+        hidden = torch.nn.functional.linear(x * state["w"], *state["net"].values())
+        state["o"].zero_grad()
+        (hidden + state["b"]).square().sum().backward()
+        state["o"].step()
+
+    old, new = make(1), make(2)
+    step(old, torch.ones(3))
+    like = dict(new["net"])
+    restored = restore(new, snapshot(old))
+    assert restored["w"] is new["w"]
+    assert all(restored["net"][name] is like[name] for name in like)
+    for state in (old, restored):
+        step(state, torch.arange(3.0))
+    assert bits(restored) == bits(old)
+
+
+def test_a_parameter_keeps_its_value_if_another_member_refuses_its_state() -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise RuntimeError("no")
+
+    saved = snapshot({"a": torch.nn.Parameter(torch.ones(2)), "b": Refusing()})
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(StateError, match="no"):
+        restore({"a": parameter, "b": Refusing()}, saved)
+    assert parameter.tolist() == [0, 0]
+
+
+def test_one_parameter_at_two_paths_takes_one_value() -> None:
+    tied = torch.nn.Parameter(torch.zeros(2))
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2) * 2)
+    restored = restore({"a": tied, "b": tied}, snapshot({"a": one, "b": one}))
+    assert restored["a"] is restored["b"] is tied
+    with pytest.raises(MismatchError, match="b: is one object with a in the target"):
+        restore({"a": tied, "b": tied}, snapshot({"a": one, "b": other}))
+    assert tied.tolist() == [1, 1]
+
+
+def test_a_tensor_has_the_order_in_memory_of_the_target() -> None:
+    for like in (
+        torch.zeros(3, 2).t(),
+        torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last),
+    ):
+        value = torch.arange(like.numel()).reshape(like.shape).float()
+        restored = restore({"x": like}, snapshot({"x": value}))["x"]
+        assert restored.stride() == like.stride()
+        assert torch.equal(restored, value)
+
+
+def test_what_is_restored_in_inference_mode_can_be_trained() -> None:
+    old, new = Problem("Adam", torch.float32, 1), Problem("Adam", torch.float32, 2)
+    old.step(1)
+    plain = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        state = restore({**new.state(), "x": torch.zeros(2)}, snapshot({**old.state(), "x": plain}))
+    for problem in (old, new):
+        problem.step(2)
+    (state["x"] * torch.ones(2, requires_grad=True)).sum().backward()
+    assert bits(new.state()) == bits(old.state())
+
+
+def test_an_expanded_buffer_comes_back() -> None:
+    def make(k: float) -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        module.register_buffer("scale", torch.full((1, 3), k).expand(4, 3))
+        return module
+
+    module = make(2.0)
+    restore({"m": module}, snapshot({"m": make(3.0)}))
+    assert module.scale.stride() == (0, 1)
+    assert module.scale.tolist() == [[3.0] * 3] * 4
+
+
+def test_a_nested_tensor_is_refused_by_its_path() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UnsupportedLeafError, match=r"a/b: a tensor of layout .*, nested"):
+        flatten({"a": {"b": nested}})
 
 
 class Named(torch.Tensor):

@@ -353,12 +353,12 @@ class CheckpointManager(Turns):
     ) -> Restored:
         """Restore `step`, or the newest good checkpoint, into `like`.
 
-        Containers come back new; modules, optimizers and other stateful objects in `like` are
-        changed in place. Newer checkpoints that are damaged are skipped with a warning; if this
-        manager holds the writer's lock they move to quarantine at once, otherwise at its first save,
-        so that a manager that only restores changes nothing. The random generators of the process are
-        restored last (see `ManagerOptions.save_random_state`). In a group every process restores the
-        same step.
+        Containers and arrays come back new; modules, optimizers, PyTorch parameters and other
+        stateful objects in `like` are changed in place. Newer checkpoints that are damaged are
+        skipped with a warning; if this manager holds the writer's lock they move to quarantine at
+        once, otherwise at its first save, so that a manager that only restores changes nothing. The
+        random generators of the process are restored last (see `ManagerOptions.save_random_state`).
+        In a group every process restores the same step.
 
         Args:
             step: a step, a name such as `latest_checkpoint`, or None for the newest.
@@ -762,7 +762,9 @@ class CheckpointManager(Turns):
                 if names is not None:
                     return restore_part(like, loaded.leaves, names)
                 self._restorable.expect(like)
-                return restore_state(like, loaded.leaves)
+                restored = restore_state(like, loaded.leaves)
+                self._restorable.restored(loaded.leaves)
+                return restored
 
         state = all_do(self._processes, rebuild)
         if names is None:

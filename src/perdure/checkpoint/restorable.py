@@ -14,7 +14,8 @@ class Restorable:
     """Compares what is saved with the target that the program restores into.
 
     The first save of a manager is compared in full; without a target it is compared with the state
-    itself. Later ones are compared again if the paths, dtypes or shapes changed since the save before.
+    itself. Later ones, and those after a restore, are compared again if the paths, dtypes or shapes
+    changed since the save or the restore before.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,13 @@ class Restorable:
         """Paths at which the target has NumPy arrays and numbers; none without a target."""
         return () if self._template is None else self._template.plain
 
+    def restored(self, leaves: Mapping[str, Leaf]) -> None:
+        """The target took `leaves`, so a save of another structure is a change, and warned about.
+
+        An error would stop an interrupted run at a step that an uninterrupted one passes.
+        """
+        self._known = _structure(leaves)
+
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored. Later calls return at once."""
         if self._known is not None:
@@ -42,10 +50,15 @@ class Restorable:
         if template is None:
             template, target = template_of(state), "the state itself"
         if lines := differences(template, leaves):
+            grown = (
+                " A list or a dict that grows belongs in an object with `state_dict` and "
+                "`load_state_dict`."
+            )
             raise MismatchError(
                 f"{where}: this state could never be restored into {target}:\n{listed(lines)}\n"
                 f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
                 f"structure, dtypes and shapes as the state that the loop saves."
+                f"{grown * any(line.wanted is None and not line.reason for line in lines)}"
             )
         self._known = _structure(leaves)
 

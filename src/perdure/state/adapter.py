@@ -132,6 +132,11 @@ class Adapter(Protocol):
         """An array such as `like` (kind, device, sharding) with the bits of `leaf`."""
         ...
 
+    def variable(self, value: Any) -> Stateful | None:
+        """For a leaf: the array as an object that keeps its identity and is changed in place, because
+        others refer to it. None for an array that a restore makes anew."""
+        ...
+
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
         """An interior value.
 
@@ -141,7 +146,14 @@ class Adapter(Protocol):
         ...
 
 
-class ContainersOnly:
+class NoVariables:
+    """The verb of an adapter whose arrays are all made anew by a restore."""
+
+    def variable(self, value: Any) -> Stateful | None:
+        return None
+
+
+class ContainersOnly(NoVariables):
     """The verbs of an adapter whose values hold others and are no leaves: only `node` is its own."""
 
     def spec(self, value: Any) -> Spec | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, Spec, Stateful
+from perdure.state.adapter import Node, NoVariables, Spec, Stateful
 from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.store.format import WEAK_PREFIX
@@ -143,7 +143,7 @@ class Members:
     """Base of an object whose attributes are members of a state, each with its own path."""
 
 
-class Builtin:
+class Builtin(NoVariables):
     """The adapter that needs no framework."""
 
     def spec(self, value: Any) -> Spec | None:

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, Spec
+from perdure.state.adapter import Node, NoVariables, Spec
 from perdure.state.builtin import array_leaf, key_words, leaf_array
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
@@ -29,7 +29,7 @@ def key_name(entry: Any) -> str:
     return jax.tree_util.keystr((entry,), simple=True)
 
 
-class JaxState:
+class JaxState(NoVariables):
     """See `perdure.state.adapter.Adapter`."""
 
     def spec(self, value: Any) -> Spec | None:

@@ -48,10 +48,11 @@ class TorchState:
                 "a lazy parameter without a shape. Run one forward pass before the first save, and "
                 "before a restore outside of its module."
             )
-        if value.layout != torch.strided or value.is_quantized:
+        if value.layout != torch.strided or value.is_quantized or value.is_nested:
+            also = ", quantized" * value.is_quantized + ", nested" * value.is_nested
             raise UnsupportedLeafError(
-                f"a tensor of layout {value.layout}{', quantized' if value.is_quantized else ''}; "
-                f"expected a dense one. Convert it with `.to_dense()` or `.dequantize()`."
+                f"a tensor of layout {value.layout}{also}; expected a dense one. Convert it with "
+                f"`.to_dense()`, `.dequantize()` or `.to_padded_tensor()`."
             )
         if type(value) not in _EXACT and not _is_plain_tensor(value):
             raise UnsupportedLeafError(
@@ -71,18 +72,32 @@ class TorchState:
         data = octets.data if octets.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, frozen=plain.data_ptr() != value.data_ptr())
 
+    @torch.inference_mode(mode=False)  # or the tensor could not be trained after a restore in there
     def load(self, like: Any, leaf: Leaf) -> Any:
-        """A tensor of the class of `like`, which requires a gradient if `like` does."""
+        """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""
         dtype = getattr(torch, leaf.dtype)
         target = torch.empty(leaf.shape, dtype=dtype)
         if leaf.data.nbytes:
             target.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(leaf.data, np.uint8)
         target = target.to("cpu" if like.is_meta else like.device)
+        if like.shape == target.shape and like.stride() != target.stride():
+            # The order in which sums are taken, and so their bits, depends on the order in memory.
+            target = torch.empty_like(like, device=target.device, requires_grad=False).copy_(target)
         if isinstance(like, torch.nn.Parameter):
             target = torch.nn.Parameter(target, requires_grad=like.requires_grad)
         elif like.requires_grad:
             target.requires_grad_()
         return target if type(target) is type(like) else target.as_subclass(type(like))
+
+    def variable(self, value: Any) -> Stateful | None:
+        """Parameters and other trained tensors: an optimizer steps the very object that it holds."""
+        if not isinstance(value, torch.Tensor) or not value.is_leaf:
+            return None
+        if not (value.requires_grad or isinstance(value, torch.nn.Parameter)):
+            return None
+        return (
+            None if value.is_meta or value.is_inference() or _overlaps(value) else _Variable(value)
+        )
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
         if isinstance(value, torch.nn.Module):
@@ -110,6 +125,37 @@ def _is_plain_tensor(value: torch.Tensor) -> bool:
     return getattr(type(value), "__torch_dispatch__", None) in _NO_DISPATCH and not vars(value)
 
 
+class _Variable(Stateful):
+    """A parameter outside of a module, which is changed in place."""
+
+    arrays = "torch"
+    can_fail = False
+
+    def read(self) -> Any:
+        return self.target.detach()
+
+    def load(self, state: Any) -> None:
+        _copy_into(self.target, state)
+
+
+def _overlaps(value: Any) -> bool:
+    """Whether a tensor has elements that share memory (`expand`): PyTorch copies nothing into it."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, _LAZY):
+        return False
+    if value.layout != torch.strided or value.is_nested:
+        return False
+    return any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value, of which only one of the elements that share memory is needed."""
+    if _overlaps(tensor):
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+        tensor, value = tensor.detach()[once], value[once]
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
 class _Module(Stateful):
     """A module: names, dtypes and shapes are strict, and it is changed in place."""
 
@@ -131,6 +177,10 @@ class _Module(Stateful):
         # Of this code and not of the checkpoint's: an older version would convert the values.
         if (versions := getattr(present, "_metadata", None)) is not None:
             full._metadata = versions  # type: ignore[attr-defined]
+        for name, tensor in self.target.state_dict(keep_vars=True).items():
+            if name in full and _overlaps(tensor):
+                _copy_into(tensor, full[name])
+                full[name] = tensor  # PyTorch cannot copy into it, and skips the copy onto itself
         self.target.load_state_dict(full)
 
     def check(self) -> Check:
@@ -144,10 +194,9 @@ class _Module(Stateful):
                 undo()
             finally:  # what the module's own code does with a value need not be what it did before
                 present = self.target.state_dict(keep_vars=True)
-                with torch.no_grad():
-                    for name, full in _real_names(self.target, present).items():
-                        if isinstance(old := before.get(name), torch.Tensor):
-                            present[full].copy_(old)
+                for name, full in _real_names(self.target, present).items():
+                    if isinstance(old := before.get(name), torch.Tensor):
+                        _copy_into(present[full], old)
 
         return put_back
 
@@ -276,6 +325,7 @@ class _Optimizer(Stateful):
     def adds(self, path: str) -> bool:
         return path.startswith("param_groups/") and path.count("/") == 2
 
+    @torch.inference_mode(mode=False)
     def load(self, state: Any) -> None:
         optimizer = self.target
         optimizer.load_state_dict(state)

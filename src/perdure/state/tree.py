@@ -63,7 +63,8 @@ def snapshot(state: Any, into: Arena | None = None, plain: Collection[str] = ())
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
-    """`like` with the bits of `leaves`: new containers, in place for modules and optimizers.
+    """`like` with the bits of `leaves`: new containers and arrays, in place for modules, optimizers and
+    parameters.
 
     `like` gives structure, array kind, device and sharding; its values are not read. An object with
     `load_state_dict` is given the state that was stored, whatever its present one looks like, and has
@@ -89,7 +90,11 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
             if (leaf := leaf_adapter(like, among)) is not None:
                 if is_plain(like) and (entry := containers.get(path)) is not None:
                     return _of_class(entry.arrays, like, leaves[path], among)
-                return load_leaf(leaf[0], like, leaves[path])
+                value = load_leaf(leaf[0], like, leaves[path])
+                if (variable := leaf[0].variable(like)) is None:
+                    return value
+                changes.append(_Change(path, variable, value))
+                return like
             node = node_of(like, path, among, specs)
         if isinstance(node, Stateful):
             changes.append(_Change(path, node, stored.state(node, path)))

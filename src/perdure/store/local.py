@@ -41,7 +41,7 @@ class LocalStorage:
         self.where = absolute_path(root)
         self._before = before
         self._root: tuple[int, int] | None = None
-        # A path that cannot be looked at now is reported by the first operation, with its meaning there.
+        # If the path cannot be looked at now, the first operation reports it, with its meaning there.
         with contextlib.suppress(OSError):
             self._root = _identity(self.where)
         self._lock: FileLock | None = None
@@ -299,9 +299,9 @@ class LocalSink:
 def absolute_path(root: str | os.PathLike[str]) -> str:
     """The path of a run directory, independent of later changes of the working directory.
 
-    `~` at its beginning is the home directory. Raises `StoreError` for an empty path, for one with a NUL
-    character, for a relative one if the working directory is gone, and for a `~` that nobody can tell
-    the meaning of.
+    `~` at its beginning is the home directory. Raises `StoreError` for an empty path, for one with a
+    NUL character, for a relative one if the working directory is gone, and for a `~` that nobody can
+    tell the meaning of.
     """
     text = os.fsdecode(os.fspath(root))
     if not text:

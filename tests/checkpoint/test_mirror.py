@@ -20,6 +20,7 @@ from mirror_cases import Story, manifest_first
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
+from perdure.checkpoint.prune import execute_prune, plan_prune
 from perdure.errors import (
     ArgumentError,
     LockedError,
@@ -204,11 +205,70 @@ def test_what_a_rollback_set_aside_here_does_not_come_back_from_the_mirror(
         Run, "rolled_back", lambda run: aside if run.where == str(here) else [], raising=False
     )
     with CheckpointManager(here, mirror=there) as manager:
-        with pytest.warns(UserWarning, match="still holds step 2, 3, which a rollback set aside"):
+        with pytest.warns(UserWarning, match="still holds steps 2, 3, which a rollback set aside"):
             assert manager.restore().step == 1
         save(manager, 2, noise=1)
     assert prints(there) == prints(here)
     assert check_run(there).good == (1, 2)
+
+
+def notes_of_removed(here: Path) -> list[int]:
+    return [note.step for note in Run(here).removed()]
+
+
+def test_what_was_rolled_back_and_pruned_does_not_come_back_from_the_mirror(
+    here: Path, there: Remote
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2, 3)
+    with Run(here) as run:  # `perdure rollback` and `perdure prune --rolled-back` know of no mirror
+        run.rollback(1)
+        execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
+        assert run.quarantined() == []
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match=r"still holds steps 2, 3, which .* deleted here"):
+            assert manager.restore().step == 1
+        save(manager, 2, noise=1)
+    assert prints(there) == prints(here)
+    assert check_run(there).good == (1, 2)
+    assert notes_of_removed(here) == [], "nothing holds them any more"
+
+
+def test_what_was_deleted_while_the_mirror_did_not_answer_does_not_come_back(
+    here: Path, there: Remote
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2)
+        there.down()
+        with pytest.warns(UserWarning, match="could not be brought up to date"):
+            manager.delete(2)
+    there.error = None
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="still holds step 2, which"):
+            assert manager.restore().step == 1
+        save(manager, 3)
+    assert check_run(there).good == (1, 3)
+    assert notes_of_removed(here) == []
+
+
+def test_a_removed_checkpoint_that_is_saved_again_stays_in_the_mirror(
+    here: Path, there: Remote
+) -> None:
+    with CheckpointManager(here, mirror=there) as manager:
+        save(manager, 1, 2, 3)
+    with Run(here) as run:
+        run.rollback(1)
+        execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
+    with CheckpointManager(here) as manager:  # without the mirror, and with the same bits
+        manager.save(2, state(2))
+    assert notes_of_removed(here) == [3]
+    with Run(here) as run:
+        run.delete([2])  # as retention does
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.warns(UserWarning, match=r"restored from|still holds step 3"):
+            assert manager.restore().step == 2
+        save(manager, 4)
+    assert check_run(there).good == (1, 2, 4)
 
 
 # ---------------------------------------------------------------- the three scenarios

@@ -317,7 +317,9 @@ def test_prune_removes_on_request_what_was_rolled_back_and_nothing_that_is_damag
     assert len(list((tmp_path / "packs").iterdir())) == 4
     assert perdure("prune", tmp_path, "--rolled-back")["quarantined"] == dry["quarantined"]
     assert len(list((tmp_path / "packs").iterdir())) == 2
-    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+    assert len(Run(tmp_path).quarantined()) == 1
+    assert [note.step for note in Run(tmp_path).removed()] == [2, 3]
+    assert check(Run(tmp_path)).ok, "a note is no finding"
     with run_on(tmp_path) as run:
         assert run.undo_rollback() == []
         assert check(run).ok
@@ -431,3 +433,19 @@ def _refuse(name: str) -> None:
 
 def leaf(seed: int) -> Leaf:
     return make_leaves(seed)["model/layer0"]
+
+
+def test_a_full_disk_does_not_keep_what_was_rolled_back(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3).close()
+
+    def full(_: int, operation: str, name: str) -> OSError | None:
+        return OSError(errno.ENOSPC, "full", name) if operation == "write" else None
+
+    with run_on(tmp_path) as run:
+        run.rollback(1)
+    operations = Operations(fail=full)
+    with run_on(tmp_path, operations) as run:
+        run.execute(plan_prune(run, None, Retention(), rolled_back=True).store)
+        assert run.quarantined() == []
+    assert operations.fired
+    assert check(Run(tmp_path)).good == (1,)

@@ -127,7 +127,8 @@ class CheckpointManager(Turns):
     mirror's.
 
     Threads may share a manager: their calls run one after the other. After `close`, and in a forked
-    child, the calls that change something raise `StoreError`; those that only read still work.
+    child, the calls that change something and `restore` raise `StoreError` (`perdure.load` reads
+    there); `all_steps`, `latest_step` and the others that only read manifests still work.
     """
 
     def __init__(
@@ -502,7 +503,7 @@ class CheckpointManager(Turns):
         """
 
         def delete(step: int) -> None:
-            if not self._run.delete([step]):
+            if not self._run.delete([step], leave_word=self._mirror is not None):
                 self._run.manifest(step)
 
         self._change("delete", step, delete)

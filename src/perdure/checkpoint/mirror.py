@@ -130,7 +130,7 @@ class Mirror:
         """Try once more what failed, wait at most `seconds`, and give the mirror's lock back.
 
         What is missing in the mirror then is among `notes`. The next run copies it. In a forked child
-        it does nothing: the thread that copies, and the locks, are the parent's.
+        this does nothing: the thread that copies, and the locks, are the parent's.
         """
         if self.in_forked_child:
             return
@@ -241,6 +241,7 @@ class Mirror:
         for step in pinned & here - wanted:
             target.unpin(step)
         deleted = set(self._deleted)
+        notes = self._source.removed()
         aside = set(self._aside(target))
         for step in aside & pinned:
             target.unpin(step)
@@ -248,12 +249,18 @@ class Mirror:
             target.delete(gone)
         with self._changed:
             self._deleted -= deleted
+        left = set(target.steps())
+        for note in notes:
+            if note.step not in left or note.fingerprint == self._print_here(note.step):
+                self._source.forget_removed(note)
 
     def _aside(self, mirror: Run) -> list[int]:
-        """The steps of the mirror whose checkpoints a rollback set aside in the source."""
+        """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
         prints: dict[int, set[str]] = {}
         for each in self._source.rolled_back():
             prints.setdefault(each.manifest.step, set()).add(each.manifest.fingerprint)
+        for note in self._source.removed():
+            prints.setdefault(note.step, set()).add(note.fingerprint)
         steps = []
         for step in sorted(prints.keys() & set(mirror.steps())):
             with suppress(StepNotFoundError, CorruptionError):
@@ -337,8 +344,9 @@ class Mirror:
             if mirror and (aside := self._aside(mirror)):
                 there = [step for step in there if step not in aside]
                 notes.append(
-                    f"{self._name} still holds step {', '.join(map(str, aside))}, which a rollback set "
-                    f"aside here; it is not used, and is deleted there after the next save."
+                    f"{self._name} still holds step{'s' if len(aside) > 1 else ''} "
+                    f"{', '.join(map(str, aside))}, which a rollback set aside or a call "
+                    f"deleted here; it is not used, and is deleted there after the next save."
                 )
         except UnreachableError as error:
             if not (here.steps() if step is None else step in here.steps()):

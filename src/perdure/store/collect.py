@@ -9,11 +9,12 @@ While a manifest is unreadable no pack goes. Nothing else is ever deleted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
-from perdure.store.contents import Contents, reason_name
+from perdure.store.contents import Contents, note_removed, reason_name
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
 from perdure.store.storage import Storage
@@ -137,6 +138,8 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in plan.quarantined:
+        with suppress(OSError):  # a full disk must not keep what would give room back
+            note_removed(storage, held.quarantined[name])
         storage.delete(name)
         storage.delete(reason_name(name))
     for name in (*plan.packs, *plan.orphans):

@@ -8,6 +8,7 @@ those that differ.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -300,6 +301,44 @@ def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping
     storage.replace(reason_name(place + suffix), json.dumps(note).encode() + b"\n")
     storage.move(name, place + suffix)
     return place + suffix
+
+
+class Removed(NamedTuple):
+    """A checkpoint that was removed for good while another copy of the run may still hold it."""
+
+    name: str
+    """Of the note that says so."""
+    step: int
+    fingerprint: str
+
+
+_REMOVED = re.compile(re.escape(QUARANTINE) + r"\d{12}-[0-9a-f]{8}" + re.escape(REASON_SUFFIX))
+
+
+def note_removed(storage: Storage, manifest: Manifest) -> None:
+    """Leave word that a checkpoint is removed on purpose, so that a mirror does not bring it back."""
+    note = {
+        "name": manifest_name(manifest.step),
+        "reason": "removed",
+        "removed": [manifest.step, manifest.fingerprint],
+    }
+    stem = f"{QUARANTINE}{manifest.step:012d}-{manifest.fingerprint[:8]}"
+    storage.replace(stem + REASON_SUFFIX, json.dumps(note).encode() + b"\n")
+
+
+def removed(storage: Storage) -> list[Removed]:
+    """The checkpoints of which `note_removed` left word."""
+    found = []
+    for name in sorted(filter(_REMOVED.fullmatch, storage.list(QUARANTINE))):
+        try:
+            step, fingerprint = json.loads(storage.read(name))["removed"]
+        except ConnectionError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a damaged note says nothing
+        if isinstance(step, int) and isinstance(fingerprint, str):
+            found.append(Removed(name, step, fingerprint))
+    return found
 
 
 def reason_name(name: str) -> str:

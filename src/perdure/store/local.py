@@ -41,7 +41,7 @@ class LocalStorage:
         self.where = absolute_path(root)
         self._before = before
         self._root: tuple[int, int] | None = None
-        # A path that cannot be looked at now is reported by the first operation on it.
+        # If the path cannot be looked at now, the first operation reports it, with its meaning there.
         with contextlib.suppress(OSError):
             self._root = _identity(self.where)
         self._lock: FileLock | None = None

@@ -44,10 +44,13 @@ from perdure.store.compact import compact, rewrite
 from perdure.store.contents import (
     Catalog,
     Contents,
+    Removed,
     committed_steps,
     note_damage,
+    note_removed,
     pinned_steps,
     quarantined,
+    removed,
     set_aside,
 )
 from perdure.store.drill import drilled_clock
@@ -141,6 +144,8 @@ class Run:
         self._cursor = Cursor()
         self._left: list[int] = []
         self._deferred: set[int] = set()
+        # Steps of which a note in quarantine says that they were removed on purpose.
+        self._removed: set[int] = set()
         self.notes: list[str] = []
         """What saves found that the user should know; whoever passes it on empties it."""
         self._lock = ExitStack()
@@ -260,10 +265,13 @@ class Run:
             for name in self.leftovers():
                 self.storage.delete(name)
             finish_moves(self.storage)
+            self._removed = {note.step for note in removed(self.storage)}
         except OSError as error:
             self.close()
             raise SaveError(f"{self.where}: cannot be written to: {error}.") from error
         self._ready = True
+        for step in self._removed & set(self.steps()):
+            self._returned(step)
         self._quarantine_deferred()
 
     def claim(self) -> None:
@@ -398,6 +406,7 @@ class Run:
             raise SaveError(self._save_failed(step, leaves, error)) from error
         self._catalog.add(manifest, data[:HEAD_BYTES], written.located)
         self._durable.add(step)
+        self._returned(step)
         return manifest, present is None
 
     def _write(
@@ -450,16 +459,50 @@ class Run:
             data = self._encoded(manifest)
             create_whole(self.storage, manifest_name(manifest.step), data)
             self._catalog.add(manifest, data[:HEAD_BYTES], located)
+            self._returned(manifest.step)
 
-    def delete(self, steps: Iterable[int]) -> list[int]:
+    def delete(self, steps: Iterable[int], *, leave_word: bool = False) -> list[int]:
         """Delete checkpoints and the packs that only they needed; returns the steps deleted.
+
+        With `leave_word`, `removed` names them from then on where the disk has room for a note, so that
+        a mirror that holds them still does not bring them back.
 
         Raises `StoreError` for a pinned one, `PruneError` where deleting stopped in the middle.
         """
         self.begin_writing()
         plan = self.plan(Request(frozenset(steps)))
+        for step in plan.steps if leave_word else ():
+            with suppress(CorruptionError, StepNotFoundError):
+                self._note_removed(self.manifest(step))
         self.execute(plan)
         return list(plan.steps)
+
+    def removed(self) -> list[Removed]:
+        """The checkpoints that were removed on purpose, until `forget_removed`."""
+        try:
+            return removed(self.storage)
+        except OSError as error:
+            raise read_error(error, f"{self.where}: the notes in quarantine") from error
+
+    def forget_removed(self, note: Removed) -> None:
+        """No other copy of the run holds this checkpoint any more. One that stays harms nobody."""
+        with suppress(OSError):
+            self.storage.delete(note.name)
+
+    def _returned(self, step: int) -> None:
+        """`step` is committed: a note that the same bits were removed is not true any more."""
+        if step not in self._removed:
+            return
+        with suppress(StoreError):
+            fingerprint = self.manifest(step).fingerprint
+            for note in self.removed():
+                if (note.step, note.fingerprint) == (step, fingerprint):
+                    self.forget_removed(note)
+
+    def _note_removed(self, manifest: Manifest) -> None:
+        with suppress(OSError):  # a full disk must not keep what would give room back
+            note_removed(self.storage, manifest)
+            self._removed.add(manifest.step)
 
     def contents(self, *, fresh: bool = True) -> Contents:
         """What is held now: every manifest that changed is read, and no pack.

@@ -26,7 +26,7 @@ class Shelf:
             self.content[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, process: int) -> bytes:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.content, timeout=30), key
             return self.content[key]

@@ -31,8 +31,8 @@ class KeyValueStore(Protocol):
 
     def set(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str) -> bytes:
-        """Wait for the key; raise WorkerLostError when it does not come."""
+    def get(self, key: str, process: int) -> bytes:
+        """Wait for the key, which `process` sets; raise WorkerLostError when it does not come."""
         ...
 
     def delete(self, key: str) -> None: ...
@@ -68,8 +68,7 @@ class KeyValueProcesses:
         self._round += 1
         written = self._write(f"{self.index}", data)
         found = [
-            data if process == self.index else self._read(f"{process}")
-            for process in range(self.count)
+            data if process == self.index else self._read(process) for process in range(self.count)
         ]
         # Everyone has entered this round, hence left the one before: its keys are free. A broadcast
         # proves nothing of the kind, so its keys stay until the next gather.
@@ -81,7 +80,7 @@ class KeyValueProcesses:
     def broadcast(self, data: bytes | None) -> bytes:
         self._round += 1
         if not self.is_chief:
-            return self._read("0")
+            return self._read(0)
         self._old += self._write("0", given(data))
         return given(data)
 
@@ -107,12 +106,22 @@ class KeyValueProcesses:
         self._store.set(base, b"\1" + str(len(pieces)).encode())
         return [base, *(f"{base}/{number}" for number in range(len(pieces)))]
 
-    def _read(self, who: str) -> bytes:
-        base = f"perdure/{self._name}/{self._round}/{who}"
-        value = self._store.get(base)
+    def _read(self, process: int) -> bytes:
+        base = f"perdure/{self._name}/{self._round}/{process}"
+        value = self._store.get(base, process)
         if value[:1] == b"\0":
             return value[1:]
-        return b"".join(self._store.get(f"{base}/{number}") for number in range(int(value[1:])))
+        pieces = range(int(value[1:]))
+        return b"".join(self._store.get(f"{base}/{number}", process) for number in pieces)
+
+
+def late(process: int, seconds: float) -> WorkerLostError:
+    """The error for a process that did not come to an operation of the group in time."""
+    return WorkerLostError(
+        f"process {process} did not come to this operation of the group within {seconds:g} s: it "
+        f"hangs, is gone, or does not make the call that waits here. Every process of a group makes "
+        f"the same calls; a save under `if rank == 0` waits for the others. {LOST}"
+    )
 
 
 def lost(what: str, error: BaseException | None = None) -> WorkerLostError:

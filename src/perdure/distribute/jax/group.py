@@ -23,7 +23,7 @@ from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
-from perdure.distribute.processes import KeyValueProcesses, lost
+from perdure.distribute.processes import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
 
 
@@ -103,10 +103,12 @@ class _CoordinationService:
         except jax.errors.JaxRuntimeError as error:
             raise lost("a message to the other processes", error) from error
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, process: int) -> bytes:
         try:
             return self._client.blocking_key_value_get_bytes(key, self._wait_ms)
         except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise late(process, self._wait_ms / 1000) from error
             raise lost("waiting for the other processes", error) from error
 
     def delete(self, key: str) -> None:

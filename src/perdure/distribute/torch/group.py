@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -20,7 +22,8 @@ from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import nest
 from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
 from perdure.distribute.engine import Merge, sliced
-from perdure.distribute.processes import KeyValueProcesses, lost
+from perdure.distribute.lifeline import Lifeline
+from perdure.distribute.processes import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError
 
 _joined: dict[Cluster, Processes] = {}
@@ -64,14 +67,24 @@ def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
     store = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
+    watch = _Watch(wait)
+    if (host := _host_of(store)) is not None:
+        watch.start(_connected(store, wait), cluster.process_id, host)
     # The reference keeps the store alive where the program destroys its group before the end.
     leave = timedelta(seconds=options.leave_timeout)
-    at_end = (_connected(store, leave), cluster, leave, store)
+    at_end = (_connected(store, leave), cluster, leave, watch, store)
     # Also in the children of multiprocessing, which run no functions of atexit.
     Finalize(None, _leave, at_end, exitpriority=0)
     return KeyValueProcesses(
-        lambda: _Store(_connected(store, wait)), cluster.process_id, cluster.num_processes
+        lambda: _Store(_connected(store, wait), watch), cluster.process_id, cluster.num_processes
     )
+
+
+def _host_of(store: Any) -> str | None:
+    """Where process 0 is reached, if the store says so."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 def _connected(store: Any, wait: timedelta) -> Any:
@@ -120,6 +133,9 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
         store = TCPStore(
             host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
         )
+        watch = _Watch(wait)
+        if cluster.is_chief:  # before the others are through the next call
+            watch.start(TCPStore(host, port, is_master=False, timeout=wait), 0, host)
         dist.init_process_group(
             backend,
             store=store,
@@ -132,21 +148,31 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
             f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
+    if not cluster.is_chief:
+        watch.start(TCPStore(host, port, is_master=False, timeout=wait), cluster.process_id, host)
     atexit.register(_destroy)
-    atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout))
+    atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout), watch)
     return KeyValueProcesses(
-        lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait)),
+        lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait), watch),
         cluster.process_id,
         cluster.num_processes,
     )
 
 
-def _leave(store: Any, cluster: Cluster, limit: timedelta, _kept: Any = None) -> None:
+def _leave(
+    store: Any, cluster: Cluster, limit: timedelta, watch: _Watch, _kept: Any = None
+) -> None:
     """The store lives in process 0, which must not go before the others have read all they need."""
+    watch.leaving()
     with contextlib.suppress(RuntimeError):
-        store.set(f"perdure/left/{cluster.process_id}", b"")
+        store.set(_left(cluster.process_id), b"")
         if cluster.is_chief:
-            store.wait([f"perdure/left/{p}" for p in range(cluster.num_processes)], limit)
+            store.wait([_left(process) for process in range(cluster.num_processes)], limit)
+    watch.stop()
+
+
+def _left(process: int) -> str:
+    return f"perdure/left/{process}"
 
 
 def _destroy() -> None:
@@ -155,11 +181,74 @@ def _destroy() -> None:
             dist.destroy_process_group()
 
 
+class _Watch:
+    """Ends the waits of this process for a process that is gone.
+
+    A wait in the store has no end but its time limit or the value. So a value that says it is set in
+    place of the process, unless that did set its own before its end.
+    """
+
+    GONE = b"\2"
+
+    def __init__(self, wait: timedelta) -> None:
+        self.seconds = wait.total_seconds()
+        self._guard = threading.Lock()
+        self._awaited: dict[str, int] = {}
+        self._gone: set[int] = set()
+        self._store: Any = None
+        self._lifeline: Lifeline | None = None
+
+    def start(self, store: Any, index: int, host: str) -> None:
+        """Watch, through a connection to the store that nobody else uses."""
+        address = "perdure/lifeline"
+
+        def look() -> bytes | None:
+            try:
+                return store.get(address) if store.check([address]) else None
+            except RuntimeError:  # process 0 is gone, as every wait finds by itself
+                return None
+
+        self._store = store
+        with contextlib.suppress(OSError):  # without it a wait ends by its time limit
+            self._lifeline = Lifeline(
+                index, host, lambda data: store.set(address, data), look, self._on_gone
+            )
+
+    def leaving(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.leaving()
+
+    def stop(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.stop()
+
+    @contextlib.contextmanager
+    def awaiting(self, key: str, process: int) -> Iterator[bool]:
+        """While `key` is awaited; gives whether the process that sets it is known to be gone."""
+        with self._guard:
+            self._awaited[key] = process
+            gone = process in self._gone
+        try:
+            yield gone
+        finally:
+            with self._guard:
+                del self._awaited[key]
+
+    def _on_gone(self, process: int) -> None:
+        with self._guard:
+            self._gone.add(process)
+            keys = [key for key, setter in self._awaited.items() if setter == process]
+        with contextlib.suppress(RuntimeError):  # the store is gone too: every wait has ended
+            for key in (*keys, _left(process)):
+                self._store.compare_set(key, "", self.GONE.decode())
+
+
 class _Store:
     """torch's key-value store, through a connection of its own: a client locks while it waits."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, watch: _Watch) -> None:
         self._store = store
+        self._watch = watch
 
     def set(self, key: str, value: bytes) -> None:
         try:
@@ -167,11 +256,18 @@ class _Store:
         except RuntimeError as error:
             raise lost("a message to the other processes", error) from error
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, process: int) -> bytes:
         try:
-            return self._store.get(key)
+            with self._watch.awaiting(key, process) as gone:
+                missing = gone and not self._store.check([key])
+                value = _Watch.GONE if missing else self._store.get(key)
         except RuntimeError as error:
+            if "timeout" in str(error):
+                raise late(process, self._watch.seconds) from error
             raise lost("waiting for the other processes", error) from error
+        if value == _Watch.GONE:
+            raise lost(f"waiting for process {process}")
+        return value
 
     def delete(self, key: str) -> None:
         try:

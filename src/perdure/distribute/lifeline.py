@@ -1,0 +1,231 @@
+"""Notices that a process of a group is gone, by the connection that it keeps to process 0.
+
+A connection closes with its process, however that ends. Process 0 then says to all others who is gone.
+Invariant: only a closed connection counts. A process that is silent, stopped or busy is not gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+_LONGEST_LINE = 2**12
+_CONNECT_S = 5.0
+# Between two looks whether process 0 listens already.
+_LOOK_S = 0.2
+# What a process wrote before its end may still be on its way to the store.
+_GRACE_S = 1.0
+
+
+class Lifeline:
+    """This process's end: a thread that calls `on_gone` with the number of each process that is gone.
+
+    `publish` and `look` put the address of process 0 where the others find it, and find it (None until
+    it is there). `host` is where the others reach process 0.
+
+    Raises `OSError` if process 0 listens and cannot be reached.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        host: str,
+        publish: Callable[[bytes], None],
+        look: Callable[[], bytes | None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._index = index
+        self._host = host
+        self._look = look
+        self._on_gone = on_gone
+        self._pid = os.getpid()
+        self._stopping = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._sockets: list[socket.socket] = [self._wake, self._woken]
+        self._gone: set[int] = set()
+        self._listener: socket.socket | None = None
+        self._token = ""
+        if index == 0:
+            self._listener = self._kept(_listener())
+            self._token = secrets.token_hex(16)
+            port = self._listener.getsockname()[1]
+            publish(json.dumps({"port": port, "token": self._token}).encode())
+        # A child that is forked must not keep the connection open.
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_all(own()))
+        # At once if process 0 listens already, so that no end of this process is too early.
+        self._connection = None if index == 0 else self._connect()
+        run = self._serve if index == 0 else self._follow
+        self._thread = threading.Thread(target=run, name="perdure-lifeline", daemon=True)
+        self._thread.start()
+
+    def leaving(self) -> None:
+        """Process 0 says that it leaves, before it closes: who waits for it is not to wait longer."""
+        if os.getpid() == self._pid and self._index == 0:
+            with suppress(OSError):
+                self._wake.send(b"\0")
+
+    def stop(self) -> None:
+        """Close the connection: this process leaves. No process is reported after that."""
+        if os.getpid() != self._pid:
+            return
+        self._stopping.set()
+        with suppress(OSError):
+            self._wake.send(b"\0")
+        self._thread.join(2 * _CONNECT_S)
+        _close_all(self)
+
+    def close_sockets(self) -> None:
+        """Close this process's ends, in a forked child too."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.close()
+
+    def _kept(self, connection: socket.socket) -> socket.socket:
+        self._sockets.append(connection)
+        return connection
+
+    def _serve(self) -> None:
+        """Process 0: a connection of each other process, until it closes."""
+        listener: Any = self._listener
+        members: dict[socket.socket, int] = {}
+        said: dict[socket.socket, bytes] = {}
+        with selectors.DefaultSelector() as selector, suppress(OSError):
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(listener, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                for key, _ in selector.select():
+                    connection: Any = key.fileobj
+                    if connection is self._woken:
+                        self._woken.recv(1)
+                        for member in () if self._stopping.is_set() else members:
+                            _send(member, 0)
+                        continue
+                    if connection is listener:
+                        with suppress(OSError):
+                            new = self._kept(listener.accept()[0])
+                            new.setblocking(False)
+                            new.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                            said[new] = b""
+                            selector.register(new, selectors.EVENT_READ)
+                        continue
+                    data = _received(connection)
+                    if data is None:
+                        continue
+                    if connection in members and not data:
+                        self._report(members.pop(connection), members)
+                    elif connection not in members and data:
+                        said[connection] += data
+                        index = self._hello(said[connection])
+                        if index is None:
+                            if len(said[connection]) < _LONGEST_LINE:
+                                continue
+                            data = b""
+                        else:
+                            members[connection] = index
+                            for gone in self._gone:
+                                _send(connection, gone)
+                    if not data:
+                        selector.unregister(connection)
+                        said.pop(connection, None)
+                        self._sockets.remove(connection)
+                        connection.close()
+
+    def _report(self, index: int, members: dict[socket.socket, int]) -> None:
+        if index in self._gone or index in members.values():
+            return
+        self._gone.add(index)
+        for connection in members:
+            _send(connection, index)
+        if not self._stopping.wait(_GRACE_S):
+            self._on_gone(index)
+
+    def _hello(self, said: bytes) -> int | None:
+        line, end, _ = said.partition(b"\n")
+        if end:
+            with suppress(ValueError, TypeError, KeyError):
+                hello = json.loads(line)
+                if secrets.compare_digest(str(hello["token"]), self._token):
+                    return int(hello["index"])
+        return None
+
+    def _follow(self) -> None:
+        """Every other process: what process 0 says, until its connection closes."""
+        with suppress(OSError):
+            while self._connection is None:
+                stopping = self._stopping.wait(_LOOK_S)
+                self._connection = self._connect()
+                if stopping:  # the others learn that this process leaves
+                    return
+            for index in self._heard(self._connection):
+                if self._stopping.wait(_GRACE_S):
+                    return
+                self._on_gone(index)
+
+    def _connect(self) -> socket.socket | None:
+        """A connection to process 0; None while it does not listen yet."""
+        address = self._look()
+        if address is None:
+            return None
+        where = json.loads(address)
+        connection = self._kept(socket.create_connection((self._host, where["port"]), _CONNECT_S))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.settimeout(None)
+        hello = {"token": where["token"], "index": self._index}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        return connection
+
+    def _heard(self, connection: socket.socket) -> Iterator[int]:
+        """The processes that are gone: those that process 0 names, and process 0 itself."""
+        said = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._woken in ready:
+                    return
+                data = _received(connection)
+                if not data:
+                    yield 0
+                    return
+                *lines, said = (said + data).split(b"\n")
+                yield from (int(line) for line in lines)
+
+
+def _listener() -> socket.socket:
+    six = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", 0),
+        family=socket.AF_INET6 if six else socket.AF_INET,
+        dualstack_ipv6=six,
+        backlog=1024,
+    )
+
+
+def _received(connection: socket.socket) -> bytes | None:
+    """What came; empty when the other side is gone, None if nothing came after all."""
+    try:
+        return connection.recv(_LONGEST_LINE)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _send(connection: socket.socket, index: int) -> None:
+    with suppress(OSError):  # who is gone meanwhile is reported for itself
+        connection.send(b"%d\n" % index)
+
+
+def _close_all(lifeline: Lifeline | None) -> None:
+    if lifeline is not None:
+        lifeline.close_sockets()

@@ -1,0 +1,179 @@
+"""A process of a group that is gone is reported to the others, however it ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from group import launch
+
+from perdure.distribute import lifeline
+from perdure.distribute.lifeline import Lifeline
+
+LIMIT_S = 60
+
+CHILD = """
+import sys
+from perdure.distribute.lifeline import Lifeline
+Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode(), print)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+class Board:
+    """Where process 0 writes its address."""
+
+    def __init__(self) -> None:
+        self.address: bytes | None = None
+
+    def publish(self, address: bytes) -> None:
+        self.address = address
+
+    def look(self) -> bytes | None:
+        return self.address
+
+
+def made(index: int, board: Board) -> tuple[Lifeline, queue.Queue[int]]:
+    gone: queue.Queue[int] = queue.Queue()
+    return Lifeline(index, "127.0.0.1", board.publish, board.look, gone.put), gone
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "_GRACE_S", 0.0)
+
+
+def test_a_killed_process_is_reported_to_all() -> None:
+    board = Board()
+    (chief, chief_gone), (other, other_gone) = made(0, board), made(1, board)
+    assert board.address is not None
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, board.address.decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"here\n"
+        assert chief_gone.empty()
+        child.send_signal(signal.SIGKILL)
+        assert chief_gone.get(timeout=LIMIT_S) == 2
+        assert other_gone.get(timeout=LIMIT_S) == 2
+    finally:
+        child.kill()
+        child.communicate()
+        other.stop()
+        chief.stop()
+
+
+def test_process_0_is_reported_too_and_who_comes_late_hears_of_all() -> None:
+    board = Board()
+    chief, chief_gone = made(0, board)
+    first, first_gone = made(1, board)
+    second, _ = made(2, board)
+    second.stop()
+    assert chief_gone.get(timeout=LIMIT_S) == 2
+    assert first_gone.get(timeout=LIMIT_S) == 2
+    late, late_gone = made(3, board)
+    assert late_gone.get(timeout=LIMIT_S) == 2
+    chief.stop()
+    assert first_gone.get(timeout=LIMIT_S) == 0
+    assert late_gone.get(timeout=LIMIT_S) == 0
+    first.stop()
+    late.stop()
+
+
+def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
+    board = Board()
+    chief, _ = made(0, board)
+    other, gone = made(1, board)
+    other.leaving()  # only process 0 has anything to say
+    assert gone.empty()
+    chief.leaving()
+    assert gone.get(timeout=LIMIT_S) == 0
+    other.stop()
+    chief.stop()
+
+
+def test_a_process_that_looked_too_early_is_reported() -> None:
+    board = Board()
+    early, _ = made(1, board)  # process 0 does not listen yet
+    chief, chief_gone = made(0, board)
+    early.stop()
+    assert chief_gone.get(timeout=LIMIT_S) == 1
+    chief.stop()
+
+
+def test_strangers_are_no_processes() -> None:
+    board = Board()
+    chief, gone = made(0, board)
+    member, _ = made(1, board)
+    assert board.address is not None
+    port = int(board.address.split(b":")[1].split(b",")[0])
+    for said in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(said)
+    member.stop()
+    assert gone.get(timeout=LIMIT_S) == 1
+    assert gone.empty()
+    chief.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_hold_the_connection() -> None:
+    board = Board()
+    chief, gone = made(0, board)
+    member, _ = made(1, board)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a worker of a data loader, it outlives its parent
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        member.stop()
+        assert gone.get(timeout=LIMIT_S) == 1
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+        chief.stop()
+
+
+@pytest.mark.parametrize(
+    ("own", "how", "victim"),
+    [
+        ("made", "kill", "1"),
+        ("made", "raise", "0"),
+        ("joined", "kill", "1"),
+        ("joined", "raise", "1"),
+    ],
+)
+def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim: str) -> None:
+    """The time limit of an operation is 600 s, so that `launch` would fail before."""
+    ended = launch("lost_worker.py", 2, "--group", own, "--how", how, "--victim", victim)
+    _, answer, err = ended[1 - int(victim)]
+    assert answer is not None, err
+    assert answer["error"] == "WorkerLostError"
+    assert "Save nothing" in answer["text"]
+
+
+def test_a_time_limit_says_who_did_not_come() -> None:
+    from torch.distributed import TCPStore
+
+    from perdure.distribute.torch import group
+    from perdure.errors import WorkerLostError
+
+    wait = timedelta(milliseconds=50)
+    server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+    store = group._Store(server, group._Watch(wait))
+    with pytest.raises(WorkerLostError, match="process 3 did not come"):
+        store.get("never", 3)

@@ -243,6 +243,8 @@ class Walk:
             state = self.manager.restore(step).state
             self.manager.save(step, state, force=True)
             self.manager.wait_until_finished()
+            if self.keep is not None:  # a step that was unpinned since goes now
+                self.retain(self.keep)
             self.seen["saved again"] += 1
 
     def save_into_the_past(self) -> None:

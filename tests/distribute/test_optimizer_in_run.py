@@ -309,7 +309,7 @@ def test_a_gradient_from_before_the_run_is_not_added_by_hand() -> None:
     def add(*, clear: bool) -> None:
         if clear:
             optimizer.zero_grad()
-        old = net[0].weight.grad
+        old: Any = net[0].weight.grad
         net[0].weight.grad = torch.ones(8, 4) if old is None else old + 1
 
     with pytest.raises(StateError, match="before it ran"):

@@ -310,7 +310,7 @@ def test_an_expanded_buffer_comes_back() -> None:
         module.register_buffer("scale", torch.full((1, 3), k).expand(4, 3))
         return module
 
-    module = make(2.0)
+    module: Any = make(2.0)
     restore({"m": module}, snapshot({"m": make(3.0)}))
     assert module.scale.stride() == (0, 1)
     assert module.scale.tolist() == [[3.0] * 3] * 4

@@ -167,7 +167,7 @@ def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim
 
 
 def test_a_time_limit_says_who_did_not_come() -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from perdure.distribute.torch import group
     from perdure.errors import WorkerLostError

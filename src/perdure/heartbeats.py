@@ -25,8 +25,9 @@ LENGTH = 256
 class Beat:
     """What a process said last. Steps count the finished ones; times are seconds, monotonic.
 
-    `start` is the step that it began at, `first` when its first new step was finished, `saving` the
-    step that is being made durable in the background.
+    `start` is the step that it began at, `first` when it first told of a new one and `first_step`
+    which that was (a later one than `start + 1` in a loop that gives a beat every so many steps),
+    `saving` the step that is being made durable in the background.
     """
 
     phase: str
@@ -36,6 +37,7 @@ class Beat:
     start: int | None = None
     first: float | None = None
     saving: int | None = None
+    first_step: int | None = None
 
 
 def heartbeat(step: int, phase: str = "step") -> None:
@@ -100,6 +102,7 @@ class _Writer:
         self._step: int | None = None
         self._start: int | None = None
         self._first: float | None = None
+        self._first_step: int | None = None
         self.saving: int | None = None
         self._path: str | None = path
         self.write()
@@ -107,13 +110,13 @@ class _Writer:
     def beat(self, phase: str, step: int | None) -> None:
         if step is not None:
             if self._step is None or step < self._step:  # another run may follow in one process
-                self._start, self._first = step, None
+                self._start, self._first, self._first_step = step, None, None
             self._step = step
         if phase == "step" and self._first is None:
             if self._step is None or self._step == self._start:
                 phase = "compile"  # the first step is still to come, and with it the compiler
             else:
-                self._first = time.monotonic()
+                self._first, self._first_step = time.monotonic(), self._step
         self._phase = phase
         self.write()
 
@@ -122,7 +125,8 @@ class _Writer:
         line = (
             f'{{"phase": "{self._phase}", "step": {_text(self._step)}, '
             f'"time": {time.monotonic():.6f}, "pid": {self._pid}, "start": {_text(self._start)}, '
-            f'"first": {first}, "saving": {_text(self.saving)}}}'
+            f'"first": {first}, "saving": {_text(self.saving)}, '
+            f'"first_step": {_text(self._first_step)}}}'
         )
         try:
             os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, same, train
 
+from perdure import heartbeats
 from perdure.keras import BackupAndRestore, directory
 from perdure.store import Run
 
@@ -59,6 +61,30 @@ def test_save_freq(save_freq: Any, whole: End, tmp_path: Path) -> None:
     end, went_on = interrupted(tmp_path / "run", (2, 2), save_freq=save_freq)
     assert same(end, whole)
     assert went_on == {"epoch": 8, 3: 9, 100: 0}[save_freq]
+
+
+@pytest.mark.parametrize("preemptible", [False, True])
+def test_every_batch_is_a_heartbeat(
+    preemptible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `perdure run` a long epoch is no silence, whatever `save_freq` is."""
+    beats: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(heartbeats, "listeners", [lambda *beat: beats.append(beat)])
+    model = network()
+    model.fit(
+        *arrays(),
+        batch_size=BATCH,
+        epochs=1,
+        verbose=0,
+        validation_data=arrays(),
+        callbacks=[BackupAndRestore(tmp_path, save_before_preemption=preemptible)],
+    )
+    told = [beat for beat, _ in groupby(beats)]
+    steps = [("step", step) for step in range(1, BATCHES + 1)]
+    first = told.index(("compile", 0))
+    assert told[first + 1 : first + 1 + BATCHES] == steps
+    validating = told.index(("evaluate", BATCHES))
+    assert ("step", BATCHES) in told[validating:]
 
 
 class Indexed(keras.utils.PyDataset):

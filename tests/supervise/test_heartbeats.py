@@ -57,8 +57,9 @@ def test_the_first_step_is_the_compilers(path: str) -> None:
 def test_a_second_run_in_one_process_begins_anew(path: str) -> None:
     heartbeat(5, "compile")
     heartbeat(9)
+    assert last(path).first_step == 9
     heartbeat(0, "compile")
-    assert (last(path).start, last(path).first) == (0, None)
+    assert (last(path).start, last(path).first, last(path).first_step) == (0, None, None)
 
 
 def test_an_unknown_phase_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from perdure.supervise.policy import cannot_come_back, decide
@@ -38,6 +40,7 @@ def attempt(
         at=end if stepped and alive is not False else start,
         alive=stepped if alive is None else alive,
         said="no room",
+        first_step=start + 1 if stepped and start is not None else None,
     )
 
 
@@ -98,6 +101,12 @@ def test_sums_are_made_from_the_steps_that_stand() -> None:
     assert summary.goodput == 0.3
     document = summary.document()
     assert (document["restarts"], document["failures"], document["lost_seconds"]) == (2, 2, 140.0)
+
+
+def test_a_heartbeat_every_ten_steps_tells_of_the_time_of_ten() -> None:
+    """Steps of one second: the first ten end at 10.0, and twenty more follow in the attempt."""
+    seldom = replace(attempt("done", 0, 30), first_step=10, last=30.0)
+    assert Summary(("train",), (seldom,), 0, "finished", 60.0, "logs").step_seconds == 1.0
 
 
 def test_without_heartbeats_there_is_no_goodput() -> None:

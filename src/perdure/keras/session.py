@@ -20,6 +20,7 @@ from keras.callbacks import Callback
 from perdure.checkpoint import Checkpoint, CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_resume
 from perdure.errors import TrainError
+from perdure.heartbeats import beat
 from perdure.keras import description, members, plain, sources
 from perdure.keras.batches import Batches
 from perdure.keras.directory import close_manager, finish_others
@@ -82,6 +83,7 @@ class Session(Callback):
                 self._resume()
             if self._preemptible:
                 fit.ahead_of_validation(self._ahead_of_validation)
+            beat("compile", self._step)
         except BaseException:
             close_manager(manager)
             raise
@@ -94,6 +96,7 @@ class Session(Callback):
         before, batches = self._step, self._batches
         self._step += batches.executed(batch)
         self._logs = dict(logs or {})
+        beat("step", self._step)
         if self._every is not None and self._step // self._every > before // self._every:
             self._due = True
         if self._preemptible:
@@ -118,11 +121,16 @@ class Session(Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._preemptible and self._manager.reached_preemption(self._step):
             self._leave(unflatten(self._ahead_of_test))
+        beat("evaluate", self._step)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        beat("step", self._step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch + 1
         self._logs = dict(logs or {})
         self._batches.next_epoch()
+        beat("step", self._step)
         if self._preemptible and self._manager.reached_preemption(self._step):
             self._leave()
         if self._each_epoch or self._due:

@@ -60,7 +60,7 @@ class Life:
         self._stopped: dict[Worker, float] = {}
         self._steps: dict[Worker, tuple[int, float]] = {}
         self._starts: dict[Worker, int] = {}
-        self._firsts: dict[Worker, float] = {}
+        self._firsts: dict[Worker, tuple[float, int | None]] = {}
         self._looked = -math.inf
         self._noticed = 0.0
         self._deadline: float | None = None
@@ -120,6 +120,7 @@ class Life:
         now = self._clock()
         starts = list(self._starts.values())
         ends = [step for step, _ in self._steps.values()]
+        first, first_step = min(self._firsts.values(), default=(None, None))
         return Attempt(
             number=number,
             workers=len(self.workers),
@@ -130,7 +131,8 @@ class Life:
             start=starts[0] if starts else None,
             end=max(ends, default=None),
             began=began,
-            first=min(self._firsts.values(), default=None),
+            first=first,
+            first_step=first_step,
             last=max((when for _, when in self._steps.values()), default=None),
             noticed=self._noticed,
             seconds=now - began,
@@ -167,7 +169,7 @@ class Life:
         if beat.start is not None:
             self._starts.setdefault(worker, beat.start)
         if beat.first is not None:
-            self._firsts.setdefault(worker, beat.first)
+            self._firsts.setdefault(worker, (beat.first, beat.first_step))
         if beat.step is None or beat.phase == "restore":
             return
         if worker not in self._steps or beat.step != self._steps[worker][0]:

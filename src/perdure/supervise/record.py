@@ -22,10 +22,10 @@ class Attempt:
 
     `cause` is for people; `kind` and `place` (of the worker that was the first to fail) for the
     policy. `start` and `end` are the steps it began and ended at, as far as heartbeats told; `began`
-    and `seconds` its time on the monotonic clock; `first` when its first new step was finished, and
-    `last` the newest one. `statuses` has -n for a worker that signal n ended. Of the worker that was
-    the first to fail: `at` is the step it was at, `alive` whether it got a step done, `said` the last
-    line that it wrote.
+    and `seconds` its time on the monotonic clock; `first` when it first told of a new step, which was
+    `first_step`, and `last` when it told of the newest one. `statuses` has -n for a worker that signal
+    n ended. Of the worker that was the first to fail: `at` is the step it was at, `alive` whether it
+    got a step done, `said` the last line that it wrote.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Attempt:
     at: int | None = None
     alive: bool = False
     said: str = ""
+    first_step: int | None = None
 
     @property
     def stepped(self) -> bool:
@@ -106,12 +107,15 @@ class Summary:
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean time of a step behind the first of an attempt, what saves take of it included."""
+        """Mean seconds per step, without those of an attempt up to the first that a heartbeat told of;
+        time spent in saves counts."""
         steps, seconds = 0, 0.0
         for each in self.attempts:
-            if each.first is None or each.last is None or each.start is None or each.end is None:
+            if each.first is None or each.last is None:
                 continue
-            steps += each.end - each.start - 1
+            if each.first_step is None or each.end is None:
+                continue
+            steps += each.end - each.first_step
             seconds += each.last - each.first
         return seconds / steps if steps > 0 else None
 
@@ -138,7 +142,7 @@ class Summary:
             self.attempts, self.repeated, self.recovery, strict=True
         ):
             found = asdict(each)
-            for inner in ("began", "first", "last", "noticed"):
+            for inner in ("began", "first", "first_step", "last", "noticed"):
                 del found[inner]
             attempts.append(
                 {**found, "repeated": repeated, "recovery_seconds": _rounded(recovery)}

@@ -340,7 +340,7 @@ class Walk:
         self.seen["prune"] += 1
 
     def delete(self) -> None:
-        candidates = sorted(set(self.expected) - self.pinned)
+        candidates = sorted(set(self.expected) - self.pinned - self.skipped)
         if len(candidates) > 1:
             step = self.random.choice(candidates)
             self.manager.delete(step)

@@ -73,7 +73,7 @@ def test_epochs_that_the_backup_is_beyond(whole: End, tmp_path: Path) -> None:
         train(run, epochs=1)
     assert Run(run).steps()[-1] >= 5
     assert same(train(run), whole)
-    kept = {"options": {"delete_checkpoint": False}}
+    kept: dict[str, Any] = {"options": {"delete_checkpoint": False}}
     train(run, epochs=2, **kept)
     with pytest.raises(TrainError, match=r"at the end of epoch 2"):
         train(run, epochs=1, **kept)

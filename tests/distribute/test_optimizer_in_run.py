@@ -304,18 +304,19 @@ def test_gradients_that_a_replica_sets_itself(devices: int, inside: bool) -> Non
 def test_a_gradient_from_before_the_run_is_not_added_by_hand() -> None:
     net, strategy = model(), MirroredStrategy(1, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    net[0].weight.grad = torch.ones(8, 4)
+    weight: Any = net[0].weight
+    weight.grad = torch.ones(8, 4)
 
     def add(*, clear: bool) -> None:
         if clear:
             optimizer.zero_grad()
-        old: Any = net[0].weight.grad
-        net[0].weight.grad = torch.ones(8, 4) if old is None else old + 1
+        old = weight.grad
+        weight.grad = torch.ones(8, 4) if old is None else old + 1
 
     with pytest.raises(StateError, match="before it ran"):
         strategy.run(add, kwargs={"clear": False})
     strategy.run(add, kwargs={"clear": True})
-    assert torch.equal(net[0].weight.grad, torch.full((8, 4), float(V)))
+    assert torch.equal(weight.grad, torch.full((8, 4), float(V)))
 
 
 def test_settings_of_an_optimizer_are_those_of_all_replicas() -> None:

@@ -15,7 +15,8 @@ import torch
 from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, same, train
 
 from perdure import heartbeats
-from perdure.keras import BackupAndRestore, directory
+from perdure.errors import ArgumentError, TrainError
+from perdure.keras import BackupAndRestore, ModelCheckpoint, directory
 from perdure.store import Run
 
 ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
@@ -61,6 +62,29 @@ def test_save_freq(save_freq: Any, whole: End, tmp_path: Path) -> None:
     end, went_on = interrupted(tmp_path / "run", (2, 2), save_freq=save_freq)
     assert same(end, whole)
     assert went_on == {"epoch": 8, 3: 9, 100: 0}[save_freq]
+
+
+def test_epochs_that_the_backup_is_beyond(whole: End, tmp_path: Path) -> None:
+    """Such a run would have ended before: it is refused, and the backup stays."""
+    run = tmp_path / "run"
+    with pytest.raises(Fault):
+        train(run, (1, 2))
+    with pytest.raises(TrainError, match=r"in epoch 2, and fit was called with epochs=1"):
+        train(run, epochs=1)
+    assert Run(run).steps()[-1] >= 5
+    assert same(train(run), whole)
+    kept: dict[str, Any] = {"options": {"delete_checkpoint": False}}
+    train(run, epochs=2, **kept)
+    with pytest.raises(TrainError, match=r"at the end of epoch 2"):
+        train(run, epochs=1, **kept)
+    assert train(run, epochs=2, **kept).steps == []
+    assert same(train(run), whole)
+
+
+def test_two_callbacks_in_one_directory(tmp_path: Path) -> None:
+    for other in (ModelCheckpoint(tmp_path / "run"), BackupAndRestore(tmp_path / "run")):
+        with pytest.raises(ArgumentError, match="directory of its own"):
+            train(tmp_path / "run", callbacks=[other])
 
 
 @pytest.mark.parametrize("preemptible", [False, True])

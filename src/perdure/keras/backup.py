@@ -93,7 +93,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "it a `keras.Input`, or call it on a batch before `fit`."
             )
         fit = running_fit(model)
-        manager = self._manager = open_manager(self.backup_dir, max_to_keep=_KEPT)
+        manager = self._manager = open_manager(self.backup_dir, self.params, max_to_keep=_KEPT)
         session = Session(
             fit,
             manager,

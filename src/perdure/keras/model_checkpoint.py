@@ -191,6 +191,7 @@ class ModelCheckpoint(MonitorCallback):
             recipe = {"monitor": self.monitor, "mode": mode}
         self._manager = open_manager(
             self.filepath,
+            self.params,
             max_to_keep=self.max_to_keep,
             options=ManagerOptions(retention=retention),
             recipe=recipe,

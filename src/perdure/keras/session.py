@@ -151,9 +151,19 @@ class Session(Callback):
                 f"else. Give BackupAndRestore a directory of its own."
             )
         self._check(json.loads(bytes(tree["recipe"])))
+        found = plain.unpack(tree["fit"])
+        inside = bool(found["batches"]["executions"])
+        begun = found["epoch"] + inside
+        if begun > fit.arguments["epochs"]:
+            raise TrainError(
+                f"{manager.directory}: the backup of step {self._step} is "
+                f"{'in' if inside else 'at the end of'} epoch {begun}, and fit was called with "
+                f"epochs={fit.arguments['epochs']}, which ends before. Nothing was changed. Call fit "
+                f"with epochs={begun} or more, or give BackupAndRestore another directory to begin "
+                f"again."
+            )
         fit.build()
         self._bring_back(tree)
-        found = plain.unpack(tree["fit"])
         self._epoch, self._logs = found["epoch"], found["logs"]
         if found["batches"]["executions"]:
             fit.model._initial_epoch = self._epoch

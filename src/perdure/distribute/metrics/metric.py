@@ -114,7 +114,10 @@ class Metric:
         arrays = {name: np.array(on_host(array)) for name, array in state.items()}
         found = {name: f"{a.dtype}{list(a.shape)}" for name, a in arrays.items()}
         if wanted != found:
-            raise StateError(f"{self}: expected the accumulators {wanted}, found {found}")
+            raise StateError(
+                f"{self}: expected the accumulators {wanted}, found {found}. Give the metric the "
+                f"arguments that it had when it was saved."
+            )
         self._pending = []
         self._accumulators = arrays
 

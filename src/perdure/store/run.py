@@ -13,8 +13,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -597,11 +597,7 @@ class Run:
             LockedError: another writer is at work.
             SaveError: an operation failed in the middle; repeat the call.
         """
-        if not dry_run:
-            self.begin_writing()
-        try:
-            if not dry_run:
-                finish_moves(self.storage)
+        with self._moving("the rollback", dry_run=dry_run):
             steps = self.steps()
             newer = [at for at in steps if at > step]
             self._require_whole(step)
@@ -613,12 +609,6 @@ class Run:
             if newer and not dry_run:
                 line = {at: self._readable(at) for at in steps}
                 put_aside(self.storage, line, step, time_text(self._clock()))
-        except OSError as error:
-            raise self._stopped("the rollback", error) from error
-        finally:
-            if not dry_run:
-                self._catalog.forget()
-                self._durable.clear()
         return newer
 
     def undo_rollback(self, *, dry_run: bool = False) -> list[int]:
@@ -637,11 +627,7 @@ class Run:
             LockedError: another writer is at work.
             SaveError: an operation failed in the middle; repeat the call.
         """
-        if not dry_run:
-            self.begin_writing()
-        try:
-            if not dry_run:
-                finish_moves(self.storage)
+        with self._moving("undoing the rollback", dry_run=dry_run):
             steps = self.steps()
             candidates = self.rolled_back()
             newest = self.manifest(steps[-1]) if steps else None
@@ -656,11 +642,6 @@ class Run:
                 )
             if not dry_run:
                 put_back(self.storage, line)
-        except OSError as error:
-            raise self._stopped("undoing the rollback", error) from error
-        finally:
-            if not dry_run:
-                self._catalog.forget()
         return [each.manifest.step for each in line]
 
     def rolled_back(self) -> list[RolledBack]:
@@ -669,6 +650,25 @@ class Run:
             return rolled_back(self.storage)
         except ConnectionError as error:
             raise UnreachableError(f"{self.where}: {error}.") from error
+
+    @contextmanager
+    def _moving(self, what: str, *, dry_run: bool) -> Iterator[None]:
+        """Hold the lock, end what an earlier move began, and forget afterwards what was known.
+
+        A dry run does none of this. An operation that fails raises the error of `_stopped`.
+        """
+        if not dry_run:
+            self.begin_writing()
+        try:
+            if not dry_run:
+                finish_moves(self.storage)
+            yield
+        except OSError as error:
+            raise self._stopped(what, error) from error
+        finally:
+            if not dry_run:
+                self._catalog.forget()
+                self._durable.clear()
 
     def _require_whole(self, step: int) -> None:
         from perdure.store.reader import verify_leaves  # numpy: not needed to list a run

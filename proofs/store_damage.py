@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import sys
 import warnings
@@ -14,11 +13,11 @@ from report import Row, row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
-from helpers import contents, run_on, sharing_states
+from helpers import Failing, contents, run_on, sharing_states
 
 from perdure import CheckpointManager
 from perdure.errors import NoGoodCheckpointError, UnreachableError
-from perdure.store import LocalStorage, Manifest, Run, check
+from perdure.store import Manifest, Run, check
 from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
 
 FLIPS = 10_000
@@ -44,27 +43,6 @@ def damage_rows(work: Path) -> Iterator[Row]:
     failing = [fails(patient, seed) for seed in range(FAILURES)]
     yield row("reads that fail and are neither quarantined nor skipped", (f for f, _ in failing))
     yield row("control: a flipped bit at the same place is both", (c for _, c in failing))
-
-
-class Failing(LocalStorage):
-    """Reads of one file fail."""
-
-    def __init__(self, path: Path, name: str, code: int) -> None:
-        super().__init__(path)
-        self.name, self.code, self.fired = name, code, 0
-
-    def _fail(self, name: str) -> None:
-        if name == self.name:
-            self.fired += 1
-            raise OSError(self.code, os.strerror(self.code), name)
-
-    def read(self, name: str) -> bytes:
-        self._fail(name)
-        return super().read(name)
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        self._fail(name)
-        return super().read_into(name, offset, target)
 
 
 def fails(patient: Patient, seed: int) -> tuple[bool, bool]:

@@ -1,12 +1,20 @@
-"""Object stores for the tests of the store: one server of each kind for the whole session."""
+"""Where the tests of the store write: a directory, memory, or an object store of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from perdure.store import MemoryStorage
 from perdure.testing.servers import ObjectServer, ServerUnavailable, azurite_server, moto_server
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
+    """Where a new run is made: a directory, or memory."""
+    return tmp_path / "run" if request.param == "local" else MemoryStorage()
 
 
 @pytest.fixture(scope="session")

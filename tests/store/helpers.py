@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,27 @@ from perdure.store import Leaf, LocalStorage, MemoryStorage, Run
 
 class Crash(BaseException):
     """The process is gone: not an Exception, so that no handler of the library tidies up."""
+
+
+class Failing(LocalStorage):
+    """Reads of names that contain `part` fail with `code`."""
+
+    def __init__(self, root: Path, part: str, code: int) -> None:
+        super().__init__(root)
+        self.part, self.code, self.fired = part, code, 0
+
+    def _fail(self, name: str) -> None:
+        if self.part and self.part in name:
+            self.fired += 1
+            raise OSError(self.code, os.strerror(self.code), self.path(name))
+
+    def read(self, name: str) -> bytes:
+        self._fail(name)
+        return super().read(name)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self._fail(name)
+        return super().read_into(name, offset, target)
 
 
 def make_leaves(seed: int, sizes: tuple[int, ...] = (1000, 40, 0)) -> dict[str, Leaf]:

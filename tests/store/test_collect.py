@@ -25,11 +25,6 @@ def filled(place: Path | MemoryStorage) -> Run:
     return run
 
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
-    return tmp_path / "run" if request.param == "local" else MemoryStorage()
-
-
 def prune(steps: set[int]) -> Request:
     return Request(frozenset(steps), MAX_STEP, 0, everywhere=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from helpers import contents, make_leaves, run_on, sharing_states
+from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
 from perdure import CheckpointManager, load
 from perdure.cli import main
@@ -34,27 +34,6 @@ CODES = [
     errno.ESTALE,
     errno.ETIMEDOUT,
 ]
-
-
-class Failing(LocalStorage):
-    """Reads of names that contain `part` fail with `code`."""
-
-    def __init__(self, root: Path, part: str, code: int) -> None:
-        super().__init__(root)
-        self.part, self.code, self.fired = part, code, 0
-
-    def _fail(self, name: str) -> None:
-        if self.part and self.part in name:
-            self.fired += 1
-            raise OSError(self.code, os.strerror(self.code), self.path(name))
-
-    def read(self, name: str) -> bytes:
-        self._fail(name)
-        return super().read(name)
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        self._fail(name)
-        return super().read_into(name, offset, target)
 
 
 @pytest.fixture

@@ -27,11 +27,6 @@ from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
 from perdure.store.format import manifest_name
 
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
-    return tmp_path / "run" if request.param == "local" else MemoryStorage()
-
-
 def filled(place: Path | MemoryStorage, *steps: int) -> Run:
     run = run_on(place)
     for step in steps:

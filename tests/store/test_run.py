@@ -26,11 +26,6 @@ from perdure.store import Leaf, MemoryStorage, Run, check
 from perdure.store.format import CHUNK_BYTES, manifest_name
 
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
-    return tmp_path / "run" if request.param == "local" else MemoryStorage()
-
-
 def packs(path: Path) -> list[Path]:
     return sorted((path / "packs").iterdir())
 

@@ -28,6 +28,12 @@ def is_grain(data: Any, kind: Literal["MapDataset", "IterDataset"]) -> bool:
     return grain is not None and isinstance(data, getattr(grain, kind))
 
 
+def refuse_pipeline(data: Any) -> None:
+    """Raises `DataError` if `data` is a pipeline."""
+    if is_pipeline(data):
+        raise pipeline_error(data)
+
+
 def pipeline_error(data: Any) -> DataError:
     """The error for a pipeline where a dataset addressed by step is needed, with what works instead."""
     name = f"{type(data).__module__}.{type(data).__qualname__}"

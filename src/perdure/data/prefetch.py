@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from perdure.data.batches import Batches
-from perdure.data.pipelines import is_pipeline, pipeline_error
+from perdure.data.pipelines import refuse_pipeline
 from perdure.errors import DataError
 
 _Key = tuple[int, int, int]
@@ -34,8 +34,7 @@ class Prefetch:
             raise DataError(
                 f"ahead and threads must be at least 1, got ahead={ahead}, threads={threads}"
             )
-        if is_pipeline(dataset):
-            raise pipeline_error(dataset)
+        refuse_pipeline(dataset)
         self._dataset = dataset
         self._ahead = ahead
         self._pool: _Workers | None = _Workers(1 if dataset.in_order else threads)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from perdure.checkpoint.processes import Processes
 from perdure.data.batches import share_size
-from perdure.data.pipelines import is_pipeline, pipeline_error
+from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError
@@ -155,8 +155,7 @@ def sharded(dataset: Dataset, policy: AutoShardPolicy | str) -> Any:
 
 def require_dataset(value: Any) -> None:
     """Raise `DataError` unless `value` gives the batch of any step."""
-    if is_pipeline(value):
-        raise pipeline_error(value)
+    refuse_pipeline(value)
     if not callable(getattr(value, "batch", None)):
         raise DataError(
             f"expected a dataset, which gives the batch of any step, found {type(value).__name__}; "

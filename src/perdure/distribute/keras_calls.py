@@ -6,9 +6,7 @@ fixed tree. Any other assignment to a variable would be made once for each repli
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy as np
 from perdure.distribute.arrays import on_host
 from perdure.distribute.context import get_replica_context
 from perdure.distribute.lockstep import Meeting
+from perdure.distribute.patches import with_subclasses, wrap
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
@@ -28,28 +27,12 @@ def install() -> None:
     keras = sys.modules.get("keras")
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
         return
-    for cls in _family(keras.optimizers.Optimizer):
-        _wrap(cls, "apply", _apply)
-    for cls in _family(keras.Variable):
-        _wrap(cls, "_direct_assign", _assign)
-
-
-def _family(cls: type) -> Iterator[type]:
-    """A class, its bases and all classes made from it."""
-    yield from cls.__mro__
-    waiting = list(cls.__subclasses__())
-    while waiting:
-        child = waiting.pop()
-        yield child
-        waiting += child.__subclasses__()
-
-
-def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    old = vars(owner).get(name)
-    if callable(old) and not getattr(old, "_knows_replicas", False):
-        new: Any = functools.wraps(old)(make(old))
-        new._knows_replicas = True
-        setattr(owner, name, new)
+    for base, name, make in (
+        (keras.optimizers.Optimizer, "apply", _apply),
+        (keras.Variable, "_direct_assign", _assign),
+    ):
+        for cls in (*base.__mro__, *with_subclasses(base)):
+            wrap(cls, name, make)
 
 
 def _current() -> Any:

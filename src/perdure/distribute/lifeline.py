@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from perdure.distribute.cluster.roll import listen
+
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
 # Between two looks whether process 0 listens already.
@@ -54,7 +56,7 @@ class Lifeline:
         self._listener: socket.socket | None = None
         self._token = ""
         if index == 0:
-            self._listener = self._kept(_listener())
+            self._listener = self._kept(listen(0))
             self._token = secrets.token_hex(16)
             port = self._listener.getsockname()[1]
             publish(json.dumps({"port": port, "token": self._token}).encode())
@@ -199,16 +201,6 @@ class Lifeline:
                     return
                 *lines, said = (said + data).split(b"\n")
                 yield from (int(line) for line in lines)
-
-
-def _listener() -> socket.socket:
-    six = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", 0),
-        family=socket.AF_INET6 if six else socket.AF_INET,
-        dualstack_ipv6=six,
-        backlog=1024,
-    )
 
 
 def _received(connection: socket.socket) -> bytes | None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
-from perdure.data.pipelines import is_pipeline, pipeline_error
+from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, context, inputs, keras_calls
 from perdure.distribute.cluster import Cluster
 from perdure.distribute.context import Inside
@@ -109,8 +109,7 @@ class Strategy:
             "tree": TREE_VERSION,
             **self._engine.recipe(),
         }
-        if is_pipeline(dataset):
-            raise pipeline_error(dataset)
+        refuse_pipeline(dataset)
         for name, value in (dataset.recipe() if dataset is not None else {}).items():
             own[f"data_{name}" if name in own else name] = value
         return own

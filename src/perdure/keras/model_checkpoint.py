@@ -20,7 +20,7 @@ from perdure.checkpoint.retention import ranked
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.keras import members
 from perdure.keras.directory import close_manager, open_manager
-from perdure.state import restore
+from perdure.state import part_filter, restore
 from perdure.store import Run, Storage
 
 
@@ -226,7 +226,7 @@ def load_weights(
     if step is not None and step != "best" and type(step) is not int:
         raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
     chosen = _best_step(Run(run)) if step == "best" else step
-    loaded = load_verified(run, chosen, lambda path: path == "model" or path.startswith("model/"))
+    loaded = load_verified(run, chosen, part_filter(("model",)))
     restore({"model": model}, loaded.leaves)
     return loaded.manifest.step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ def framework_group(engine: str | None = None) -> FrameworkGroup | None:
     return max(groups, key=lambda group: group.count, default=None)
 
 
+def innermost_store(store: Any) -> Any:
+    """The store of a torch process group without its wrappers, which may have a `host` and `port`."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def _jax_group() -> FrameworkGroup | None:
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     # Not jax.process_count(), which starts the devices.
@@ -50,9 +58,7 @@ def _torch_group() -> FrameworkGroup | None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
-    store = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = innermost_store(dist.distributed_c10d._get_default_store())
     host = getattr(store, "host", None)  # a store of files has none
     address = None if host is None else f"{host}:{store.port}"
     return FrameworkGroup("torch", dist.get_rank(), dist.get_world_size(), address)

@@ -262,18 +262,23 @@ def _ask(cluster: Cluster, own: Member, wait: float, silent: Callable[[], None])
         return b"".join(parts)
 
 
+def listen(port: int) -> socket.socket:
+    """A listener on all addresses of this host, as the frameworks' own; port 0 takes a free one."""
+    six = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if six else socket.AF_INET,
+        dualstack_ipv6=six,
+        backlog=1024,
+    )
+
+
 @contextmanager
 def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
-    """A listener on the coordinator's port, as the frameworks' own: on all addresses. None if taken."""
+    """A listener on the coordinator's port. None if that is taken."""
     port = cluster.host_port[1]
-    six = socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server(
-            ("", port),
-            family=socket.AF_INET6 if six else socket.AF_INET,
-            dualstack_ipv6=six,
-            backlog=1024,
-        )
+        listener = listen(port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ClusterError(

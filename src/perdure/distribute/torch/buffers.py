@@ -61,8 +61,7 @@ def refuse_sharded(state: Any) -> None:
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is None:
         return
-    values = vars(state) if isinstance(state, Checkpoint) else state
-    leaves = [(path.replace("/", "."), leaf) for path, leaf in nest.flatten(values)]
+    leaves: list[tuple[str, Any]] = [*_tensors(state)]
     for path, module in modules(state):
         for inner, leaf in itertools.chain(module.named_parameters(), module.named_buffers()):
             leaves.append((".".join(filter(None, (path, inner))), leaf))

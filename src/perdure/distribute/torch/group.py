@@ -25,6 +25,7 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.lifeline import Lifeline
 from perdure.distribute.processes import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError
+from perdure.state.framework_group import innermost_store
 
 _joined: dict[Cluster, Processes] = {}
 
@@ -68,7 +69,7 @@ def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
     watch = _Watch(wait)
-    if (host := _host_of(store)) is not None:
+    if (host := getattr(innermost_store(store), "host", None)) is not None:
         watch.start(_connected(store, wait), cluster.process_id, host)
     # The reference keeps the store alive where the program destroys its group before the end.
     leave = timedelta(seconds=options.leave_timeout)
@@ -80,21 +81,13 @@ def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
     )
 
 
-def _host_of(store: Any) -> str | None:
-    """Where process 0 is reached, if the store says so."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "host", None)
-
-
 def _connected(store: Any, wait: timedelta) -> Any:
     """Another connection to the store of a process group."""
     try:
         if hasattr(store, "clone"):
             connection = store.clone()
         else:  # PyTorch before 2.8
-            while hasattr(store, "underlying_store"):
-                store = store.underlying_store
+            store = innermost_store(store)
             connection = TCPStore(store.host, store.port, is_master=False)
     except (AttributeError, RuntimeError) as error:
         raise ClusterError(

@@ -23,6 +23,7 @@ from perdure.distribute import nest
 from perdure.distribute.context import get_replica_context
 from perdure.distribute.engine import Guard
 from perdure.distribute.lockstep import Meeting
+from perdure.distribute.patches import with_subclasses, wrap
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
@@ -69,7 +70,9 @@ class TorchGuard(Guard):
         # these gradients. The weak references keep the identity of that memory from being used again.
         self._read: dict[int, set[int]] = {}
         self._gradients: dict[int, StorageWeakRef] = {}
-        self._optimizers: list[Any] = []
+        # The number of each optimizer by its identity, which the optimizer beside it keeps from being
+        # used again.
+        self._optimizers: dict[int, tuple[int, Any]] = {}
         # The settings of an optimizer (learning rates) in the first replica that came to its step.
         self._settings: dict[int, tuple[int, Any]] = {}
 
@@ -173,9 +176,7 @@ class TorchGuard(Guard):
     def step(self, context: Any, optimizer: Any, apply: Callable[[], Any]) -> Any:
         """One step of an optimizer with the sum of the gradients of all replicas."""
         name = type(optimizer).__name__
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
+        number, _ = self._optimizers.setdefault(id(optimizer), (len(self._optimizers), optimizer))
         self._compare_settings(context.replica_id_in_sync_group, optimizer, number)
         parameters = {
             f"{g}/{n}": parameter
@@ -430,27 +431,13 @@ def _install() -> None:
 
     Outside of replicas they are what they were. Classes may have been made since the last time.
     """
-    _wrap(torch.autograd, "backward", _backward)
-    for cls in _classes(torch.optim.Optimizer):
-        _wrap(cls, "step", _optimizer_step)
-    for cls in _classes(torch.optim.lr_scheduler.LRScheduler):
-        _wrap(cls, "step", _scheduler_step)
-    for cls in _classes(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
-        _wrap(cls, "step", _scaler_step)
-
-
-def _classes(cls: type) -> Iterator[type]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _classes(child)
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    old = vars(owner).get(name)
-    if callable(old) and not getattr(old, "_knows_replicas", False):
-        new: Any = functools.wraps(old)(make(old))
-        new._knows_replicas = True
-        setattr(owner, name, new)
+    wrap(torch.autograd, "backward", _backward)
+    for cls in with_subclasses(torch.optim.Optimizer):
+        wrap(cls, "step", _optimizer_step)
+    for cls in with_subclasses(torch.optim.lr_scheduler.LRScheduler):
+        wrap(cls, "step", _scheduler_step)
+    for cls in with_subclasses(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
+        wrap(cls, "step", _scaler_step)
 
 
 def _backward(old: Any) -> Any:

@@ -1,0 +1,26 @@
+"""Methods of a framework's classes that learn whether a logical replica calls them.
+
+Names no framework. Invariant: a method is wrapped at most once, however often that is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace what `owner` itself defines as `name` by `make` of it."""
+    old = vars(owner).get(name)
+    if callable(old) and not getattr(old, "_knows_replicas", False):
+        new: Any = functools.wraps(old)(make(old))
+        new._knows_replicas = True
+        setattr(owner, name, new)
+
+
+def with_subclasses(cls: type) -> Iterator[type]:
+    """A class and all classes that are derived from it by now."""
+    yield cls
+    for child in cls.__subclasses__():
+        yield from with_subclasses(child)

@@ -28,6 +28,7 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store import Loaded, Run, Storage
+from perdure.store.contents import Removed
 from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
 from perdure.store.marker import is_marked
 from perdure.store.urls import open_storage
@@ -242,24 +243,24 @@ class Mirror:
             target.unpin(step)
         deleted = set(self._deleted)
         notes = self._source.removed()
-        aside = set(self._aside(target))
+        aside = set(self._aside(target, notes))
         for step in aside & pinned:
             target.unpin(step)
         if gone := (deleted | aside) & steps:
             target.delete(gone)
         with self._changed:
             self._deleted -= deleted
-        left = set(target.steps())
+        left = set(target.steps()) if notes else set[int]()
         for note in notes:
             if note.step not in left or note.fingerprint == self._print_here(note.step):
                 self._source.forget_removed(note)
 
-    def _aside(self, mirror: Run) -> list[int]:
+    def _aside(self, mirror: Run, removed: Iterable[Removed]) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
         prints: dict[int, set[str]] = {}
         for each in self._source.rolled_back():
             prints.setdefault(each.manifest.step, set()).add(each.manifest.fingerprint)
-        for note in self._source.removed():
+        for note in removed:
             prints.setdefault(note.step, set()).add(note.fingerprint)
         steps = []
         for step in sorted(prints.keys() & set(mirror.steps())):
@@ -341,7 +342,7 @@ class Mirror:
         try:
             mirror = Run(self.storage) if self._is_run() else None
             there = mirror.steps() if mirror else []
-            if mirror and (aside := self._aside(mirror)):
+            if mirror and (aside := self._aside(mirror, here.removed())):
                 there = [step for step in there if step not in aside]
                 notes.append(
                     f"{self._name} still holds step{'s' if len(aside) > 1 else ''} "

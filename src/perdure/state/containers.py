@@ -30,7 +30,6 @@ _FACTORIES: dict[Any, str] = {
     each: each.__name__ for each in (bool, dict, float, int, list, set, str, tuple)
 }
 _MAKE: dict[str, Callable[..., Any]] = {
-    "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": Counter,
     "list": list,

@@ -23,14 +23,9 @@ class FlaxState(ContainersOnly):
             return Node([("", value.raw_mapping)], lambda new: type(value)(new[0]))
         if isinstance(value, _OBJECTS):
             return Node(
-                [("", nnx.state(value))], lambda new: _updated(value, new[0]), in_place=True
+                [("", nnx.state(value))], lambda new: nnx.update(value, new[0]), in_place=True
             )
         return None
-
-
-def _updated(module: Any, state: Any) -> Any:
-    nnx.update(module, state)
-    return module
 
 
 ADAPTER = FlaxState()

@@ -23,7 +23,7 @@ def generator_node(value: Any, stored: Mapping[str, Spec] | None) -> Node | None
         return Node([("", _python_state(value))], lambda new: _put_back_python(value, new[0]), True)
     if isinstance(value, np.random.RandomState):
         children = value.get_state(legacy=False)
-        return Node([("", children)], lambda new: _put_back_legacy(value, new[0]), True)
+        return Node([("", children)], lambda new: value.set_state(new[0]), True)
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         bits = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
         children = dict(bits.state)
@@ -32,7 +32,7 @@ def generator_node(value: Any, stored: Mapping[str, Spec] | None) -> Node | None
         seeded = _SEEDS and (stored is None or _SEEDED_BY in stored)
         if seeded and isinstance(seed, np.random.SeedSequence):
             children[_SEEDED_BY] = _seed_text(seed)
-        return Node([("", children)], lambda new: _put_back_numpy(value, bits, new[0]), True)
+        return Node([("", children)], lambda new: _put_back_numpy(bits, new[0]), True)
     return None
 
 
@@ -54,25 +54,18 @@ def _python_state(value: random.Random) -> dict[str, Any]:
     }
 
 
-def _put_back_python(target: random.Random, state: Any) -> random.Random:
+def _put_back_python(target: random.Random, state: Any) -> None:
     gauss = state["gauss"] if state["has_gauss"] else None
     target.setstate((state["version"], tuple(np.asarray(state["words"]).tolist()), gauss))
-    return target
 
 
-def _put_back_legacy(target: np.random.RandomState, state: Any) -> np.random.RandomState:
-    target.set_state(state)
-    return target
-
-
-def _put_back_numpy(target: Any, bits: np.random.BitGenerator, state: Any) -> Any:
+def _put_back_numpy(bits: np.random.BitGenerator, state: Any) -> None:
     state = dict(state)
     seeded_by = state.pop(_SEEDED_BY, None)
     if seeded_by is not None:
         bits.__setstate__((state, _seed_sequence(seeded_by)))  # pyright: ignore[reportAttributeAccessIssue]
     else:
         bits.state = state
-    return target
 
 
 def _seed_text(seed: np.random.SeedSequence) -> str:

@@ -32,14 +32,14 @@ class KerasState(ContainersOnly):
         if isinstance(value, keras.Variable):
             return Node(
                 [("", read(value))],
-                lambda new: _assigned(value, {"": value}, {"": new[0]}),
+                lambda new: write({"": value}, {"": new[0]}),
                 in_place=True,
             )
         if isinstance(value, keras.random.SeedGenerator):
             inner = value.state
             return Node(
                 [("", read(inner))],
-                lambda new: _assigned(value, {"": inner}, {"": new[0]}),
+                lambda new: write({"": inner}, {"": new[0]}),
                 in_place=True,
             )
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
@@ -47,7 +47,7 @@ class KerasState(ContainersOnly):
             values = {path: read(variable) for path, variable in variables.items()}
             return Node(
                 [("", nest(values))],
-                lambda new: _assigned(value, variables, flat(new[0])),
+                lambda new: write(variables, flat(new[0])),
                 in_place=True,
             )
         return None
@@ -106,11 +106,6 @@ def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             words = np.asarray(value)
             value = words.astype(dtype) if dtype == "int64" else words.view(dtype)
         variable.assign(value)
-
-
-def _assigned(owner: Any, variables: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    write(variables, values)
-    return owner
 
 
 def _below(path: str, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +40,8 @@ from perdure.store.format import SCALAR_PREFIX, Container, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
 _MISSING: Any = object()
+# Where two values are compared, a conversion that fails means that they differ.
+_NOT_CONVERTED = (StateError, ValueError, TypeError)
 Below = Callable[[Sequence[tuple[str, Any]], str], None]
 Build = Callable[[Any, str], Any]
 
@@ -60,7 +63,7 @@ class Collector:
             if isinstance(state, Names):
                 common = found.arrays
                 for name, value in state.items():
-                    self._value(value, _named(path, name), listed=True)
+                    self._value(value, named(path, name), listed=True)
             else:
                 self._value(state, path, listed=True)
                 common = self._common(path)
@@ -134,6 +137,13 @@ class Stored:
     def _children(self) -> dict[str, list[str]]:
         return children_of([*self.leaves, *self.containers])
 
+    def _leaves_under(self, path: str) -> Iterator[str]:
+        """The paths of the leaves at `path` and below it; those of other objects are not looked at."""
+        if path in self.leaves:
+            yield path
+        for part in self._children.get(path, ()):
+            yield from self._leaves_under(_at(path, part))
+
     def state(self, found: Stateful, path: str) -> Any:
         """The state to give to an object. One that is not there at all is added to `missing`."""
         fresh = read(found, path)
@@ -171,9 +181,9 @@ class Stored:
         lines = now.lines
         prefix = f"{path}/" if path else ""
         live = tuple(collector.live)
-        for at, leaf in self.leaves.items():
-            if (at == path or at.startswith(prefix)) and at not in now and not _below(at, live):
-                lines.append(Difference(at, None, leaf.describe()))
+        for at in self._leaves_under(path):
+            if at not in now and not _below(at, live):
+                lines.append(Difference(at, None, self.leaves[at].describe()))
         adds = {line.path for line in lines if line.found is None}
         adds = {at for at in adds if found.adds(at[len(prefix) :])}
         return sorted((line for line in lines if line.path not in adds), key=lambda line: line.path)
@@ -208,7 +218,7 @@ class Stored:
         with Named(path):
             target = array_template(arrays, leaf, like)
             if like is not _MISSING and array_class(like).split("@")[0] == arrays.split("@")[0]:
-                with _Quiet():
+                with suppress(*_NOT_CONVERTED):
                     taken = leaf_adapter(like, self._adapters)
                     if taken is not None and taken[1] == Spec.of(leaf):
                         target = like
@@ -231,7 +241,7 @@ class Stored:
         values = {}
         for name, value in fresh.items():
             if described(value) is not None:
-                at = _named(path, name)
+                at = named(path, name)
                 values[at] = (name, self._guessed(at, value, arrays))
         return values
 
@@ -314,7 +324,7 @@ def same(stored: Leaf, now: Leaf) -> bool:
         )
     if stored.shape or now.shape or not {stored.is_scalar, now.is_scalar} & {True}:
         return False
-    with _Quiet():
+    with suppress(*_NOT_CONVERTED):
         one, other = (np.asarray(plain_value(leaf)).item() for leaf in (stored, now))
         numbers = (bool, int, float)
         return isinstance(one, numbers) and isinstance(other, numbers) and one == other
@@ -342,16 +352,6 @@ class _Compared(Leaves):
             )
 
 
-class _Quiet:
-    """Lets a `StateError` or a failed conversion mean no."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, (StateError, ValueError, TypeError))
-
-
 def _child(like: Any, key: Any) -> Any:
     try:
         return like[key] if isinstance(like, (Mapping, Sequence)) else _MISSING
@@ -372,7 +372,7 @@ def _below(path: str, roots: Sequence[str]) -> bool:
     return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
-def _named(path: str, name: str) -> str:
+def named(path: str, name: str) -> str:
     """The path of a value of a module."""
     if "/" not in name and "%" not in name:
         return f"{path}/{name.replace('.', '/')}" if path else name.replace(".", "/")

@@ -7,7 +7,7 @@ from typing import Any
 
 from perdure.errors import ArgumentError, MismatchError
 from perdure.state.adapter import Node
-from perdure.state.tree import restore
+from perdure.state.tree import put, restore
 from perdure.state.walk import adapters, join, leaf_adapter, node_of
 from perdure.store.format import unescape
 from perdure.store.leaf import Leaf
@@ -52,7 +52,7 @@ def restore_part(like: Any, leaves: Mapping[str, Leaf], names: tuple[str, ...]) 
             raise MismatchError(
                 f"{name}: the checkpoint has no such leaf or branch; nothing was changed."
             )
-        _put(parts, name, found[0])
+        put(parts, name, found[0])
     restored = restore(parts, leaves)
     for name in names:
         old, new = _find(like, "", name), _get(restored, name)
@@ -99,13 +99,6 @@ def _replace(value: Any, path: str, name: str, new: Any) -> Any:
 def _may_hold(at: str, parent: str, name: str) -> bool:
     """Whether the path `name` can lie in the child at `at`; one without a key adds nothing to it."""
     return at in (name, parent) or name.startswith(f"{at}/")
-
-
-def _put(parts: dict[str, Any], name: str, value: Any) -> None:
-    *parents, last = name.split("/")
-    for parent in parents:
-        parts = parts.setdefault(unescape(parent), {})
-    parts[unescape(last)] = value
 
 
 def _get(parts: Any, name: str) -> Any:

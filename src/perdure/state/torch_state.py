@@ -12,8 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Check, Difference, Names, Node, Spec, Stateful
-from perdure.state.objects import copied, same
-from perdure.state.walk import join
+from perdure.state.objects import copied, named, same
 from perdure.store.leaf import Leaf
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
@@ -270,9 +269,7 @@ def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
     tied: dict[int, list[str]] = {}
     meta = []
     for name, value in state.items():
-        path = ""
-        for part in name.split("."):
-            path = join(path, part)
+        path = named("", name)
         if isinstance(value, torch.Tensor) and not isinstance(value, _LAZY):
             wanted[path] = Spec(_name(value.dtype), tuple(value.shape))
             if value.is_meta:

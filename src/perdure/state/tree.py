@@ -164,15 +164,19 @@ def is_state(value: Any) -> bool:
         return False
 
 
+def put(root: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a leaf path in nested dicts, which are made where they are missing."""
+    *parents, last = path.split("/")
+    for part in parents:
+        root = root.setdefault(unescape(part), {})
+    root[unescape(last)] = value
+
+
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
     """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a template."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        at = root
-        for part in parents:
-            at = at.setdefault(unescape(part), {})
-        at[unescape(last)] = plain_value(leaf)
+        put(root, path, plain_value(leaf))
     return root[""] if root.keys() == {""} else root
 
 
@@ -222,8 +226,11 @@ def _apply(changes: Sequence[_Change], stored: Stored) -> None:
     Objects whose load may fail come first, each with a copy of its state from before. What comes
     last (modules, generators) cannot fail, so that no copy of a model is needed.
     """
-    unsure = [c for c in changes if isinstance(c.node, Stateful) and c.node.can_fail]
-    sure = [c for c in changes if c not in unsure]
+    unsure: list[_Change] = []
+    sure: list[_Change] = []
+    for change in changes:
+        can_fail = isinstance(change.node, Stateful) and change.node.can_fail
+        (unsure if can_fail else sure).append(change)
     before: list[tuple[_Change, Callable[[], object], object]] = []
     begun: list[str] = []
     try:

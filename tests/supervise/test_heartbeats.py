@@ -67,8 +67,6 @@ def test_an_unknown_phase_is_refused() -> None:
         heartbeat(1, "thinking")
 
 
-# JAX and Python 3.12 warn of every fork beside threads, which other tests of this process have left.
-@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded")
 def test_a_forked_child_says_nothing(path: str) -> None:
     heartbeat(1)
     before = last(path)

@@ -155,8 +155,6 @@ def test_sigterm_keeps_its_meaning_before_and_behind_a_run(tmp_path: Path) -> No
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# JAX, if another test imported it, warns of every fork; this child does nothing with it.
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_a_forked_worker_is_still_ended_by_sigterm(tmp_path: Path) -> None:
     flag = PreemptionFlag()
     flag.install()

@@ -93,15 +93,15 @@ def plan_collect(held: Contents, request: Request) -> CollectPlan:
         )
     steps = tuple(sorted(gone))
     set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
-    if not held.unknown and (blind := sorted(held.unreadable.keys() - gone)):
+    if held.unknown:
+        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
+        return CollectPlan(request, steps, held_back=why)
+    if blind := sorted(held.unreadable.keys() - gone):
         why = (
             f"the manifest of step {blind[0]} cannot be read and may need any pack: "
             f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
-    if held.unknown:
-        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
-        return CollectPlan(request, steps, held_back=why)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
     in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
     needed = _named(kept.values()) | in_quarantine

@@ -202,7 +202,10 @@ def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
     """Read and hash chunks; raises `DamagedChunk` for the first that is not what it should be, and
     `UnreadChunk` for one that cannot be read."""
     for _ in map_ahead(
-        pool("copy", READ_THREADS), lambda read: len(_read(source, *read)), _reads(live, ()), 4
+        pool("copy", READ_THREADS),
+        lambda read: len(_read(source, *read)),
+        _reads(live, ()),
+        READ_AHEAD,
     ):
         pass
 

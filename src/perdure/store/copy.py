@@ -302,6 +302,8 @@ def _not_copied(source: Run, step: int, error: StoreError) -> Copied:
 
 
 def _present(target: Run, step: int) -> Manifest | None:
+    if step not in target.steps():  # the error of `manifest` would read the whole quarantine
+        return None
     try:
         return target.manifest(step)
     except (StepNotFoundError, CorruptionError):
@@ -374,7 +376,7 @@ class _Chunks:
     ) -> None:
         self.where = source.where
         self.manifest = manifest
-        needed = {chunk[0] for pack in _live(manifest).values() for chunk in pack.values()}
+        needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
         self.held = {digest: held[digest] for digest in needed if digest in held}
         self._source = source
         self._stopped = stopped

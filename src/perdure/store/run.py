@@ -676,8 +676,6 @@ class Run:
         try:
             verify_leaves(self.storage, self.manifest(step))
         except CorruptionError as error:
-            if isinstance(error.__cause__, ConnectionError):
-                raise UnreachableError(str(error)) from error
             raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
 
     def _readable(self, step: int) -> Manifest | None:
@@ -990,10 +988,6 @@ class Run:
                 f"was. Save again once the storage answers."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
-        try:
-            free = self.storage.free_bytes()
-        except OSError:
-            free = None
         room = "" if free is None else f", free there: {free} bytes"
         last = (
             f"the last good checkpoint is step {steps[-1]}"

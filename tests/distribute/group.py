@@ -46,7 +46,7 @@ def launch(
     finally:
         for process in group:
             process.kill()
-            process.wait()
+            process.communicate()
     return [
         (process.returncode, _answer(out), err)
         for process, (out, err) in zip(group, outputs, strict=True)

@@ -112,6 +112,31 @@ def test_a_process_that_looked_too_early_is_reported() -> None:
     chief.stop()
 
 
+def test_who_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that ends right after its first exchange would be waited for."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from perdure.distribute.torch import group
+
+    monkeypatch.setattr(lifeline, "_LOOK_S", 1e6)
+    wait = timedelta(seconds=LIMIT_S)
+    server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+
+    def client() -> Any:
+        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
+
+    early, chief = group._Watch(wait), group._Watch(wait)
+    early.start(client(), 1, "127.0.0.1")
+    chief.start(client(), 0, "127.0.0.1")
+    assert early._lifeline is not None
+    assert early._lifeline._connection is None
+    server.set("message", b"x")
+    assert group._Store(client(), early).get("message", 0) == b"x"
+    assert early._lifeline._connection is not None
+    early.stop()
+    chief.stop()
+
+
 def test_strangers_are_no_processes() -> None:
     board = Board()
     chief, gone = made(0, board)

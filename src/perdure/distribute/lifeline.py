@@ -53,6 +53,8 @@ class Lifeline:
         self._wake, self._woken = socket.socketpair()
         self._sockets: list[socket.socket] = [self._wake, self._woken]
         self._gone: set[int] = set()
+        self._connecting = threading.Lock()
+        self._connection: socket.socket | None = None
         self._listener: socket.socket | None = None
         self._token = ""
         if index == 0:
@@ -64,10 +66,21 @@ class Lifeline:
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_all(own()))
         # At once if process 0 listens already, so that no end of this process is too early.
-        self._connection = None if index == 0 else self._connect()
+        self.connect()
         run = self._serve if index == 0 else self._follow
         self._thread = threading.Thread(target=run, name="perdure-lifeline", daemon=True)
         self._thread.start()
+
+    def connect(self) -> socket.socket | None:
+        """The connection to process 0, made now if it listens by now; cheap when called again.
+
+        Raises `OSError` if process 0 listens and cannot be reached.
+        """
+        if self._connection is None and self._index != 0:
+            with self._connecting:
+                if self._connection is None:
+                    self._connection = self._new_connection()
+        return self._connection
 
     def leaving(self) -> None:
         """Process 0 says that it leaves, before it closes: who waits for it is not to wait longer."""
@@ -162,17 +175,16 @@ class Lifeline:
     def _follow(self) -> None:
         """Every other process: what process 0 says, until its connection closes."""
         with suppress(OSError):
-            while self._connection is None:
-                stopping = self._stopping.wait(_LOOK_S)
-                self._connection = self._connect()
-                if stopping:  # the others learn that this process leaves
+            while (connection := self.connect()) is None:
+                if self._stopping.wait(_LOOK_S):
+                    self.connect()  # the others learn that this process leaves
                     return
-            for index in self._heard(self._connection):
+            for index in self._heard(connection):
                 if self._stopping.wait(_GRACE_S):
                     return
                 self._on_gone(index)
 
-    def _connect(self) -> socket.socket | None:
+    def _new_connection(self) -> socket.socket | None:
         """A connection to process 0; None while it does not listen yet."""
         address = self._look()
         if address is None:

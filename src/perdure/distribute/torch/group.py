@@ -207,6 +207,13 @@ class _Watch:
                 index, host, lambda data: store.set(address, data), look, self._on_gone
             )
 
+    def connect(self) -> None:
+        """After a message from another process: that process may have been the last one to begin, and
+        from now on the end of this one has to be noticed."""
+        if self._lifeline is not None:
+            with contextlib.suppress(OSError):
+                self._lifeline.connect()
+
     def leaving(self) -> None:
         if self._lifeline is not None:
             self._lifeline.leaving()
@@ -260,6 +267,7 @@ class _Store:
             raise lost("waiting for the other processes", error) from error
         if value == _Watch.GONE:
             raise lost(f"waiting for process {process}")
+        self._watch.connect()
         return value
 
     def delete(self, key: str) -> None:

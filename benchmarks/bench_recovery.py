@@ -247,8 +247,8 @@ def save_seconds(steps: Sequence[Step], each: float) -> float:
 
 
 def cost(seconds: float) -> Iterator[Row]:
-    """CPU time and memory of the supervisor and its guardian, beside two workers that step 50 times
-    a second."""
+    """CPU time and memory of the supervisor and its orphan reaper, beside two workers that make 50
+    steps a second."""
     code = (
         "import time, perdure\nperdure.heartbeat(0, 'compile')\n"
         "for n in range(10**6):\n    time.sleep(0.02)\n    perdure.heartbeat(n + 1)"
@@ -259,21 +259,23 @@ def cost(seconds: float) -> Iterator[Row]:
         run += ["--log-dir", path, "--", sys.executable, "-c", code]
         with started(run, where) as job:
             time.sleep(2)
-            own = [job.pid, *guardians(job.pid)]
+            own = [job.pid, *reapers(job.pid)]
             before, start = sum(map(cpu_seconds, own)), time.monotonic()
             time.sleep(seconds)
             share = (sum(map(cpu_seconds, own)) - before) / (time.monotonic() - start)
             memory = sum(map(memory_mb, own))
-    text = f"supervisor and guardian, CPU over {seconds:g} s"
+    text = f"supervisor and orphan reaper, CPU over {seconds:g} s"
     yield compared(row(text, 100 * share, "%"), "one core", 1.0, most=1.0)
-    yield compared(row("supervisor and guardian, resident memory", memory, "MB"), "", 50, most=1.0)
+    yield compared(
+        row("supervisor and orphan reaper, resident memory", memory, "MB"), "", 50, most=1.0
+    )
 
 
-def guardians(pid: int) -> list[int]:
+def reapers(pid: int) -> list[int]:
     """The children of the supervisor that are its own."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"guardian" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"orphan_reaper" in Path(f"/proc/{child}/cmdline").read_bytes():
             found.append(int(child))
     assert found
     return found

@@ -27,7 +27,7 @@ class Subject(Protocol):
     def make(self, leaves: int, nbytes: int) -> Any: ...
     def change(self, state: Any) -> Any: ...
     def save(self, path: Path, step: int, state: Any) -> float | None: ...
-    def load(self, path: Path, step: int, like: Any) -> Any: ...
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any: ...
 
 
 class Torch:
@@ -48,7 +48,7 @@ class Torch:
         self.torch.save(state, path / f"{step}.pt")
         sync_tree(path)
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         return self.torch.load(path / f"{step}.pt")
 
 
@@ -59,7 +59,7 @@ class Safetensors(Torch):
         save_file(state, path / f"{step}.safetensors")
         sync_tree(path)
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         from safetensors.torch import load_file
 
         return load_file(path / f"{step}.safetensors")
@@ -72,7 +72,7 @@ class Dcp(Torch):
         dcp.save(state, checkpoint_id=path / str(step), no_dist=True)
         sync_tree(path)
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         import torch.distributed.checkpoint as dcp
 
         target = {name: self.torch.empty_like(leaf) for name, leaf in like.items()}
@@ -134,7 +134,7 @@ class Orbax(Jax):
         sync_tree(path / str(step))
         return stall
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         import jax
 
         target = jax.tree.map(self.ocp.utils.to_shape_dtype_struct, like)
@@ -157,10 +157,10 @@ class Perdure(Jax):
         self.manager.wait_until_finished()
         return stall
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
-        from perdure import load
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+        from perdure import load_checkpoint
 
-        return load(path, step)
+        return load_checkpoint(path, step)
 
 
 class PerdureTorch(Torch):
@@ -187,7 +187,7 @@ class Tensorflow:
         tf.train.CheckpointManager(checkpoint, str(path), max_to_keep=None).save(step)
         sync_tree(path)
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         import tensorflow as tf
 
         tf.train.Checkpoint(**like).restore(f"{path}/ckpt-{step}").assert_consumed()
@@ -218,7 +218,7 @@ class Keras:
         state.save_weights(path / f"{step}.weights.h5")
         sync_tree(path)
 
-    def load(self, path: Path, step: int, like: Any) -> Any:
+    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
         like.load_weights(path / f"{step}.weights.h5")
         return like
 

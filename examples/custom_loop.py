@@ -79,7 +79,7 @@ def main() -> None:
 
     print("kept:", perdure.CheckpointManager(directory).all_steps())
     # A part of it, as arrays, without the classes that made it:
-    bias = perdure.load(directory, leaves="net/4/bias")["net"]["4"]["bias"]
+    bias = perdure.load_checkpoint(directory, leaves="net/4/bias")["net"]["4"]["bias"]
     print("the last layer's bias:", bias.round(3))
     prove(args.directory / "undisturbed", directory)
 

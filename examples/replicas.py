@@ -107,7 +107,7 @@ def main() -> None:
     train(one, devices=1)
     under_strategy = train(two, devices=2)
 
-    params = perdure.load(two, leaves="params")[
+    params = perdure.load_checkpoint(two, leaves="params")[
         "params"
     ]  # arrays; neither a strategy nor its devices
     right = forward(params, digits.test["image"]).argmax(-1) == digits.test["label"]

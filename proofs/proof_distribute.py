@@ -20,7 +20,7 @@ from typing import Any
 from proof_foundation import fingerprint
 from report import Row, finish, row
 
-from perdure.supervise import Group
+from perdure.supervise import WorkerGroup
 
 HERE = Path(__file__).parent
 ENGINES = ("jax", "torch")
@@ -51,7 +51,7 @@ def run(
     """(worker, event) of a group, as they come; SIGKILL to all of it after step `kill_at`."""
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *program, *arguments]
-    with Group(command, processes, environment) as group:
+    with WorkerGroup(command, processes, environment) as group:
         for worker, event in group.events():
             yield worker, event
             if kill_at and event.get("step") == kill_at:

@@ -25,8 +25,8 @@ import launch_rows
 import supervise_rows
 from report import Row, finish, row
 
-from perdure.supervise.drill import KINDS, DrillOptions, run_drill
-from perdure.supervise.drill.page import page
+from perdure.drill import KINDS, DrillOptions, run_drill
+from perdure.drill.html_report import page
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "drill_programs"

@@ -20,9 +20,9 @@ from typing import Any
 from report import Row, finish, row
 
 from perdure.checkpoint import CheckpointManager
-from perdure.demo.plan import GUARDS
-from perdure.store import Run, check
-from perdure.supervise import Group
+from perdure.demo.phases import GUARDS
+from perdure.store import Run, verify_run
+from perdure.supervise import WorkerGroup
 
 ENGINES = ("jax", "torch")
 DEMOS = 5
@@ -45,7 +45,7 @@ def train(
     command += ["--run", str(directory), "--steps", str(steps), "--devices", str(devices)]
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     done = 0
-    with Group(command, processes, environment) as group:
+    with WorkerGroup(command, processes, environment) as group:
         for worker, event in group.events():
             if worker == 0 and event["event"] == "step":
                 done = event["step"]
@@ -134,7 +134,7 @@ def flips(work: Path, restores: list[bool]) -> Iterator[bool]:
         bit = chance.randrange(len(data) * 8)
         data[bit // 8] ^= 1 << bit % 8
         target.write_bytes(data)
-        report = check(Run(copy))
+        report = verify_run(Run(copy))
         yield not report.ok
         restores.append(_restore_falls_back(copy, report.good, steps, victim.name))
         shutil.rmtree(copy)
@@ -147,7 +147,7 @@ def _restore_falls_back(copy: Path, good: tuple[int, ...], steps: list[int], vic
         with CheckpointManager(copy) as manager:
             _, step = manager.restore()
     told = any(victim in str(warning.message) for warning in caught)
-    # A flip in a pack's index is found by the check, and costs no checkpoint its chunks.
+    # A flip in a pack's index is found by the verify_run, and costs no checkpoint its chunks.
     return step == steps[-1] or (step == max(good) and told)
 
 

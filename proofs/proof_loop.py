@@ -21,7 +21,7 @@ from loop_program import EVERY, STEPS, SUMMARY
 from report import Row, finish, row
 
 from perdure.store import Run
-from perdure.supervise import Group
+from perdure.supervise import WorkerGroup
 from perdure.testing import check_run
 
 PROGRAM = Path(__file__).parent / "loop_program.py"
@@ -42,7 +42,7 @@ def start(
     """
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     told = 0
-    with Group([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
+    with WorkerGroup([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
 
         def send(delay: float) -> None:
             time.sleep(delay)

@@ -22,7 +22,7 @@ from disks import NoMount, mounted
 from helpers import contents, make_leaves
 
 from perdure.errors import StoreError
-from perdure.store import Leaf, LocalStorage, Request, Run, check, repair
+from perdure.store import Leaf, LocalStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import MAX_STEP
 
 POWER_CUTS = 50
@@ -146,7 +146,7 @@ class Cuts:
                 gone = run.steps()[:-2]
                 for old in gone:
                     del promised[old]
-                request = Request(frozenset(gone), MAX_STEP, 0, everywhere=True)
+                request = PruneRequest(frozenset(gone), MAX_STEP, 0, everywhere=True)
                 try:
                     run.execute(run.plan(request))
                 except (StoreError, OSError):
@@ -166,7 +166,7 @@ def _all_there(path: Path, promised: dict[int, dict[str, Leaf]]) -> bool:
             for step, leaves in promised.items():
                 if contents(run.load(step).leaves) != contents(leaves):
                     return False
-            return check(run).ok and not repair(run).report.problems
+            return verify_run(run).ok and not repair(run).report.problems
     except (StoreError, OSError):
         return False
 

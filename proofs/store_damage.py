@@ -17,7 +17,7 @@ from helpers import Failing, contents, run_on, sharing_states
 
 from perdure import CheckpointManager
 from perdure.errors import NoGoodCheckpointError, UnreachableError
-from perdure.store import Manifest, Run, check
+from perdure.store import Manifest, Run, verify_run
 from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
 
 FLIPS = 10_000
@@ -39,7 +39,7 @@ def damage_rows(work: Path) -> Iterator[Row]:
         results = [patient.suffer(damage) for _ in range(times)]
         yield row(f"{what} in packs and manifests that the check finds", (f for f, _ in results))
         yield row(f"restores after {what} that took the newest good one", (r for _, r in results))
-    yield row("control: the same files without damage pass the check", [check(patient.run).ok])
+    yield row("control: the same files without damage pass the check", [verify_run(patient.run).ok])
     failing = [fails(patient, seed) for seed in range(FAILURES)]
     yield row("reads that fail and are neither quarantined nor skipped", (f for f, _ in failing))
     yield row("control: a flipped bit at the same place is both", (c for _, c in failing))
@@ -117,7 +117,7 @@ class Patient:
         whole = self._files[name]
         data, start, stop = damage(whole, self._chance)
         (self.path / name).write_bytes(data)
-        found = not check(self.run).ok
+        found = not verify_run(self.run).ok
         sound = [step for step, man in self.manifests.items() if not needs(man, name, start, stop)]
         try:
             loaded = self.run.load_newest()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 from disks import NoMount, fill, small_disk
 from lock_cases import CASES, holds
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.errors import LockedError, SaveError
 from perdure.store import Run
 
@@ -90,7 +90,7 @@ def level(
             newest = 1 if told else 2
             failed.append(bool(told))
             clear = not told or ("saving step 2 failed" in told and "last good" in told)
-            right = same(manager.restore().state, newest) and check(Run(disk / "run")).ok
+            right = same(manager.restore().state, newest) and verify_run(Run(disk / "run")).ok
             for file in ballast:
                 file.unlink()
             manager.save(3, state(3))
@@ -160,7 +160,7 @@ def second_writer(path: Path) -> tuple[bool, bool]:
     with CheckpointManager(path) as manager:
         manager.save(1, {"x": 1})
         manager.wait_until_finished()
-        return told, check(Run(path)).good == (1,)
+        return told, verify_run(Run(path)).good == (1,)
 
 
 def donation_rows(work: Path) -> Iterator[Row]:
@@ -198,7 +198,7 @@ def donation_rows(work: Path) -> Iterator[Row]:
     yield row(
         "checkpoints saved behind donating steps that equal a synchronous copy",
         (
-            {name: leaf.tobytes() for name, leaf in load(work / "run", step).items()}
+            {name: leaf.tobytes() for name, leaf in load_checkpoint(work / "run", step).items()}
             == copies[step]
             for step in copies
         ),

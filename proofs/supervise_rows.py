@@ -20,7 +20,7 @@ from report import Row, row
 
 from perdure.heartbeats import PHASES, Beat
 from perdure.store import Run
-from perdure.supervise import Attempt, Limits, Observer, RunOptions, Summary, Supervisor
+from perdure.supervise import AttemptRecord, Limits, Observer, RunOptions, Summary, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker
 
@@ -126,7 +126,7 @@ class Counting(Killer):
         if len(self.fired) > fired:
             self.during = max(self.during, seen)
 
-    def ended(self, attempt: Attempt) -> None:
+    def ended(self, attempt: AttemptRecord) -> None:
         self.after.append(len(alive(self._token)))
 
 
@@ -141,7 +141,7 @@ class Spared(Killer):
         super().started(worker)
         if self._plan is not None:
             self._plan = (self._plan[0], "step", 40)
-        self.taken += b"standby" in Path(f"/proc/{worker.pid}/cmdline").read_bytes()
+        self.taken += b"warm_worker_main" in Path(f"/proc/{worker.pid}/cmdline").read_bytes()
 
 
 class Stopper(Observer):
@@ -265,5 +265,5 @@ def _entries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.glob("*-cache")) if cache.exists() else []
 
 
-def _told(attempts: Sequence[Attempt]) -> str:
+def _told(attempts: Sequence[AttemptRecord]) -> str:
     return f"{len(attempts)} attempts, {sum(each.stepped for each in attempts)} got to a step"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from perdure.demo.digits import load_digits
-from perdure.demo.plan import SAVE_EVERY, plan
+from perdure.demo.phases import SAVE_EVERY, plan
 
 EPOCHS = "2"
 

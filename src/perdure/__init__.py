@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         Restored,
         Retention,
         TerminationConfig,
-        load,
+        load_checkpoint,
     )
     from perdure.data import ArrayDataset
-    from perdure.distribute import init
+    from perdure.distribute import initialize_distributed
     from perdure.errors import PerdureError
     from perdure.heartbeats import heartbeat
-    from perdure.store import LocalStorage, MemoryStorage, check
+    from perdure.store import LocalStorage, MemoryStorage, verify_run
     from perdure.train import RunConfig, Trainer
 
 __version__ = "0.1.0"
@@ -46,10 +46,10 @@ _HOMES = {
     "RunConfig": "perdure.train",
     "TerminationConfig": "perdure.checkpoint",
     "Trainer": "perdure.train",
-    "check": "perdure.store",
+    "verify_run": "perdure.store",
     "heartbeat": "perdure.heartbeats",
-    "init": "perdure.distribute",
-    "load": "perdure.checkpoint",
+    "initialize_distributed": "perdure.distribute",
+    "load_checkpoint": "perdure.checkpoint",
 }
 
 __all__ = [
@@ -68,10 +68,10 @@ __all__ = [
     "TerminationConfig",
     "Trainer",
     "__version__",
-    "check",
     "heartbeat",
-    "init",
-    "load",
+    "initialize_distributed",
+    "load_checkpoint",
+    "verify_run",
 ]
 
 

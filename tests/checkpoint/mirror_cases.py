@@ -18,7 +18,7 @@ from perdure import CheckpointManager, ManagerOptions, MemoryStorage
 from perdure.errors import StoreError
 from perdure.state import flatten
 from perdure.state.per_rank import Place
-from perdure.store import Run, check
+from perdure.store import Run, verify_run
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import encode_manifest, manifest_name
 from perdure.store.storage import create_whole
@@ -164,7 +164,7 @@ class Story:
             mock.patch(
                 "perdure.store.compact.map_ahead", lambda _, work, items, __: map(work, items)
             ),
-            mock.patch("perdure.checkpoint.prune.COMPACT_FROM", 0),
+            mock.patch("perdure.checkpoint.pruning.COMPACT_FROM", 0),
             mock.patch("perdure.checkpoint.mirror.copy_checkpoint", self._copy),
             warnings.catch_warnings(),
         ):
@@ -250,5 +250,5 @@ class Story:
             known = self._known.setdefault(loaded.manifest.fingerprint, step)
             if known != step:
                 self.lost.append(f"{storage.where}: step {step} has the bits of step {known}")
-        if run.steps() and not check(run).ok:
-            self.lost.append(f"{storage.where}: {check(run).problems}")
+        if run.steps() and not verify_run(run).ok:
+            self.lost.append(f"{storage.where}: {verify_run(run).problems}")

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from helpers import Crash, Operations
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.errors import CorruptionError, HistoryError, LockedError, PerdureError
 from perdure.state import unflatten
-from perdure.store import LocalStorage, Run, Storage, check, fork_run, repair
+from perdure.store import LocalStorage, Run, Storage, fork_run, repair, verify_run
 from perdure.testing.servers import ObjectServer
 
 ACTS = 24
@@ -314,7 +314,7 @@ class Walk:
         with Run(other.storage()) as forked:
             assert forked.steps() == [step]
             # A hard link may bring damage along in chunks that only other steps need.
-            assert check(forked).good == (step,)
+            assert verify_run(forked).good == (step,)
         self.seen["fork"] += 1
         if self.random.random() < 0.5:
             with Run(other.storage()) as forked:
@@ -541,7 +541,7 @@ class Walk:
     def finish(self) -> None:
         self.manager.close()
         if not self.scarred and self.expected:
-            report = check(Run(self.place.storage()))
+            report = verify_run(Run(self.place.storage()))
             assert report.ok, report.problems
 
     def open(self, before: Operations | None = None) -> CheckpointManager:

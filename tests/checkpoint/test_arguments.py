@@ -20,7 +20,14 @@ import pytest
 import torch
 from flax import nnx
 
-from perdure import Checkpoint, CheckpointManager, MemoryStorage, RunConfig, Trainer, load
+from perdure import (
+    Checkpoint,
+    CheckpointManager,
+    MemoryStorage,
+    RunConfig,
+    Trainer,
+    load_checkpoint,
+)
 from perdure.checkpoint.arguments import makes_state
 from perdure.errors import (
     ArgumentError,
@@ -82,7 +89,7 @@ def test_a_step_is_any_integer(tmp_path: Path, step: Any) -> None:
         manager.delete(step)
         assert manager.all_steps() == []
     Checkpoint(**state(7)).save(tmp_path, step)
-    assert load(tmp_path, step)["w"][0] == 7
+    assert load_checkpoint(tmp_path, step)["w"][0] == 7
 
 
 @pytest.mark.parametrize("step", BAD_STEPS.values(), ids=BAD_STEPS)
@@ -337,13 +344,13 @@ def test_the_names_of_checkpoints_are_accepted_wherever_one_is_read(tmp_path: Pa
             manager.restore("other@2")
         with pytest.raises(ArgumentError, match="expected a step, or a name"):
             manager.restore("2")
-    assert load(first)["w"][0] == 2
-    assert load(newest, 4)["w"][0] == 4
+    assert load_checkpoint(first)["w"][0] == 2
+    assert load_checkpoint(newest, 4)["w"][0] == 4
     assert Checkpoint(**state(0)).restore(first) == 2
     with pytest.raises(ArgumentError, match="step: expected 2"):
-        load(first, 4)
+        load_checkpoint(first, 4)
     with pytest.raises(StepNotFoundError):
-        load(f"{run}@3")
+        load_checkpoint(f"{run}@3")
     with pytest.raises(ArgumentError, match="found None"):
         Checkpoint(**state(0)).restore(None)  # type: ignore[arg-type]
 
@@ -352,8 +359,8 @@ def test_a_directory_whose_name_looks_like_a_step_is_that_directory(tmp_path: Pa
     odd = tmp_path / "run@7"
     with CheckpointManager(odd) as manager:
         manager.save(3, state(3))
-    assert load(str(odd))["w"][0] == 3
-    assert load(f"{odd}@3")["w"][0] == 3
+    assert load_checkpoint(str(odd))["w"][0] == 3
+    assert load_checkpoint(f"{odd}@3")["w"][0] == 3
 
 
 def members(k: int) -> dict[str, Any]:

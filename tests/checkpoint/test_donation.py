@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perdure import CheckpointManager, MemoryStorage, check
+from perdure import CheckpointManager, MemoryStorage, verify_run
 from perdure.state import restore
 from perdure.store import Run
 
@@ -73,7 +73,7 @@ def test_every_asynchronous_save_of_a_donated_state_equals_a_synchronous_copy() 
         if bits(restore(initial(), run.load(step).leaves)) != truth[step]
     ]
     assert wrong == []
-    assert check(run).problems == ()
+    assert verify_run(run).problems == ()
 
 
 def test_the_state_is_really_donated() -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, check, load
+from perdure import (
+    CheckpointManager,
+    ManagerOptions,
+    MemoryStorage,
+    Retention,
+    load_checkpoint,
+    verify_run,
+)
 from perdure.errors import (
     CorruptionError,
     HistoryError,
@@ -80,7 +87,7 @@ def test_a_restart_after_a_rollback_resumes_from_the_new_line(tmp_path: Path) ->
     with CheckpointManager(tmp_path) as manager:
         restored, step = manager.restore()
         assert (step, restored["step"]) == (27, -27)
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_a_damaged_newest_one_that_a_restore_set_aside_does_not_count(tmp_path: Path) -> None:
@@ -132,7 +139,7 @@ def test_every_process_of_a_group_raises_the_same_in_the_same_call(
 
     kind = "StepExistsError" if step == 20 else "HistoryError"
     assert play(2, program) == [kind] * 2
-    assert load(tmp_path, 25)["step"] == 25
+    assert load_checkpoint(tmp_path, 25)["step"] == 25
 
 
 def test_a_group_that_starts_again_refuses_at_its_first_save(tmp_path: Path) -> None:
@@ -190,7 +197,7 @@ def test_a_save_under_way_keeps_a_manager_that_nobody_else_has(tmp_path: Path) -
         gc.collect()
     manager.save(2, state(2))
     manager.close()
-    assert check(Run(storage)).good == (1, 2)
+    assert verify_run(Run(storage)).good == (1, 2)
 
 
 def test_retention_by_a_metric_never_takes_what_was_just_saved(tmp_path: Path) -> None:

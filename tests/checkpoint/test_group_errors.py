@@ -14,9 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import Checkpoint, CheckpointManager, LocalStorage, ManagerOptions, check, load
+from perdure import (
+    Checkpoint,
+    CheckpointManager,
+    LocalStorage,
+    ManagerOptions,
+    load_checkpoint,
+    verify_run,
+)
+from perdure.checkpoint import group_save
 from perdure.checkpoint import manager as manager_module
-from perdure.checkpoint import together
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -211,7 +218,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[Exception]
 ) -> None:
     train(tmp_path, 1)
-    real, fired = together.write_share, []  # pyright: ignore[reportPrivateImportUsage]
+    real, fired = group_save.write_pack_part, []  # pyright: ignore[reportPrivateImportUsage]
 
     def write_share(
         storage: Any, step: int, leaves: Any, known: Any, index: int, *rest: Any
@@ -221,7 +228,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
             raise kind("no room for a share")
         return real(storage, step, leaves, known, index, *rest)
 
-    monkeypatch.setattr(together, "write_share", write_share)
+    monkeypatch.setattr(group_save, "write_pack_part", write_share)
 
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
@@ -234,7 +241,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
 
     assert play(2, program) == [(SaveError, True, [1, 3])] * 2
     assert fired == [victim]
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -427,14 +434,14 @@ def test_a_restore_that_fails_in_one_process_fails_in_all(
 
     broken: dict[threading.Thread, type[BaseException]] = {}
 
-    def load(self: Run, step: int, wanted: Any = None) -> Any:
+    def load_checkpoint(self: Run, step: int, wanted: Any = None) -> Any:
         kind = broken.get(threading.current_thread())
         if kind is not None:
             fired.append(kind)
             raise kind("no luck")
         return real(self, step, wanted)
 
-    monkeypatch.setattr(Run, "load", load)
+    monkeypatch.setattr(Run, "load", load_checkpoint)
     for kind in (MemoryError, OSError, StoreError, KeyboardInterrupt):
         outcomes = play(2, program(kind))
         expected = [kind, kind]
@@ -500,7 +507,7 @@ def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
             return found.small.tolist(), found.step, step
 
     assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
-    assert load(tmp_path, leaves="step") == {"step": 1}
+    assert load_checkpoint(tmp_path, leaves="step") == {"step": 1}
 
 
 def test_a_save_into_a_directory_that_each_process_has_for_itself_is_not_committed(

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import Checkpoint, CheckpointManager, LocalStorage, MemoryStorage, check, load
+from perdure import (
+    Checkpoint,
+    CheckpointManager,
+    LocalStorage,
+    MemoryStorage,
+    load_checkpoint,
+    verify_run,
+)
 from perdure.checkpoint.background import Background
 from perdure.errors import (
     CorruptionError,
@@ -52,7 +59,7 @@ def train(directory: Any, stop: int, **options: Any) -> list[int]:
 def test_a_loop_saves_at_its_interval_and_keeps_the_newest(tmp_path: Path) -> None:
     assert train(tmp_path, 23, save_interval_steps=5, max_to_keep=3) == [10, 15, 20]
     assert train(tmp_path, 31, save_interval_steps=5, max_to_keep=3) == [20, 25, 30]
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_a_first_run_starts_from_the_fresh_state(tmp_path: Path) -> None:
@@ -94,8 +101,8 @@ def test_restoring_without_a_template_gives_plain_values(tmp_path: Path) -> None
     with CheckpointManager(tmp_path) as manager:
         restored, step = manager.restore(2)
         assert step == restored["step"] == 2
-    assert load(tmp_path, leaves="step") == {"step": 3}
-    assert load(tmp_path, 1)["w"].tobytes() == state(1)["w"].tobytes()
+    assert load_checkpoint(tmp_path, leaves="step") == {"step": 3}
+    assert load_checkpoint(tmp_path, 1)["w"].tobytes() == state(1)["w"].tobytes()
 
 
 def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save(
@@ -134,7 +141,7 @@ def test_a_reader_warns_and_changes_nothing(tmp_path: Path) -> None:
     flip(sorted((tmp_path / "packs").iterdir())[-1])
     held = sorted(tmp_path.rglob("*"))
     with pytest.warns(UserWarning, match="step 2 is damaged"):
-        assert load(tmp_path)["step"] == 1
+        assert load_checkpoint(tmp_path)["step"] == 1
     with pytest.warns(UserWarning, match="step 2 is damaged"):
         assert Checkpoint(**state(0)).restore(tmp_path) == 1
     assert sorted(tmp_path.rglob("*")) == held
@@ -180,7 +187,7 @@ def test_a_failed_background_save_is_raised_by_the_next_call_and_costs_no_checkp
         manager.save(5, state(5))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 5]
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_an_error_of_the_last_save_surfaces_at_close(tmp_path: Path) -> None:
@@ -243,7 +250,7 @@ def test_sigterm_is_seen_at_the_next_step_saved_and_reported_by_the_status(tmp_p
     # Until the process is gone, another SIGTERM must not turn status 75 into something else.
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     signal.signal(signal.SIGTERM, previous)
-    assert load(tmp_path)["step"] == 2
+    assert load_checkpoint(tmp_path)["step"] == 2
 
 
 def test_sigterm_keeps_its_meaning_for_a_loop_that_never_asks(tmp_path: Path) -> None:
@@ -282,7 +289,7 @@ def test_deleting_a_checkpoint(tmp_path: Path) -> None:
 def test_a_manager_works_on_any_storage() -> None:
     storage = MemoryStorage()
     assert train(storage, 4) == [1, 2, 3, 4]
-    assert load(storage)["step"] == 4
+    assert load_checkpoint(storage)["step"] == 4
 
 
 def test_in_a_group_all_restore_what_the_chief_picks_and_agree_on_leaving(tmp_path: Path) -> None:
@@ -317,8 +324,8 @@ manager.wait_until_finished()
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert load(tmp_path / "run", 1)["w"].tolist() == [1, 1, 1]
-    assert check(Run(tmp_path / "run")).ok
+    assert load_checkpoint(tmp_path / "run", 1)["w"].tolist() == [1, 1, 1]
+    assert verify_run(Run(tmp_path / "run")).ok
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -384,7 +391,7 @@ def test_a_program_that_ends_without_close_waits_for_its_save(tmp_path: Path) ->
     # Large enough for the pools of threads, which take no more work by then.
     command = [sys.executable, "-c", LEAVES]
     subprocess.run([*command, str(tmp_path / "good"), "good"], check=True)
-    assert load(tmp_path / "good", 1)["a"].tobytes() == np.arange(3_000_000.0).tobytes()
+    assert load_checkpoint(tmp_path / "good", 1)["a"].tobytes() == np.arange(3_000_000.0).tobytes()
     full = [*command, str(tmp_path / "full"), "full"]
     told = subprocess.run(full, check=True, capture_output=True, text=True).stderr
     assert "The last save before the end failed" in told

@@ -20,7 +20,7 @@ from mirror_cases import Story, manifest_first
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
-from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.errors import (
     ArgumentError,
     LockedError,
@@ -313,10 +313,10 @@ def test_3b_prune_and_compaction_of_the_mirror_do_not_matter_to_a_run_that_resum
         for step in (1, 2, 3):
             manager.save(step, {**shared, **state(step)})
     with Run(there) as other:
-        from perdure.store import Request
+        from perdure.store import PruneRequest
         from perdure.store.format import MAX_STEP
 
-        plan = other.plan(Request(frozenset({1, 2}), MAX_STEP, 0, everywhere=True))
+        plan = other.plan(PruneRequest(frozenset({1, 2}), MAX_STEP, 0, everywhere=True))
         assert plan.steps == (1, 2)
         other.execute(plan)
     with CheckpointManager(here, mirror=there) as manager:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, check
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, verify_run
 from perdure.errors import LockedError, PruneError, SaveError, StoreError
 from perdure.store import Run
 
@@ -60,7 +60,7 @@ def test_continue_warns_trains_on_and_saves_again_when_there_is_room(tmp_path: P
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 5]
     assert fault.fired >= 3
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_continue_goes_on_where_not_even_the_lock_can_be_taken(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_retention_that_cannot_delete_costs_no_checkpoint(tmp_path: Path, on_err
         manager.wait_until_finished()
         assert manager.all_steps() == [3]
     assert fault.fired
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 @pytest.mark.parametrize("finder", ["reread", "compaction"])
@@ -164,7 +164,7 @@ def test_a_damaged_pack_is_reported_repaired_and_stops_no_training(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             manager.wait_until_finished()
-    assert check(Run(tmp_path)).good == (4,)
+    assert verify_run(Run(tmp_path)).good == (4,)
 
 
 def test_a_slow_disk_holds_the_next_save_back_and_loses_none(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Trainer, check
+from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Trainer, verify_run
 from perdure.state import process_random
 from perdure.store import Run
 from perdure.torch import MirroredStrategy
@@ -73,7 +73,7 @@ def test_a_torch_loop_with_dropout_resumes_exactly(tmp_path: Path) -> None:
     whole, resumed = trained(torch_loop, tmp_path)
     assert resumed == whole
     for place in ("whole", "killed"):
-        assert check(Run(tmp_path / place)).problems == ()
+        assert verify_run(Run(tmp_path / place)).problems == ()
 
 
 def test_without_the_generators_it_does_not(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_step_that_is_saved_again_gets_the_generators_of_the_second_save(tmp_p
     with CheckpointManager(tmp_path) as manager:
         manager.restore()
     assert random.random() == expected
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_they_keep_no_old_pack_alive(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_each_process_of_a_group_gets_its_own_back(
         f"process/{process}/random" for process in range(3)
     ]
     assert resumed_by(fake, tmp_path, 3) == ({0: b"A", 1: b"B", 2: b"C"}, [])
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from perdure import CheckpointManager
-from perdure.checkpoint.restorable import Restorable
+from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import CorruptionError, MismatchError
 from perdure.state import differences, flatten, snapshot
 from perdure.store import Run
@@ -130,9 +130,9 @@ def test_an_unchanged_structure_is_not_compared_again(monkeypatch: pytest.Monkey
         compared.append(args)
         return differences(*args)
 
-    monkeypatch.setattr("perdure.checkpoint.restorable.differences", counted)
+    monkeypatch.setattr("perdure.checkpoint.restore_check.differences", counted)
     state = {"w": np.zeros(2)}
-    check = Restorable()
+    check = RestoreCheck()
     check.expect(state)
     check.check_first("here", state, flatten(state))
     for _ in range(3):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure import CheckpointManager, ManagerOptions, Retention, check
+from perdure import CheckpointManager, ManagerOptions, Retention, verify_run
 from perdure.checkpoint.retention import HOUR, Candidate, decide
 from perdure.cli import main
 from perdure.errors import StepNotFoundError, StoreError
@@ -176,7 +176,7 @@ def test_the_manager_keeps_by_metric_hours_and_pins(tmp_path: Path) -> None:
         assert manager.all_steps() == [1, 3, 4, 7, 9]
         with pytest.raises(StepNotFoundError):
             manager.pin(2)
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_a_pin_outlives_the_process_and_is_the_same_twice(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_prune_prints_its_plan_and_a_dry_run_changes_nothing(tmp_path: Path) -> 
     document = json.loads(done.output)
     assert (document["executed"], document["steps"]) == (True, [10, 30])
     assert Run(tmp_path).steps() == [20, 40]
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_prune_without_a_policy_deletes_no_checkpoint(tmp_path: Path) -> None:

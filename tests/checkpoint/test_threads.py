@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, LocalStorage, load
+from perdure import CheckpointManager, LocalStorage, load_checkpoint
 from perdure.checkpoint import manager as manager_module
 from perdure.errors import LockedError, StoreError
 
@@ -41,7 +41,7 @@ def state(k: int) -> dict[str, Any]:
 
 
 def saved(directory: Path | str, step: int) -> bool:
-    return load(directory, step)["w"].tobytes() == state(step)["w"].tobytes()
+    return load_checkpoint(directory, step)["w"].tobytes() == state(step)["w"].tobytes()
 
 
 def test_two_threads_commit_each_its_own_bits(
@@ -138,7 +138,7 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_pat
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert len(found) >= 2
-    assert load(tmp_path, 1) == {"member": {"value": 1}}
+    assert load_checkpoint(tmp_path, 1) == {"member": {"value": 1}}
 
 
 FORKS = """

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, check, load
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import PerRank
 from perdure.errors import (
     LockedError,
@@ -21,7 +21,7 @@ from perdure.errors import (
     StepExistsError,
     WorkerLostError,
 )
-from perdure.store import Run, share, writer
+from perdure.store import Run, pack_part, writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
 
@@ -72,8 +72,8 @@ def test_every_process_writes_a_share_and_the_fingerprint_is_that_of_one(
     for step in (1, 2):
         assert Run(together).manifest(step).fingerprint == Run(alone).manifest(step).fingerprint
         assert writers(together, step) == {f"{process:05d}" for process in range(count)}
-        assert same(load(together, step), step)
-    assert check(Run(together)).problems == ()
+        assert same(load_checkpoint(together, step), step)
+    assert verify_run(Run(together)).problems == ()
 
 
 def test_every_process_hashes_its_copy_once(
@@ -85,7 +85,7 @@ def test_every_process_hashes_its_copy_once(
         hashed.append(len(data))
         return hash_bytes(data)
 
-    for module in (share, writer):
+    for module in (pack_part, writer):
         monkeypatch.setattr(module, "hash_bytes", counted)
     play(2, saver(tmp_path, 1))
     assert hashed.count(CHUNK) == 2 * 3, "each of three large chunks, in each of two processes"
@@ -107,8 +107,8 @@ def test_a_group_encodes_its_shares(tmp_path: Path) -> None:
     assert first.fingerprint == second.fingerprint
     assert first.stored_nbytes < second.stored_nbytes / 4
     assert writers(together, 1) == {"00000", "00001"}
-    assert all(np.array_equal(load(together, 1)[name], words[name]) for name in words)
-    assert check(Run(together)).problems == ()
+    assert all(np.array_equal(load_checkpoint(together, 1)[name], words[name]) for name in words)
+    assert verify_run(Run(together)).problems == ()
 
 
 def test_what_one_topology_saved_another_restores_and_goes_on_from(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_one_topology_saved_another_restores_and_goes_on_from(tmp_path: Pat
             return step
 
     assert play(2, resume) == [1, 1]
-    assert play(1, resume) == [2] or same(load(tmp_path, 2), 2)
+    assert play(1, resume) == [2] or same(load_checkpoint(tmp_path, 2), 2)
 
 
 def test_what_is_held_already_nobody_writes_again(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_is_held_already_nobody_writes_again(tmp_path: Path) -> None:
     play(2, program)
     after = sum(path.stat().st_size for path in (tmp_path / "packs").iterdir())
     assert after == before
-    assert load(tmp_path, 2)["step"] == 2
+    assert load_checkpoint(tmp_path, 2)["step"] == 2
 
 
 def test_a_step_that_is_committed_is_no_work_with_equal_bits_and_refused_with_others(
@@ -152,7 +152,7 @@ def test_a_step_that_is_committed_is_no_work_with_equal_bits_and_refused_with_ot
     errors = play(2, program)
     assert [type(error) for error in errors] == [StepExistsError] * 2
     assert "the chief process:" in str(errors[1])
-    assert same(load(tmp_path, 1), 1)
+    assert same(load_checkpoint(tmp_path, 1), 1)
 
 
 def test_processes_that_hold_different_states_are_told_which_leaf(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_what_one_process_cannot_write_is_an_error_in_all_and_commits_nothing(
 
     assert play(2, program) == [[1, 3], [1, 3]]
     assert len(fired) == 1
-    assert same(load(tmp_path, 3), 3)
-    assert check(Run(tmp_path)).ok
+    assert same(load_checkpoint(tmp_path, 3), 3)
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_a_group_that_finds_another_writer_is_told_in_every_process(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:
 
     play(2, program)
     assert left == [75, 75]
-    assert same(load(tmp_path), 4)
+    assert same(load_checkpoint(tmp_path), 4)
 
 
 # --- members that each process has for itself ---
@@ -301,8 +301,8 @@ def test_each_process_saves_and_gets_its_own_value(tmp_path: Path) -> None:
     ]
     expected = [[20.0 + rank] * 3 + [200 + rank] for rank in range(3)]
     assert play(3, rank_restorer(tmp_path)) == expected
-    assert load(tmp_path, 2)["own"]["rank1"]["seen"] == 201
-    assert check(Run(tmp_path)).problems == ()
+    assert load_checkpoint(tmp_path, 2)["own"]["rank1"]["seen"] == 201
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_the_fingerprint_covers_the_values_of_all(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_large_values_are_written_by_the_process_that_has_them(tmp_path: Path) -
             assert len(leaf.chunks) == 1 + (CHUNK // 2 + 1) * 4 // CHUNK
             by = {manifest.packs[chunk.pack].name.split("-")[1] for chunk in leaf.chunks}
             assert by == {leaf.path[8].zfill(5)}
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -14,7 +14,7 @@ from perdure.data import Prefetch
 from perdure.errors import DataError
 from perdure.torch import MirroredStrategy
 from perdure.train import RunConfig, Trainer
-from perdure.train.source import evaluation_batches, open_source
+from perdure.train.batch_source import evaluation_batches, open_source
 
 ROWS = [np.full(2, number, np.float32) for number in range(24)]
 

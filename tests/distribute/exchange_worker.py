@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from perdure.distribute import SimpleClusterResolver, nest
-from perdure.distribute.tree import Node, merge
+from perdure.distribute import SimpleClusterResolver, pytree
+from perdure.distribute.reduction_tree import TreeNode, merge
 
 REPLICAS = 7
 
@@ -30,20 +30,20 @@ def contribution(replica: int) -> dict[str, Any]:
 
 def digest(value: Any) -> str:
     total = hashlib.sha256()
-    for path, leaf in nest.flatten(value):
+    for path, leaf in pytree.flatten(value):
         array = np.asarray(leaf)
         total.update(f"{path} {array.dtype} {array.shape}".encode() + array.tobytes())
     return total.hexdigest()[:16]
 
 
 def add(left: Any, right: Any) -> Any:
-    pairs = zip(nest.flatten(left), nest.flatten(right), strict=True)
-    return nest.rebuild(left, iter([a + b for (_, a), (_, b) in pairs]))
+    pairs = zip(pytree.flatten(left), pytree.flatten(right), strict=True)
+    return pytree.rebuild(left, iter([a + b for (_, a), (_, b) in pairs]))
 
 
 def add_with_positive_zeros(left: Any, right: Any) -> Any:
     total = add(left, right)
-    return nest.rebuild(total, iter([leaf + 0 for _, leaf in nest.flatten(total)]))
+    return pytree.rebuild(total, iter([leaf + 0 for _, leaf in pytree.flatten(total)]))
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS)
     engine, plan = strategy._engine, strategy._plan
     every = [contribution(replica) for replica in range(REPLICAS)]
-    nodes = [(Node(0, replica), value) for replica, value in enumerate(every)]
-    backwards = [(Node(0, r), value) for r, value in enumerate(every[::-1])]
+    nodes = [(TreeNode(0, replica), value) for replica, value in enumerate(every)]
+    backwards = [(TreeNode(0, r), value) for r, value in enumerate(every[::-1])]
     plus = add_with_positive_zeros if args.engine == "jax" else add
     ((_, expected),) = merge(nodes, REPLICAS, plus)
     ((_, other),) = merge(backwards, REPLICAS, plus)

@@ -100,7 +100,7 @@ def main() -> None:
         )
     out["refused"] = refused(f"{args.directory}/refused")
     perdure.CheckpointManager(f"{args.directory}/own{args.process}", processes=SingleProcess())
-    processes = perdure.init(args.engine)
+    processes = perdure.initialize_distributed(args.engine)
     out["place"] = [processes.index, processes.count, processes.is_chief]
     strategy: Any = MultiWorkerMirroredStrategy(replicas=4)
     out["same"] = strategy.processes is processes

@@ -34,7 +34,7 @@ def main() -> None:
         )
     else:
         resolver = SimpleClusterResolver(options.coordinator, options.processes, options.process)
-    processes = perdure.init("torch", resolver)
+    processes = perdure.initialize_distributed("torch", resolver)
     try:
         processes.barrier()
         if options.process == options.victim:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.distribute import SingleProcess, nest
+from perdure.distribute import SingleProcess, pytree
 from perdure.distribute.engine import Guard, Scalar, Stream, in_turns
 
 
@@ -38,8 +38,8 @@ class NumpyEngine:
 
     def add(self, left: Any, right: Any) -> Any:
         self.calls.append(("add", None))
-        pairs = zip(nest.flatten(left), nest.flatten(right), strict=True)
-        return nest.rebuild(left, iter([a + b for (_, a), (_, b) in pairs]))
+        pairs = zip(pytree.flatten(left), pytree.flatten(right), strict=True)
+        return pytree.rebuild(left, iter([a + b for (_, a), (_, b) in pairs]))
 
     def update(self, fn: Any, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
         self.calls.append(("update", stream))
@@ -76,15 +76,15 @@ class NumpyEngine:
         return np.random.default_rng(stream)
 
     def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
-        return nest.transform(lambda leaf: fn(np.asarray(leaf)), value)
+        return pytree.transform(lambda leaf: fn(np.asarray(leaf)), value)
 
     def stack(self, values: list[Any]) -> Any:
-        columns = zip(*(nest.flatten(value) for value in values), strict=True)
-        return nest.rebuild(values[0], iter([np.stack([x for _, x in c]) for c in columns]))
+        columns = zip(*(pytree.flatten(value) for value in values), strict=True)
+        return pytree.rebuild(values[0], iter([np.stack([x for _, x in c]) for c in columns]))
 
     def signature(self, value: Any) -> Hashable:
-        return nest.structure(value), tuple(sorted(self.describe(value).items()))
+        return pytree.structure(value), tuple(sorted(self.describe(value).items()))
 
     def describe(self, value: Any) -> dict[str, str]:
-        arrays = [(path, np.asarray(leaf)) for path, leaf in nest.flatten(value)]
+        arrays = [(path, np.asarray(leaf)) for path, leaf in pytree.flatten(value)]
         return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in arrays}

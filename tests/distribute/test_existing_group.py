@@ -24,7 +24,7 @@ def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: 
         assert each["sum"] == 15.0
         assert each["steps"] == [1]
         assert each["mine"] == [process] * 3
-        assert f"perdure.init('{engine}')" in each["refused"]
+        assert f"perdure.initialize_distributed('{engine}')" in each["refused"]
     if engine == "torch":
         assert all(each["ddp"]["resumed"] for each in found)
         assert found[0]["ddp"]["buffers"] != found[1]["ddp"]["buffers"]

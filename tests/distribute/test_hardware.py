@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from perdure import ArrayDataset
-from perdure.checkpoint.processes import SingleProcess
 from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.jax.flags import FLAG, ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
+from perdure.process_group import SingleProcess
 
 ZEN = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -183,7 +183,7 @@ def test_a_step_notices_that_pytorch_is_no_longer_deterministic() -> None:
 PRECISIONS = """
 import sys
 import torch
-from perdure.checkpoint.processes import SingleProcess
+from perdure.process_group import SingleProcess
 from perdure.distribute.torch import precision
 from perdure.distribute.torch.engine import TorchEngine
 engine = TorchEngine(None, SingleProcess(), None)

@@ -19,9 +19,9 @@ import pytest
 from jax.extend import core
 
 from perdure.data import ArrayDataset
-from perdure.distribute.context import Inside
 from perdure.distribute.jax import hlo
 from perdure.distribute.jax.programs import grad_program, make_key, words
+from perdure.distribute.replica_context import ReplicaFunction
 from perdure.distribute.values import PerReplica
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 
@@ -76,7 +76,7 @@ def test_200_functions_give_the_bits_of_plain_jit(group: int) -> None:
         fn = generated.together(generated.functions(IN_A_GROUP, group))
         expected = generated.as_bytes(plain(fn))
         if SETTINGS[group]:
-            found = grad_program(Inside(fn, 1, "grad"))(
+            found = grad_program(ReplicaFunction(fn, 1, "grad"))(
                 generated.state(), generated.share(), words(SEED), np.uint32(STEP), np.uint32(0)
             )
         else:  # a whole step, whose programs are compared and made one

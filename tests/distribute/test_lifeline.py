@@ -125,7 +125,7 @@ def test_who_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) ->
     def client() -> Any:
         return TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
 
-    early, chief = group._Watch(wait), group._Watch(wait)
+    early, chief = group._LossWatch(wait), group._LossWatch(wait)
     early.start(client(), 1, "127.0.0.1")
     chief.start(client(), 0, "127.0.0.1")
     assert early._lifeline is not None
@@ -199,6 +199,6 @@ def test_a_time_limit_says_who_did_not_come() -> None:
 
     wait = timedelta(milliseconds=50)
     server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
-    store = group._Store(server, group._Watch(wait))
+    store = group._Store(server, group._LossWatch(wait))
     with pytest.raises(WorkerLostError, match="process 3 did not come"):
         store.get("never", 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.supervise import Group
+from perdure.supervise import WorkerGroup
 
 WORKER = Path(__file__).parents[2] / "proofs" / "distribute_worker.py"
 
@@ -28,7 +28,7 @@ def fingerprints(engine: str) -> dict[str, list[str]]:
         command = [sys.executable, "-W", "error", str(WORKER), "--engine", engine]
         command += ["--devices", devices, "--models", models, "--optimizers", "adamw"]
         environment = {"JAX_NUM_CPU_DEVICES": str(count), "KERAS_BACKEND": engine}
-        with Group(command, processes, environment) as group:
+        with WorkerGroup(command, processes, environment) as group:
             for _, event in group.events():
                 found[event["model"]].append(event["fingerprint"])
             group.require(group.wait(), [0])

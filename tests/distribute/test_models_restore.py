@@ -97,7 +97,7 @@ def test_an_evaluation_script_needs_no_strategy_and_no_framework(tmp_path: Path)
     state = run("jax", tmp_path / "run", 2)
     script = """
 import sys, perdure
-w = perdure.load(sys.argv[1], leaves="w")["w"]
+w = perdure.load_checkpoint(sys.argv[1], leaves="w")["w"]
 assert not {"jax", "torch"} & sys.modules.keys()
 print(w.tobytes().hex())
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from perdure.checkpoint.processes import SingleProcess
-from perdure.distribute.processes import KeyValueProcesses
+from perdure.distribute.key_value_group import KeyValueProcesses
+from perdure.process_group import SingleProcess
 
 
 class Shelf:

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
+from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge, partial_roots
 from perdure.distribute.topology import bounds, split
-from perdure.distribute.tree import Node, ShiftReduce, merge, partial_roots
 from perdure.errors import TopologyError
 
 
@@ -22,9 +22,9 @@ def one(leaves: int, parts: list[list[tuple[int, int]]]) -> str:
     for devices in parts:
         nodes = []
         for start, stop in devices:
-            reduce = ShiftReduce(leaves, bracket)
+            reduce = TreeSum(leaves, bracket)
             for leaf in range(start, stop):
-                reduce.push(Node(0, leaf), str(leaf))
+                reduce.push(TreeNode(0, leaf), str(leaf))
             nodes += reduce.roots()
         roots = merge(nodes, leaves, bracket)
         assert tuple(n for n, _ in roots) == partial_roots(devices[0][0], devices[-1][1], leaves)
@@ -73,10 +73,10 @@ def test_adding_in_a_row_is_another_bracketing() -> None:
 
 @pytest.mark.parametrize("leaves", [1, 2, 7, 8, 64, 100, 1023])
 def test_few_copies_are_alive(leaves: int) -> None:
-    reduce = ShiftReduce(leaves, lambda a, b: a + b)
+    reduce = TreeSum(leaves, lambda a, b: a + b)
     most = 0
     for leaf in range(leaves):
-        reduce.push(Node(0, leaf), 1)
+        reduce.push(TreeNode(0, leaf), 1)
         most = max(most, len(reduce.roots()))
     assert reduce.roots()[0][1] == leaves
     assert most <= leaves.bit_length()
@@ -89,22 +89,22 @@ def test_a_lonely_node_is_promoted_and_nothing_is_added_to_it() -> None:
         added.extend((a, b))
         return a + b
 
-    reduce = ShiftReduce(5, add)
+    reduce = TreeSum(5, add)
     for leaf in range(5):
-        reduce.push(Node(0, leaf), -0.0)
+        reduce.push(TreeNode(0, leaf), -0.0)
     ((_, total),) = reduce.roots()
     assert struct.pack("d", total) == struct.pack("d", -0.0)
     assert len(added) == 2 * 4
 
 
 def test_contributions_out_of_order_are_refused() -> None:
-    reduce = ShiftReduce(8, bracket)
-    reduce.push(Node(0, 0), "0")
+    reduce = TreeSum(8, bracket)
+    reduce.push(TreeNode(0, 0), "0")
     with pytest.raises(TopologyError) as error:
-        reduce.push(Node(0, 2), "2")
+        reduce.push(TreeNode(0, 2), "2")
     assert "expected the one that starts at leaf 1, found leaf 2" in str(error.value)
     with pytest.raises(TopologyError):
-        ShiftReduce(8, bracket).push(Node(0, 8), "8")
+        TreeSum(8, bracket).push(TreeNode(0, 8), "8")
 
 
 @pytest.mark.parametrize("replicas", range(1, 18))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perdure.data import ArrayDataset
-from perdure.distribute import SimpleClusterResolver, Strategy, nest
+from perdure.distribute import SimpleClusterResolver, Strategy, pytree
 from perdure.distribute.reduction import Reduction
 from perdure.distribute.torch.engine import TorchEngine
 from perdure.errors import WorkerLostError
@@ -122,7 +122,7 @@ class AllReduce(Reduction):
 
     def total(self, *, check: bool) -> Any:
         if dist.is_initialized():
-            for _, leaf in nest.flatten(self._sum):
+            for _, leaf in pytree.flatten(self._sum):
                 dist.all_reduce(leaf)
         return self._sum
 

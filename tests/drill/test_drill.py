@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
+from perdure.drill import KINDS, DrillOptions, run_drill
+from perdure.drill.drill import DrillReport
+from perdure.drill.html_report import page
+from perdure.drill.scenario import Observed, Outcome
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.supervise.drill import KINDS, DrillOptions, run_drill
-from perdure.supervise.drill.campaign import Report
-from perdure.supervise.drill.page import page
-from perdure.supervise.drill.scenario import Observed, Outcome
 from perdure.testing import drill
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -143,7 +143,7 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
     def ended(*_: Any) -> None:  # the attempt has failed by then, for whatever reason
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("perdure.supervise.drill.attempt._Faults.ended", ended)
+    monkeypatch.setattr("perdure.drill.execution._Faults.ended", ended)
     with pytest.raises(KeyboardInterrupt):
         run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
 
@@ -206,14 +206,16 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
 ) -> None:
     place = tmp_path / "pages"
     place.mkdir()
-    report = Report(("python",), DrillOptions(), Observed(1.0, 1.0, (), (), {}, {}, 0.1), Outcome())
+    report = DrillReport(
+        ("python",), DrillOptions(), Observed(1.0, 1.0, (), (), {}, {}, 0.1), Outcome()
+    )
 
-    def drilled(*_: Any) -> Report:
+    def drilled(*_: Any) -> DrillReport:
         assert os.listdir(place) == [], "looking whether it can be written leaves nothing"
         place.rmdir()
         return report
 
-    monkeypatch.setattr("perdure.supervise.drill.run_drill", drilled)
+    monkeypatch.setattr("perdure.drill.run_drill", drilled)
     line = ["drill", *["--json"] * as_json, "--html", str(place / "p.html"), "--", "python"]
     done = CliRunner().invoke(main, line)
     assert done.exit_code == 1

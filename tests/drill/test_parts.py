@@ -18,19 +18,19 @@ import pytest
 from rich.console import Console
 
 from perdure import CheckpointManager
+from perdure.drill import diagnose
+from perdure.drill.compare import LeafDifference, RunDifference, compare, held, read_back
+from perdure.drill.damage import damage
+from perdure.drill.drill import DrillOptions, DrillReport, DrillRow
+from perdure.drill.fault_plan import KINDS, plan, possible, scenario
+from perdure.drill.html_report import page
+from perdure.drill.probes import shim
+from perdure.drill.scenario import Commit, Launch, Observed, Outcome, Scenario, Started
+from perdure.drill.text_report import TextReporter, verdict
 from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.drill import DRILL
 from perdure.store.drilled import PLAN
-from perdure.supervise.drill import diagnose
-from perdure.supervise.drill.campaign import DrillOptions, Report, Row
-from perdure.supervise.drill.compare import Difference, LeafDifference, compare, held, read_back
-from perdure.supervise.drill.damage import damage
-from perdure.supervise.drill.page import page
-from perdure.supervise.drill.plan import KINDS, plan, possible, scenario
-from perdure.supervise.drill.probes import shim
-from perdure.supervise.drill.report import Reporter, verdict
-from perdure.supervise.drill.scenario import Attempt, Commit, Observed, Outcome, Scenario, Started
 
 POINTS = ("pack", "manifest")
 VERBS = ("open", "write", "fsync", "link", "sync", "delete")
@@ -115,9 +115,9 @@ def test_a_fault_that_never_fired_is_no_pass() -> None:
     """Negative control: equal bits alone are not enough."""
     drawn = scenario(SEEN, "sigkill-at-step", 1, 0)
     silent, fired = Outcome(), Outcome(fired=["kill at step 3"])
-    rows = [Row(drawn, each, 3, None) for each in (silent, fired)]
+    rows = [DrillRow(drawn, each, 3, None) for each in (silent, fired)]
     assert [row.verdict for row in rows] == ["not fired", "pass"]
-    report = Report(("python",), DrillOptions(), SEEN, Outcome(), rows)
+    report = DrillReport(("python",), DrillOptions(), SEEN, Outcome(), rows)
     assert not report.passed
     assert "1 whose faults did not all fire" in verdict(report.document())
 
@@ -127,21 +127,21 @@ def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
     drawn = scenario(SEEN, "double-kill", 1, 0)
     assert drawn.faults == 2
     once, twice = ["kill at step 3"], ["kill at step 3", "kill at open"]
-    differs = Difference("step 2: 1 of 1 leaves differ", "run", 2, 2)
+    differs = RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2)
     rows = [
-        Row(drawn, Outcome(fired=once, problem="it ended by itself"), 3, None),
-        Row(drawn, Outcome(fired=once), 3, differs),
-        Row(drawn, Outcome(fired=twice), 3, differs),
-        Row(drawn, Outcome(fired=twice), 3, None),
+        DrillRow(drawn, Outcome(fired=once, problem="it ended by itself"), 3, None),
+        DrillRow(drawn, Outcome(fired=once), 3, differs),
+        DrillRow(drawn, Outcome(fired=twice), 3, differs),
+        DrillRow(drawn, Outcome(fired=twice), 3, None),
     ]
     assert [row.verdict for row in rows] == ["failed", "differs", "differs", "pass"]
-    found = Report(("python",), DrillOptions(), SEEN, Outcome(), rows).document()
+    found = DrillReport(("python",), DrillOptions(), SEEN, Outcome(), rows).document()
     assert found["faults"] == {"double-kill": {"runs": 4, "fired": 2, "pass": 1}}
     assert [run["all_fired"] for run in found["runs"]] == [False, False, True, True]
     assert "2 whose faults did not all fire" in verdict(found)
     assert page(found).count("kill at step 3 (1 of 2 planned)") == 4  # two headings, two lines
     said = io.StringIO()
-    reporter = Reporter(Console(file=said, width=200), 4)
+    reporter = TextReporter(Console(file=said, width=200), 4)
     for row in rows:
         reporter.tell(row.scenario.kind, row)
     assert said.getvalue().count("(1 of 2 planned)") == 2
@@ -296,13 +296,13 @@ def test_a_probe_that_does_not_come_to_its_end_excludes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     leaves = (LeafDifference("w", "", "float64[1]"),)
-    differs = Difference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaves)
+    differs = RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaves)
     monkeypatch.setattr(diagnose, "_largest_moving", lambda *_: "w")
     monkeypatch.setattr(diagnose, "leaves_of", lambda *_: {})
-    ended = Difference("the end: expected step 4, found no checkpoint", "run")
+    ended = RunDifference("the end: expected step 4, found no checkpoint", "run")
 
     def found(fails: str) -> diagnose.Diagnosis:
-        class Laboratory:
+        class ProbeRunner:
             plain = Outcome()
             observed = SEEN
 
@@ -310,12 +310,12 @@ def test_a_probe_that_does_not_come_to_its_end_excludes_nothing(
                 problem = "exit 1" if fails in probes else ""
                 return Outcome(problem=problem, commits=[Commit("run", 2, 1, "", "")]), tmp_path
 
-        def compared(_: Outcome, outcome: Outcome) -> tuple[int, Difference]:
+        def compared(_: Outcome, outcome: Outcome) -> tuple[int, RunDifference]:
             return 1, ended if outcome.problem else differs
 
         monkeypatch.setattr(diagnose, "compare", compared)
-        drawn = Scenario(1, "x", (Attempt(signal="SIGKILL"),))
-        lab: Any = Laboratory()
+        drawn = Scenario(1, "x", (Launch(signal="SIGKILL"),))
+        lab: Any = ProbeRunner()
         return diagnose.diagnose_run(lab, drawn, Outcome(), differs)
 
     assert found("nothing").cause == "data position"
@@ -326,5 +326,5 @@ def test_a_probe_that_does_not_come_to_its_end_excludes_nothing(
 
 
 def test_a_scenario_counts_its_faults() -> None:
-    moved = Scenario(1, "x", (Attempt(signal="SIGKILL"), Attempt(devices=2, damage="flip")))
+    moved = Scenario(1, "x", (Launch(signal="SIGKILL"), Launch(devices=2, damage="flip")))
     assert moved.faults == 3

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights
+from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights, open_managers
 from perdure.store import Run
 
 BEHAVIOURS: dict[str, Callable[[Path], None]] = {}
@@ -94,6 +94,8 @@ def interrupted_fit(
         model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=[backup, interrupt])
     except Interrupted:
         assert backup_dir.exists()
+        for manager in open_managers._open.values():  # the last save may still be under way
+            manager.wait_until_finished()
         between()
         return (
             model.fit(x, y, batch_size=4, epochs=5, verbose=0, callbacks=[backup]),

@@ -177,7 +177,7 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     assert Run(tmp_path / "best").steps() == [8, 20]
     assert Run(tmp_path / "only").steps() == [4, 8]
     assert Run(tmp_path / "light").steps()[-1] == 18
-    assert not [p for p in perdure.load(tmp_path / "light") if p == "optimizer"]
+    assert not [p for p in perdure.load_checkpoint(tmp_path / "light") if p == "optimizer"]
     model = network()
     assert load_weights(model, tmp_path / "best", "best") == 8
     assert weights(model) == seen[1]

@@ -16,7 +16,7 @@ from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, sam
 
 from perdure import heartbeats
 from perdure.errors import ArgumentError, TrainError
-from perdure.keras import BackupAndRestore, ModelCheckpoint, directory
+from perdure.keras import BackupAndRestore, ModelCheckpoint, open_managers
 from perdure.store import Run
 
 ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
@@ -24,7 +24,7 @@ ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
 
 def newest(backup: Path) -> int:
     """The newest step, once the save in the background is done."""
-    directory._open[str(backup)].wait_until_finished()
+    open_managers._open[str(backup)].wait_until_finished()
     return (Run(backup).steps() or [0])[-1]
 
 
@@ -487,17 +487,17 @@ def test_control_keras_own_callback_differs(whole: End, tmp_path: Path) -> None:
 def test_control_without_one_part_the_end_differs(
     part: str, whole: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perdure.keras import others as module
-    from perdure.keras import randomness, session
+    from perdure.keras import callback_state as module
+    from perdure.keras import fit_session, randomness
 
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 1))
     if part == "randomness":
         monkeypatch.setattr(randomness, "restore", lambda *_: None)
     elif part == "others":
-        monkeypatch.setattr(module.Others, "restore", lambda *_: None)
+        monkeypatch.setattr(module.CallbackState, "restore", lambda *_: None)
     else:
-        restored = vars(session)["restore"]
+        restored = vars(fit_session)["restore"]
 
         def forgetful(like: Any, leaves: Any) -> Any:
             made = restored(like, leaves)
@@ -506,7 +506,7 @@ def test_control_without_one_part_the_end_differs(
                     each.assign([1, 1])
             return made
 
-        monkeypatch.setattr(session, "restore", forgetful)
+        monkeypatch.setattr(fit_session, "restore", forgetful)
     assert not same(train(tmp_path / "run"), whole)
 
 

@@ -17,7 +17,7 @@ from cases import BATCH, BATCHES, EPOCHS, Fault, arrays, network, same, train
 
 from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
-from perdure.keras import BackupAndRestore, ModelCheckpoint, directory
+from perdure.keras import BackupAndRestore, ModelCheckpoint, open_managers
 from perdure.store import Run
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_is_durable_before_the_backup_behind_it(
     others = [ModelCheckpoint(kept, "loss")]
     train(tmp_path / "run", callbacks=others, save_freq="epoch", epochs=2)
     assert order == [(BATCHES, True), (BATCHES, False), (2 * BATCHES, True), (2 * BATCHES, False)]
-    assert kept not in directory._open
+    assert kept not in open_managers._open
 
 
 def test_the_environment_is_in_the_recipe(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from perdure import Checkpoint, CheckpointManager, load
+from perdure import Checkpoint, CheckpointManager, load_checkpoint
 from perdure.errors import MismatchError, StateError, StepNotFoundError, UnsupportedLeafError
 from perdure.state import flatten, position, reposition, restore, snapshot, unflatten
 from perdure.train import ReduceLROnPlateau
@@ -448,7 +448,7 @@ def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any)
         assert jax.tree.map(lambda a, b: (a.aval == b.aval, a.tobytes() == b.tobytes()),
                             state, expected) == jax.tree.map(lambda _: (True, True), state)  # fmt: skip
     assert len(traces) == count, "a restored state is traced again"
-    assert load(tmp_path / "3", leaves="lr")["lr"].dtype == np.float32
+    assert load_checkpoint(tmp_path / "3", leaves="lr")["lr"].dtype == np.float32
 
 
 def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
@@ -466,7 +466,7 @@ def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
         found = getattr(target, name)
         assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
         assert jax.random.key_data(found).tolist() == jax.random.key_data(saved).tolist()
-    plain = load(tmp_path)
+    plain = load_checkpoint(tmp_path)
     assert plain["some"].shape == (2, 3, 2)
     assert plain["none"].size == plain["rbg"].size == 0
 
@@ -643,7 +643,7 @@ def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
     resumed = ended(tmp_path / "resumed", init, step, {1, 2, 3})
     assert jax.tree.map(type, resumed) == jax.tree.map(type, undisturbed)
     assert jax.tree.map(bits, resumed) == jax.tree.map(bits, undisturbed)
-    assert flatten(load(tmp_path / "resumed")).keys() == flatten(init()).keys()
+    assert flatten(load_checkpoint(tmp_path / "resumed")).keys() == flatten(init()).keys()
 
 
 def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_path: Any) -> None:

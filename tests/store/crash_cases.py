@@ -25,7 +25,7 @@ from helpers import (
 
 from perdure import Retention
 from perdure.checkpoint.mirror import Mirror
-from perdure.checkpoint.prune import plan_prune
+from perdure.checkpoint.pruning import plan_prune
 from perdure.errors import NotARunError
 from perdure.store import (
     Leaf,
@@ -33,9 +33,9 @@ from perdure.store import (
     MemoryStorage,
     Request,
     Run,
-    check,
     fork_run,
     repair,
+    verify_run,
 )
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
@@ -109,12 +109,12 @@ def assert_forked(path: Path, case: Case) -> None:
     for _ in range(2):
         assert fork_run(path, 4, fork).step == 4
         assert contents(Run(fork).load(4).leaves) == contents(case.before()[4])
-        assert check(Run(fork)).problems == ()
+        assert verify_run(Run(fork)).problems == ()
     with run_on(fork) as run:
         run.save(9, make_leaves(9))
         collect(run, {4})
-        assert check(run).good == (9,)
-    assert check(Run(path)).good == (1, 2, 3, 4)
+        assert verify_run(run).good == (9,)
+    assert verify_run(Run(path)).good == (1, 2, 3, 4)
 
 
 def mirrored(run: Run) -> None:
@@ -129,15 +129,15 @@ def assert_mirrored(path: Path, case: Case) -> None:
     """The mirror holds nothing that cannot be read, and the next run brings it up to date."""
     place = path.with_name(f"{path.name}-mirror")
     try:
-        for step in check(Run(place)).good:
+        for step in verify_run(Run(place)).good:
             assert contents(Run(place).load(step).leaves) == contents(case.before()[step])
-        assert check(Run(place)).ok
+        assert verify_run(Run(place)).ok
     except NotARunError:
         pass
     mirror = Mirror(Run(path), place, 1, Retention(), lambda: 0.0)
     mirror.catch_up()
     mirror.close(0.0)
-    report = check(Run(place))
+    report = verify_run(Run(place))
     assert report.ok
     assert 2 in report.good
     assert Run(place).manifest(2).fingerprint == Run(path).manifest(2).fingerprint
@@ -262,7 +262,7 @@ def assert_whole(path: Path, case: Case) -> None:
     """Every checkpoint that stays restores; a repair leaves nothing to report; saving goes on."""
     case.elsewhere(path, case)
     states = {**case.before(), **case.added()}
-    report = check(Run(path))
+    report = verify_run(Run(path))
     assert case.kept <= set(report.good)
     assert report.ok or case.act is CASES["repair"].act, report.problems
     for step in report.good:
@@ -278,8 +278,8 @@ def assert_whole(path: Path, case: Case) -> None:
         assert [p for p in repaired.problems if not p.name.startswith("quarantine/")] == []
         collect(run, set())
         run.save(9, make_leaves(9))
-        assert case.kept <= set(check(run).good)
-        assert check(run).ok
+        assert case.kept <= set(verify_run(run).good)
+        assert verify_run(run).ok
 
 
 def crashes(directory: Path, case: Case) -> Iterator[Path]:

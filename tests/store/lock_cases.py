@@ -21,10 +21,10 @@ import pytest
 from helpers import contents, sharing_states
 
 from perdure import CheckpointManager
-from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.errors import LockedError, StoreError
-from perdure.store import Run, check, file_lock
+from perdure.store import Run, file_lock, verify_run
 
 PRUNE = (sys.executable, "-m", "perdure.cli", "prune", "--max-to-keep", "3")
 TAKE = "import sys; from perdure.store import Run; Run(sys.argv[1]).begin_writing()"
@@ -53,7 +53,7 @@ def all_is_there(run: Run, path: Path) -> None:
     run.save(5, sharing_states()[4])
     execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
     run.close()
-    assert check(Run(path)).problems == ()
+    assert verify_run(Run(path)).problems == ()
     for step, state in ((3, 3), (4, 4), (5, 4)):
         assert contents(Run(path).load(step).leaves) == contents(sharing_states()[state])
 
@@ -128,7 +128,7 @@ def two_managers(path: Path) -> None:
     first.close()
     assert second.save(3, {"a": 3})
     second.close()
-    assert check(Run(path)).good == (1, 2, 3)
+    assert verify_run(Run(path)).good == (1, 2, 3)
 
 
 CASES: dict[str, Callable[[Path], None]] = {
@@ -151,7 +151,7 @@ def _as_it_must_not_be_done(name: str) -> None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def nothing(*_: object, **__: object) -> None:
-        """No check, or nothing closed in a child."""
+        """No verify_run, or nothing closed in a child."""
 
     if name == "fork":
         file_lock._open_locks.add = nothing  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store import CloudStorage, LocalStorage, Run, check
+from perdure.store import CloudStorage, LocalStorage, Run, verify_run
 from perdure.store.format import manifest_name
 from perdure.store.urls import open_storage
 from perdure.testing import check_run
@@ -324,7 +324,7 @@ def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
         assert proxy.fired
     with proxy_to(s3.endpoint, lambda r: "refuse" if "/packs/0" in r.path else None) as proxy:
         with pytest.raises(UnreachableError, match="the check stopped"):
-            check(Run(through(s3, proxy, url, retries=1)))
+            verify_run(Run(through(s3, proxy, url, retries=1)))
         assert proxy.fired
     check_run(s3.storage(url))
 

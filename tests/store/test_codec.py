@@ -23,9 +23,9 @@ from perdure.store import (
     MemoryStorage,
     Request,
     Run,
-    check,
     copy_run,
     repair,
+    verify_run,
 )
 from perdure.store.codec import SEAL_BYTES, WIDTHS, decode, encode, is_intact, width_of
 from perdure.store.format import CHUNK_BYTES, CODEC_FORMAT, FORMAT, MAX_STEP, hash_bytes
@@ -272,7 +272,7 @@ def test_a_damaged_encoded_chunk_costs_only_those_who_need_it(tmp_path: Path) ->
     data = bytearray(pack.read_bytes())
     data[40_000] ^= 1
     pack.write_bytes(bytes(data))
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((2, 3, 4), (1,))
     assert "encoded bytes do not match their seal" in report.problems[0].what
     with run_on(tmp_path) as run:
@@ -291,7 +291,7 @@ def test_a_damaged_index_costs_no_checkpoint(tmp_path: Path) -> None:
     data = bytearray(pack.read_bytes())
     data[-100] ^= 1
     pack.write_bytes(bytes(data))
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert (report.ok, report.good) == (False, (1,))
     with run_on(tmp_path) as run:
         assert repair(run).report.ok
@@ -382,7 +382,7 @@ def test_without_the_library_writing_and_reading_name_the_extra(
         lambda: Run(tmp_path, codec=CODEC),
         lambda: CheckpointManager(tmp_path, options=ManagerOptions(codec=CODEC)),
         lambda: reader.load(1),
-        lambda: check(reader),
+        lambda: verify_run(reader),
     )
     for attempt in tries:
         with pytest.raises(StoreError, match=r"pip install 'perdure\[zstd\]'") as caught:

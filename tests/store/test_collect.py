@@ -8,10 +8,10 @@ import pytest
 from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
 
 from perdure.errors import CorruptionError, PruneError, StoreError
-from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
+from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import MAX_STEP, manifest_name
 
-EVERYTHING = Request(orphans_to=MAX_STEP, compact_from=0, everywhere=True)
+EVERYTHING = PruneRequest(orphans_to=MAX_STEP, compact_from=0, everywhere=True)
 
 
 def leaf(seed: int, size: int) -> Leaf:
@@ -25,8 +25,8 @@ def filled(place: Path | MemoryStorage) -> Run:
     return run
 
 
-def prune(steps: set[int]) -> Request:
-    return Request(frozenset(steps), MAX_STEP, 0, everywhere=True)
+def prune(steps: set[int]) -> PruneRequest:
+    return PruneRequest(frozenset(steps), MAX_STEP, 0, everywhere=True)
 
 
 def test_a_pack_that_is_mostly_dead_is_compacted(place: Path | MemoryStorage) -> None:
@@ -41,7 +41,7 @@ def test_a_pack_that_is_mostly_dead_is_compacted(place: Path | MemoryStorage) ->
         run.execute(plan)
         after = run.contents()
         assert sum(held.packs.values()) - sum(after.packs.values()) == plan.freed > 45_000
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
         for step in (2, 3, 4):
             assert contents(run.load(step).leaves) == contents(sharing_states()[step])
             renewed = run.manifest(step)
@@ -60,7 +60,10 @@ def test_a_pack_that_is_mostly_alive_stays(tmp_path: Path) -> None:
         run.save(2, {"a": leaf(1, 6000)})
         plan = run.plan(prune({1}))
         assert (plan.steps, plan.compact, plan.packs) == ((1,), (), ())
-        assert run.plan(Request(frozenset({1}), compact_from=10**6, everywhere=True)).compact == ()
+        assert (
+            run.plan(PruneRequest(frozenset({1}), compact_from=10**6, everywhere=True)).compact
+            == ()
+        )
 
 
 def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path)
         assert list(left) == [pack.name]
         assert "at offset 0: expected hash" in left[pack.name]
         assert pack.read_bytes() == held
-        assert check(run).bad == (2, 3, 4)
+        assert verify_run(run).bad == (2, 3, 4)
 
 
 def test_a_compaction_that_does_not_fit_waits(
@@ -88,7 +91,7 @@ def test_a_compaction_that_does_not_fit_waits(
         assert tuple(left) == plan.compact
         assert f"to copy what is alive, {plan.copied} are free" in left[plan.compact[0]]
         assert run.steps() == [2, 3, 4], "what needs no room is done"
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
         monkeypatch.undo()
         assert run.execute(run.plan(EVERYTHING)).left == {}
         assert run.plan(EVERYTHING).empty
@@ -106,10 +109,12 @@ def test_orphans_go_only_when_every_manifest_is_readable(tmp_path: Path) -> None
     with filled(tmp_path) as run:
         run.storage.delete(manifest_name(3))
         run.storage.delete(manifest_name(4))
-        assert len(run.plan(Request(orphans_to=3)).orphans) == 1, "the disk counts, not the memory"
+        assert len(run.plan(PruneRequest(orphans_to=3)).orphans) == 1, (
+            "the disk counts, not the memory"
+        )
     with run_on(tmp_path) as run:
-        assert len(run.plan(Request(orphans_to=3)).orphans) == 1
-        assert len(run.plan(Request(orphans_to=4)).orphans) == 2
+        assert len(run.plan(PruneRequest(orphans_to=3)).orphans) == 1
+        assert len(run.plan(PruneRequest(orphans_to=4)).orphans) == 2
     manifest = tmp_path / manifest_name(2)
     manifest.write_bytes(manifest.read_bytes()[:-9])
     with run_on(tmp_path) as run:
@@ -149,9 +154,9 @@ def test_a_prune_that_fails_in_the_middle_says_so_and_can_be_repeated(tmp_path: 
         run.execute(run.plan(prune({1})))
     assert broken.fired
     with run_on(tmp_path) as run:
-        assert check(run).good == (2, 3, 4)
+        assert verify_run(run).good == (2, 3, 4)
         run.execute(run.plan(EVERYTHING))
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
         assert run.plan(EVERYTHING).empty
 
 
@@ -210,7 +215,7 @@ def test_a_writer_that_comes_back_does_not_trust_what_it_remembers(tmp_path: Pat
     with run_on(tmp_path) as other:
         other.execute(other.plan(prune({1, 2, 3, 4})))
     run.save(6, sharing_states()[1])
-    assert check(run).problems == ()
+    assert verify_run(run).problems == ()
     run.close()
 
 
@@ -228,9 +233,9 @@ def test_local_leaves_are_moved_and_kept_like_all_others(place: Path | MemorySto
         loaded = run.load(2)
         assert contents(loaded.leaves) == contents(base)
         assert contents(dict(loaded.local)) == contents(local)
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
         assert after.stored_nbytes == 2000 + 2 * 500
         run.save(3, base, local=local_leaves(2))
         run.execute(run.plan(prune({2})))
         assert contents(dict(run.load(3).local)) == contents(local_leaves(2))
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, repeated, run_on, sharing_states
 
-from perdure import load
+from perdure import load_checkpoint
 from perdure.cli import main
 from perdure.errors import (
     CorruptionError,
@@ -403,7 +403,7 @@ def test_perdure_fork(here: Path, tmp_path: Path) -> None:
     assert (done.exit_code, done.output) == (0, f"{tmp_path / 'fork'} starts at step 3 of {here}\n")
     document = json.loads(perdure("fork", f"{here}@3", tmp_path / "fork", "--json").output)
     assert document["fingerprint"] == Run(here).manifest(3).fingerprint
-    assert load(tmp_path / "fork") is not None
+    assert load_checkpoint(tmp_path / "fork") is not None
     for text in (here, f"{here}@1,2", f"{here}@x"):
         done = perdure("fork", text, tmp_path / "other")
         assert done.exit_code == 2

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
-from perdure import CheckpointManager, load
+from perdure import CheckpointManager, load_checkpoint
 from perdure.cli import main
 from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
-from perdure.store import LocalStorage, Request, Run, check, repair
+from perdure.store import LocalStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.direct import read_at
 from perdure.store.format import MAX_STEP, manifest_name
 
@@ -76,7 +76,7 @@ def test_a_read_that_fails_moves_nothing_and_restores_nothing_older(
     tmp_path: Path, code: int, part: str, pauses: list[float]
 ) -> None:
     before = files(filled(tmp_path))
-    newest = load(tmp_path, 4)
+    newest = load_checkpoint(tmp_path, 4)
     storage = Failing(tmp_path, part, code)
     with CheckpointManager(storage) as manager:
         for attempt in (manager.restore, lambda: manager.restore_or_initialize({})):
@@ -177,7 +177,7 @@ def test_a_process_out_of_file_descriptors_loses_no_checkpoint(
     assert all("ulimit" in str(error) for error in errors)
     assert files(tmp_path) == before
     assert run.steps() == steps
-    assert check(run).ok
+    assert verify_run(run).ok
 
 
 def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
@@ -187,7 +187,7 @@ def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
     flip(pack_of(tmp_path, 2), 5)
     part = pack_of(tmp_path, 3).name
     storage = Failing(tmp_path, part, errno.EACCES)
-    report = check(Run(storage))
+    report = verify_run(Run(storage))
     assert (report.good, report.bad, report.unread) == ((1,), (2,), (3, 4))
     assert not report.ok
     assert {problem.name for problem in report.problems if problem.unread} == {
@@ -205,12 +205,12 @@ def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
     assert json.loads(done.output)["unread"] == [3, 4]
     assert Run(tmp_path).steps() == [1, 3, 4]
     storage.part = ""
-    assert check(Run(tmp_path)).good == (1, 3, 4)
+    assert verify_run(Run(tmp_path)).good == (1, 3, 4)
     storage.part = manifest_name(3)
     listed = CliRunner().invoke(main, ["ls", str(tmp_path), "--json"])
     assert listed.exit_code == 1
     assert [row["step"] for row in json.loads(listed.output)["unread"]] == [3]
-    assert check(Run(storage)).unread == (3,)
+    assert verify_run(Run(storage)).unread == (3,)
 
 
 def test_a_run_that_is_only_unread_is_repaired_by_nothing(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_nothing_goes_that_a_manifest_may_need_which_cannot_be_read_now(
             run.quarantine(4, "a reason")
     before = {path.name for path in (tmp_path / "packs").iterdir()}
     storage = Failing(tmp_path, f"{where}/000000000004", errno.EACCES)
-    everything = Request(frozenset({2, 3}), MAX_STEP, 0, everywhere=True)
+    everything = PruneRequest(frozenset({2, 3}), MAX_STEP, 0, everywhere=True)
     with Run(storage) as run:
         plan = run.plan(everything)
         assert plan.held_back is not None
@@ -241,20 +241,20 @@ def test_nothing_goes_that_a_manifest_may_need_which_cannot_be_read_now(
     assert storage.fired
     assert {path.name for path in (tmp_path / "packs").iterdir()} == before
     if where == "checkpoints":
-        assert check(Run(tmp_path)).good == (1, 4)
+        assert verify_run(Run(tmp_path)).good == (1, 4)
 
 
 def test_a_compaction_leaves_a_pack_that_cannot_be_read(tmp_path: Path) -> None:
     filled(tmp_path)
     storage = Failing(tmp_path, pack_of(tmp_path, 1).name, errno.EIO)
     with Run(storage) as run:
-        request = Request(frozenset({1}), MAX_STEP, 0, everywhere=True)
+        request = PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True)
         done = run.execute(run.plan(request))
     assert storage.fired
     (why,) = done.left.values()
     assert "cannot be read" in why
     assert "--repair" not in why
-    assert check(Run(tmp_path)).good == (2, 3, 4)
+    assert verify_run(Run(tmp_path)).good == (2, 3, 4)
 
 
 def test_memory_that_is_lacking_is_no_damage(
@@ -304,7 +304,7 @@ def test_an_evaluator_that_meets_damage_lets_the_trainer_write(tmp_path: Path) -
         assert trainer.all_steps() == [1, 2], "both were set aside before the save"
         assert evaluator.restore().step == 2, "while the trainer holds the lock"
     evaluator.close()
-    assert check(Run(tmp_path)).good == (1, 2)
+    assert verify_run(Run(tmp_path)).good == (1, 2)
 
 
 def test_a_step_that_was_repaired_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
         with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
             manager.delete(1)
         assert (sorted(path.rglob("*")) if path.exists() else None) == there
-    assert check(Run(tmp_path / "elsewhere")).good == (1,)
+    assert verify_run(Run(tmp_path / "elsewhere")).good == (1,)
 
 
 def test_a_relative_directory_stays_where_it_was(

@@ -14,7 +14,7 @@ from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure.errors import PruneError, SaveError, UnreachableError
-from perdure.store import LocalStorage, MemoryStorage, Request, Run, check, repair
+from perdure.store import LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import MAX_STEP
 
 MIB = 1024 * 1024
@@ -41,7 +41,7 @@ def assert_newest(path: Path, step: int) -> None:
     assert loaded is not None
     assert loaded.manifest.step == step
     assert contents(loaded.leaves) == contents(make_leaves(step, SIZES))
-    assert check(Run(path)).ok
+    assert verify_run(Run(path)).ok
 
 
 def test_a_disk_that_is_too_full_is_found_before_anything_is_written(disk: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_state_that_is_there_already_fits_on_a_full_disk(disk: Path) -> None:
         saved(run, 1)
         fill(disk, leave=256 * 1024)
         run.save(2, make_leaves(1, SIZES))
-        assert check(run).good == (1, 2)
+        assert verify_run(run).good == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_readers_beside_prunes_read_only_what_is_right(tmp_path: Path, what: str
         for step in range(2, 121):
             run.save(step, states[(step - 1) % 4 + 1])
             gone = set(run.steps()[: -1 if what == "delete all but one" else -3])
-            run.execute(run.plan(Request(frozenset(gone), MAX_STEP, 0, everywhere=True)))
+            run.execute(run.plan(PruneRequest(frozenset(gone), MAX_STEP, 0, everywhere=True)))
         done.set()
         for thread in threads:
             thread.join()
         assert wrong == []
         assert reads
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 def slow(release: threading.Event, reached: threading.Event) -> Callable[[str, str], None]:
@@ -263,14 +263,14 @@ def test_an_outage_is_not_taken_for_damage() -> None:
         held = dict(storage.objects)
         storage.silent = True
         with pytest.raises(UnreachableError, match="no answer"):
-            check(run)
+            verify_run(run)
         with pytest.raises(PruneError, match="no answer"):
             repair(run)
         assert storage.objects == held
         with pytest.raises(PruneError, match="no answer"):
-            run.execute(run.plan(Request(frozenset({1}), MAX_STEP, 0, everywhere=True)))
+            run.execute(run.plan(PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True)))
         assert held.keys() - storage.objects.keys() == {"checkpoints/000000000001.json"}
         assert storage.asked == 3
         storage.silent = False
-        assert check(run).ok
-        assert check(run).good == (2, 3, 4)
+        assert verify_run(run).ok
+        assert verify_run(run).good == (2, 3, 4)

@@ -8,7 +8,7 @@ import pytest
 from helpers import contents, make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store import Leaf, MemoryStorage, Run, check
+from perdure.store import Leaf, MemoryStorage, Run, verify_run
 from perdure.store.format import (
     CODEC_FORMAT,
     decode_manifest,
@@ -77,11 +77,11 @@ def flip_every_bit(saved: MemoryStorage) -> None:
             damaged[bit // 8] ^= 1 << bit % 8
             saved.objects[name] = bytes(damaged)
             tried += 1
-            found += not check(Run(saved)).ok
+            found += not verify_run(Run(saved)).ok
         saved.objects[name] = whole
     assert tried > 5_000
     assert found == tried
-    assert check(Run(saved)).ok, "the control: without a flip there is nothing to find"
+    assert verify_run(Run(saved)).ok, "the control: without a flip there is nothing to find"
 
 
 @pytest.mark.parametrize("keep", [0, 1, 76, 77, 200, -1])

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
-from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli import main
 from perdure.errors import (
@@ -23,7 +23,7 @@ from perdure.errors import (
     StepNotFoundError,
     StoreError,
 )
-from perdure.store import Leaf, LocalStorage, MemoryStorage, Request, Run, check
+from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import manifest_name
 
 
@@ -67,7 +67,7 @@ def test_a_step_at_or_below_the_newest_is_refused_with_the_ways_out(
         assert len(list(run.storage.list("packs/"))) == 3, "nothing was written"
         run.save(20, make_leaves(20))
         run.save(31, make_leaves(31))
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 def test_a_newest_checkpoint_that_went_to_quarantine_does_not_count(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_t
     execute_prune(other, plan_prune(other, 3, Retention()))
     run.save(5, sharing_states()[4])
     execute_prune(run, plan_prune(run, None, Retention()))
-    assert check(Run(storage)).problems == ()
+    assert verify_run(Run(storage)).problems == ()
     assert run.steps() == [2, 3, 4, 5]
     for step, state in ((2, 2), (3, 3), (4, 4), (5, 4)):
         assert contents(run.load(step).leaves) == contents(sharing_states()[state])
@@ -180,9 +180,9 @@ def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_pat
     assert plan.store.orphans, "for what is remembered, nobody needs the new pack"
     with pytest.raises(StoreError, match="changed since the plan was made; nothing was deleted"):
         execute_prune(run, plan)
-    assert check(Run(tmp_path)).good == (2, 3, 4)
+    assert verify_run(Run(tmp_path)).good == (2, 3, 4)
     execute_prune(run, plan_prune(run, 3, Retention(), saved=4))
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_a_pack_that_was_cut_is_not_built_upon(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_pack_that_was_cut_is_not_built_upon(tmp_path: Path) -> None:
         pack.write_bytes(pack.read_bytes()[:-1])
         run.save(2, {**shared, "own": make_leaves(2)["model/layer0"]})
         assert contents(run.load(2).leaves)["model/layer0"] == contents(shared)["model/layer0"]
-        assert 2 in check(run).good
+        assert 2 in verify_run(run).good
 
 
 def test_a_prune_leaves_the_newest_and_what_was_just_saved(
@@ -207,7 +207,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
 
         return Verdict(step, False, "a rule of somebody's own")
 
-    monkeypatch.setattr("perdure.checkpoint.prune.decide", none_stay)
+    monkeypatch.setattr("perdure.checkpoint.pruning.decide", none_stay)
     with filled(tmp_path, 1, 2, 3) as run:
         plan = plan_prune(run, 1, Retention(), saved=2)
         assert [(each.step, each.keep) for each in plan.verdicts] == [
@@ -233,7 +233,7 @@ def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
         assert run.steps() == [10, 20]
         assert [each.note.rolled_back_to for each in run.rolled_back()] == [20, 20]
         run.save(25, make_leaves(25))
-        assert check(run).ok
+        assert verify_run(run).ok
         with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
             run.load(30)
         execute_prune(run, plan_prune(run, 1, Retention()))
@@ -254,7 +254,7 @@ def test_undo_brings_everything_back(place: Path | MemoryStorage) -> None:
         for step in (10, 20, 30, 40):
             assert contents(run.load(step).leaves) == contents(make_leaves(step))
         assert list(run.storage.list("quarantine/")) == []
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 def test_undo_is_refused_once_something_newer_was_saved(place: Path | MemoryStorage) -> None:
@@ -314,10 +314,10 @@ def test_prune_removes_on_request_what_was_rolled_back_and_nothing_that_is_damag
     assert len(list((tmp_path / "packs").iterdir())) == 2
     assert len(Run(tmp_path).quarantined()) == 1
     assert [note.step for note in Run(tmp_path).removed()] == [2, 3]
-    assert check(Run(tmp_path)).ok, "a note is no finding"
+    assert verify_run(Run(tmp_path)).ok, "a note is no finding"
     with run_on(tmp_path) as run:
         assert run.undo_rollback() == []
-        assert check(run).ok
+        assert verify_run(run).ok
         assert contents(run.load(1).leaves)["shared"] == contents({"a": shared})["a"]
 
 
@@ -370,7 +370,7 @@ def test_a_note_that_cannot_be_read_makes_a_checkpoint_one_of_the_damaged(
         name.write_bytes(note)
         assert run.rolled_back() == []
         assert run.undo_rollback() == []
-        run.execute(run.plan(Request(everywhere=True, compact_from=0, orphans_to=99)))
+        run.execute(run.plan(PruneRequest(everywhere=True, compact_from=0, orphans_to=99)))
         assert len(list((tmp_path / "packs").iterdir())) == 2
         run.save(2, make_leaves(3))
 
@@ -443,4 +443,4 @@ def test_a_full_disk_does_not_keep_what_was_rolled_back(tmp_path: Path) -> None:
         run.execute(plan_prune(run, None, Retention(), rolled_back=True).store)
         assert run.quarantined() == []
     assert operations.fired
-    assert check(Run(tmp_path)).good == (1,)
+    assert verify_run(Run(tmp_path)).good == (1,)

@@ -13,7 +13,7 @@ import pytest
 from helpers import make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store import Leaf, MemoryStorage, Run, check
+from perdure.store import Leaf, MemoryStorage, Run, verify_run
 from perdure.store.format import (
     CHUNK_BYTES,
     Manifest,
@@ -205,7 +205,7 @@ def test_nonsense_under_a_valid_digest_is_damage(pristine: dict[str, bytes], wha
 
 
 def assert_damaged(storage: MemoryStorage) -> None:
-    report = check(Run(storage))
+    report = verify_run(Run(storage))
     assert (report.good, report.bad, report.ok) == ((), (STEP,), False)
     with pytest.raises(CorruptionError, match=r"000000000007\.json|step 7"):
         Run(storage).load(STEP)
@@ -214,7 +214,7 @@ def assert_damaged(storage: MemoryStorage) -> None:
 def test_the_control_the_same_manifest_sealed_again_is_good(pristine: dict[str, bytes]) -> None:
     storage = copy_of(pristine)
     seal(storage, document(storage))
-    assert check(Run(storage)).good == (STEP,)
+    assert verify_run(Run(storage)).good == (STEP,)
     assert_consistent(storage)
 
 
@@ -347,7 +347,7 @@ def test_a_changed_manifest_is_called_bad_or_gives_what_it_says() -> None:
             continue
         seal(storage, changed, fit=chance.random() < 0.9)
         try:
-            report = check(Run(storage))
+            report = verify_run(Run(storage))
         except FormatVersionError:
             outcomes["newer"] += 1
             continue

@@ -13,7 +13,7 @@ from helpers import Operations, contents, make_leaves, run_on, sharing_states
 from lock_cases import CASES, holds
 
 from perdure.errors import LockedError, PruneError, SaveError
-from perdure.store import LocalStorage, Run, check
+from perdure.store import LocalStorage, Run, verify_run
 from perdure.store.storage import LostLock
 
 
@@ -72,7 +72,7 @@ def test_a_writer_that_lost_its_directory_changes_nothing_there(
         assert sorted((at, at.stat().st_mtime_ns) for at in tmp_path.rglob("*")) == before
     for kept in (path, tmp_path / "elsewhere"):
         if kept.exists():
-            assert check(Run(kept)).good == (1, 2, 3, 4)
+            assert verify_run(Run(kept)).good == (1, 2, 3, 4)
             with run_on(kept) as run:
                 run.save(5, make_leaves(5))
 
@@ -106,7 +106,7 @@ def test_a_second_writer_that_found_no_lock_file_stops_the_first(tmp_path: Path)
             first.delete([1])
         second.save(3, make_leaves(3))
     first.close()
-    assert check(Run(tmp_path)).good == (1, 2, 3)
+    assert verify_run(Run(tmp_path)).good == (1, 2, 3)
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 
 from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
-from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, check
+from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, verify_run
 from perdure.store.format import CODEC_FORMAT
 from perdure.testing.servers import ObjectServer
 
@@ -236,7 +236,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_checker_is_content_unless_something_is_damaged(self) -> None:
-        report = check(self.opened())
+        report = verify_run(self.opened())
         assert report.ok is not self.is_damaged(), report.problems
         assert set(self.model) - set(report.good) >= self.damaged()
 

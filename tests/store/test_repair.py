@@ -11,7 +11,7 @@ from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
-from perdure.store import Run, check, repair
+from perdure.store import Run, repair, verify_run
 from perdure.store.format import manifest_name
 
 
@@ -41,7 +41,7 @@ def mended(path: Path) -> tuple[int, ...]:
             assert contents(run.load(step).leaves) == contents(sharing_states()[step])
         assert repair(run).actions == (), "there is nothing left to do"
         run.save(9, make_leaves(9))
-        assert check(run).good == (*done.report.good, 9)
+        assert verify_run(run).good == (*done.report.good, 9)
     return done.report.good
 
 
@@ -58,7 +58,7 @@ def test_damage_that_only_one_checkpoint_needs_costs_only_that_one(tmp_path: Pat
     filled(tmp_path)
     bad = pack(tmp_path, 1)
     flip(bad, 40_000)
-    assert (check(Run(tmp_path)).good, check(Run(tmp_path)).bad) == ((2, 3, 4), (1,))
+    assert (verify_run(Run(tmp_path)).good, verify_run(Run(tmp_path)).bad) == ((2, 3, 4), (1,))
     assert mended(tmp_path) == (2, 3, 4)
     assert not bad.exists()
     aside = tmp_path / "quarantine" / bad.name.replace(".pack", "-0.pack")
@@ -85,7 +85,7 @@ def test_a_damaged_end_of_a_pack_costs_no_checkpoint(tmp_path: Path, part: str) 
     filled(tmp_path)
     bad = pack(tmp_path, 1)
     flip(bad, {"index": -100, "length": -50, "magic": -3}[part] + bad.stat().st_size)
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert not report.ok
     assert report.good == (1, 2, 3, 4)
     assert mended(tmp_path) == (1, 2, 3, 4)
@@ -170,7 +170,7 @@ def test_a_check_beside_a_writer_reports_no_damage_that_is_not_there(tmp_path: P
             run.delete([1, 2])
 
     run = Meanwhile(tmp_path, go_on)
-    report = check(run)
+    report = verify_run(run)
     assert run.asked >= 2
     assert report.problems == ()
     assert report.good == (3, 4, 5)
@@ -199,7 +199,7 @@ def test_a_damaged_local_leaf_is_damage_of_its_checkpoint(tmp_path: Path) -> Non
         run.save(1, make_leaves(1), local=local_leaves(1))
         chunk = run.save(2, make_leaves(2), local=local_leaves(2)).local[1].chunks[0]
     flip(pack(tmp_path, 2), chunk.offset)
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((1,), (2,))
     assert any("process/1/random" in problem.what for problem in report.problems)
     newest = Run(tmp_path).load_newest()

@@ -11,7 +11,7 @@ from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
 from perdure import CheckpointManager
 from perdure.errors import CorruptionError, NoGoodCheckpointError
-from perdure.store import Leaf, LocalStorage, Run, check
+from perdure.store import Leaf, LocalStorage, Run, verify_run
 from perdure.store.format import PACKS, hash_each, manifest_name
 from perdure.store.reread import PASS_SAVES
 
@@ -70,7 +70,7 @@ def pack_of(path: Path, step: int) -> Path:
 
 def assert_all_good(path: Path, steps: int) -> None:
     """Every step is there, and restores to its own bits."""
-    report = check(Run(path))
+    report = verify_run(Run(path))
     assert report.good == tuple(range(1, steps + 1)), report.problems
     for step in report.good:
         assert contents(Run(path).load(step).leaves) == contents(state(step))
@@ -146,14 +146,14 @@ def test_a_flipped_bit_in_a_shared_chunk_is_repaired_by_the_save_that_finds_it(
 ) -> None:
     filled(tmp_path)
     flip(pack_of(tmp_path, 1))
-    assert check(Run(tmp_path)).good == (), "the control: all of them need it"
+    assert verify_run(Run(tmp_path)).good == (), "the control: all of them need it"
     with run_on(tmp_path, codec=codec) as run:
         run.save(4, state(4))
         (note,) = run.notes
         assert "steps 1, 2, 3, 4" in note
         assert "written again" in note
         assert "expected hash" in note
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert report.good == (1, 2, 3, 4)
     for step in report.good:
         assert contents(Run(tmp_path).load(step).leaves) == contents(state(step))
@@ -168,7 +168,7 @@ def test_a_manager_warns_of_what_was_repaired(tmp_path: Path, often: int) -> Non
         manager.save(3, {"base": "x" * 10, "w": make(7), "z": make(3)})
         with pytest.warns(UserWarning, match=r"steps 1, 2, 3 need: .*written again"):
             manager.wait_until_finished()
-    assert check(Run(tmp_path)).good == (1, 2, 3)
+    assert verify_run(Run(tmp_path)).good == (1, 2, 3)
 
 
 def make(seed: int):
@@ -185,7 +185,7 @@ def test_a_pack_that_is_gone_is_written_again_as_far_as_the_state_has_it(
         run.save(3, state(3))
         pack_of(tmp_path, 1).unlink()
         run.save(4, state(4))
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert report.good == (2, 3, 4)
     assert report.bad == (1,), "its own part is in no state that is at hand"
 
@@ -227,7 +227,7 @@ def test_a_crash_ahead_of_any_operation_of_such_a_repair_harms_nothing(
         assert crash.fired
         with run_on(path) as run:
             run.save(4, state(4)) if 4 not in run.steps() else run.save(5, state(5))
-        assert check(Run(path)).good == tuple(Run(path).steps())
+        assert verify_run(Run(path)).good == tuple(Run(path).steps())
 
 
 # ---------------------------------------------------------------- damage that others found
@@ -248,9 +248,9 @@ def test_what_a_check_finds_damaged_is_written_again_by_the_next_save(tmp_path: 
     filled(tmp_path)
     flip(pack_of(tmp_path, 1))
     with run_on(tmp_path) as run:
-        assert check(run).good == ()
+        assert verify_run(run).good == ()
         run.save(4, state(4))
-    assert 4 in check(Run(tmp_path)).good
+    assert 4 in verify_run(Run(tmp_path)).good
 
 
 def test_no_later_process_depends_on_a_pack_that_was_found_damaged(tmp_path: Path) -> None:
@@ -264,14 +264,14 @@ def test_no_later_process_depends_on_a_pack_that_was_found_damaged(tmp_path: Pat
     damaged = pack_of(tmp_path, 1).name
     with run_on(tmp_path) as run:
         assert damaged not in [pack.name for pack in run.save(3, state(3)).packs]
-    assert 3 in check(Run(tmp_path)).good
+    assert 3 in verify_run(Run(tmp_path)).good
     assert (tmp_path / manifest_name(2)).exists()
 
 
 def test_a_save_depends_on_no_pack_that_a_compaction_found_damaged(tmp_path: Path) -> None:
     from helpers import sharing_states
 
-    from perdure.store import Request
+    from perdure.store import PruneRequest
     from perdure.store.format import MAX_STEP
 
     states = sharing_states()
@@ -279,10 +279,12 @@ def test_a_save_depends_on_no_pack_that_a_compaction_found_damaged(tmp_path: Pat
         for step, leaves in states.items():
             run.save(step, leaves)
         flip(pack_of(tmp_path, 1), 5)
-        done = run.execute(run.plan(Request(frozenset({1}), MAX_STEP, 0, everywhere=True)))
+        done = run.execute(run.plan(PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True)))
         assert done.left
         run.save(5, states[2])
-    assert check(Run(tmp_path)).good == (2, 3, 4, 5), "and all that shared it are readable again"
+    assert verify_run(Run(tmp_path)).good == (2, 3, 4, 5), (
+        "and all that shared it are readable again"
+    )
 
 
 def test_the_same_step_again_is_written_in_full_where_its_chunks_are_damaged(
@@ -292,7 +294,7 @@ def test_the_same_step_again_is_written_in_full_where_its_chunks_are_damaged(
     flip(pack_of(tmp_path, 1))
     with run_on(tmp_path) as run:
         run.save(3, state(3))
-    assert 3 in check(Run(tmp_path)).good
+    assert 3 in verify_run(Run(tmp_path)).good
 
 
 # ---------------------------------------------------------------- the bytes that are written
@@ -333,7 +335,7 @@ def test_an_array_that_changes_between_hash_and_write_leaves_a_readable_checkpoi
     with Run(storage, create=True, codec=codec) as run:
         run.save(1, {"aliased": leaf})
     assert storage.fired
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
     assert Run(tmp_path).load(1).leaves["aliased"].shape == leaf.shape
 
 
@@ -354,7 +356,7 @@ def test_an_array_that_changes_between_hash_and_encoding_leaves_a_readable_check
         run.encode = late
         run.save(1, {"aliased": Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)})
     assert fired
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok
 
 
 def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkpoint(
@@ -375,4 +377,4 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
     with run_on(tmp_path) as run:
         run.save(1, leaves)
     assert fired == [64]
-    assert check(Run(tmp_path)).ok
+    assert verify_run(Run(tmp_path)).ok

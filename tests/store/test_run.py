@@ -22,7 +22,7 @@ from perdure.errors import (
     StepNotFoundError,
     StoreError,
 )
-from perdure.store import Leaf, MemoryStorage, Run, check
+from perdure.store import Leaf, MemoryStorage, Run, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
 
 
@@ -43,7 +43,7 @@ def test_what_was_saved_comes_back(place: Path | MemoryStorage) -> None:
         assert run.steps() == [1, 2, 30]
         for step in (1, 2, 30):
             assert contents(run.load(step).leaves) == contents(make_leaves(step))
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, CHUNK_BYTES // 2 + 5])
@@ -53,7 +53,7 @@ def test_leaves_around_the_size_of_a_chunk_come_back(tmp_path: Path, extra: int)
         manifest = run.save(1, leaves)
         assert len(manifest.leaves[0].chunks) == 2 + (extra > 0)
         assert contents(run.load(1).leaves) == contents(leaves)
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 def test_only_the_asked_leaves_are_read(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_second_writer_in_this_process_is_told_at_once(place: Path | MemorySto
         first.save(2, make_leaves(2))
     with run_on(place) as second:
         second.save(3, make_leaves(3))
-        assert check(second).good == (1, 2, 3)
+        assert verify_run(second).good == (1, 2, 3)
 
 
 HOLDER = """
@@ -188,7 +188,7 @@ def test_a_second_process_is_told_who_writes_and_takes_over_from_a_dead_one(tmp_
         holder.wait()
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
-        assert check(run).good == (1,)
+        assert verify_run(run).good == (1,)
 
 
 def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(
         ((step, reason),) = loaded.skipped
         assert step == 3
         assert str(tmp_path) in reason
-        assert not check(run).ok
+        assert not verify_run(run).ok
         moved = run.quarantine(step, reason)
         assert run.steps() == [1, 2]
         note = json.loads((tmp_path / moved.replace(".json", ".reason.json")).read_text())
@@ -254,7 +254,7 @@ def test_deleting_keeps_what_other_checkpoints_need(tmp_path: Path) -> None:
         assert run.delete([1, 3, 99]) == [1, 3]
         assert len(packs(tmp_path)) == 2
         assert contents(run.load(2).leaves)["shared"] == contents({"a": shared})["a"]
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
         run.delete([2])
         assert packs(tmp_path) == []
 
@@ -277,12 +277,12 @@ def test_a_leftover_of_a_crash_is_reported_and_cleared_by_the_next_writer(tmp_pa
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     (tmp_path / "packs" / "000000000002-00000-00000000.pack.tmp").write_bytes(b"half")
-    report = check(Run(tmp_path))
+    report = verify_run(Run(tmp_path))
     assert report.ok
     assert [problem.what for problem in report.problems] == ["left by a writer that did not finish"]
     with run_on(tmp_path) as run:
         run.save(2, make_leaves(2))
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EDQUOT])
@@ -308,7 +308,7 @@ def test_an_operation_that_fails_costs_only_that_save(
             assert contents(loaded.leaves) == contents(make_leaves(1))
         run.save(2, make_leaves(2))
         assert contents(run.load(2).leaves) == contents(make_leaves(2))
-        assert check(run).ok
+        assert verify_run(run).ok
 
 
 def test_a_large_save_on_a_full_disk_fails_whole(tmp_path: Path) -> None:
@@ -326,14 +326,14 @@ def test_a_large_save_on_a_full_disk_fails_whole(tmp_path: Path) -> None:
         run.save(2, large)
     assert full.fired
     assert not list((tmp_path / "packs").glob("*.tmp"))
-    assert check(Run(tmp_path)).problems == ()
+    assert verify_run(Run(tmp_path)).problems == ()
 
 
 def test_a_scalar_reads_back_as_text(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, {"name": Leaf("py:str", (), memoryview("größe".encode()), True)})
         assert run.load(1).leaves["name"].text == "größe"
-        assert check(run).problems == ()
+        assert verify_run(run).problems == ()
 
 
 def test_a_step_is_saved_again_where_its_bytes_are_damaged(tmp_path: Path) -> None:

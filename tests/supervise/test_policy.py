@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from perdure.supervise.history import AttemptRecord, Kind, Summary
 from perdure.supervise.policy import cannot_come_back, decide
-from perdure.supervise.record import Attempt, Kind, Summary
 
 
 def attempt(
@@ -17,13 +17,13 @@ def attempt(
     place: int = 0,
     seconds: float = 100.0,
     alive: bool | None = None,
-) -> Attempt:
+) -> AttemptRecord:
     """One that began at `start` and, where `end` is beyond it, got there in a second a step.
 
     `alive` is for one whose first to fail had done no step while others did.
     """
     stepped = start is not None and end is not None and end > start
-    return Attempt(
+    return AttemptRecord(
         number=1,
         workers=1,
         kind=kind,
@@ -67,7 +67,7 @@ def attempt(
         ([attempt("failed", 0, 9)] * 2 + [attempt("failed", 5, 12)], True, 0),
     ],
 )
-def test_what_follows(history: list[Attempt], again: bool, wait: float) -> None:
+def test_what_follows(history: list[AttemptRecord], again: bool, wait: float) -> None:
     decision = decide(history, max_restarts=100)
     assert (decision.again, decision.wait) == (again, wait)
 

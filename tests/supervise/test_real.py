@@ -1,4 +1,4 @@
-"""`perdure.init`, and one group of two JAX processes that loses a worker and comes back."""
+"""`perdure.initialize_distributed`; a group of two JAX processes that restarts after a lost worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import os, signal, sys
 import jax
 import jax.numpy as jnp
 import perdure
-processes = perdure.init()
+processes = perdure.initialize_distributed()
 assert jax.process_count() == int(os.environ.get("WORLD_SIZE", "1")) == processes.count
 step = jax.jit(lambda w, n: w * 0.9 + jnp.sin(n + w))
 with perdure.CheckpointManager(sys.argv[1], save_interval_steps=2, processes=processes) as manager:
@@ -59,8 +59,8 @@ def _clean() -> dict[str, str]:
 
 
 def test_a_process_that_is_alone_joins_nothing() -> None:
-    assert isinstance(perdure.init("jax"), SingleProcess)
-    assert isinstance(perdure.init("torch"), SingleProcess)
+    assert isinstance(perdure.initialize_distributed("jax"), SingleProcess)
+    assert isinstance(perdure.initialize_distributed("torch"), SingleProcess)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_the_engine_is_named_where_it_cannot_be_seen(
         else:
             monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ClusterError) as caught:
-        perdure.init()
+        perdure.initialize_distributed()
     assert message in str(caught.value)
     with pytest.raises(ClusterError, match="expected 'jax' or 'torch', found 'tensorflow'"):
-        perdure.init("tensorflow")
+        perdure.initialize_distributed("tensorflow")
 
 
 def test_the_cache_is_set_only_where_it_changes_no_bits(tmp_path: Path) -> None:

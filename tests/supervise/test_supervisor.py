@@ -29,12 +29,12 @@ from perdure.supervise import (
     RunOptions,
     Summary,
     Supervisor,
-    life,
+    attempt,
     silence,
     supervisor,
 )
 from perdure.supervise.console import Console
-from perdure.supervise.guardian import MARK, marked
+from perdure.supervise.orphan_reaper import MARK, marked
 from perdure.supervise.worker import Worker
 
 # A loop of 20 steps that goes on where the file of its worker says. `fault(step)` is each test's own.
@@ -374,9 +374,11 @@ def held(run: subprocess.Popen[str]) -> tuple[Path, list[int]]:
     return Path(heartbeat).parent, [int(worker), int(child)]
 
 
-def guardian_of(run: subprocess.Popen[str]) -> int:
+def reaper_of(run: subprocess.Popen[str]) -> int:
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    (found,) = (p for p in children if b"guardian.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+    (found,) = (
+        p for p in children if b"orphan_reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()
+    )
     return int(found)
 
 
@@ -395,7 +397,7 @@ def gone(pid: int, seconds: float = 20) -> bool:
 def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> None:
     run = cli(code=HOLDS.replace("STOP", ""))
     scratch, found = held(run)
-    found.append(guardian_of(run))
+    found.append(reaper_of(run))
     assert not any(gone(pid, 0) for pid in found)
     assert scratch.is_dir()
     run.kill()
@@ -541,7 +543,7 @@ def fault(step):
 def test_a_worker_that_does_not_come_back_is_left_out_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(life, "TOGETHER_S", 0.2)
+    monkeypatch.setattr(attempt, "TOGETHER_S", 0.2)
     Path("broken").touch()
     run = Run(loop(ELASTIC), workers=2, elastic=(1, 2), return_s=0.2, max_restarts=2)
     assert [each.workers for each in run.summary.attempts] == [2, 2, 1, 2]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from perdure.errors import ClusterError
-from perdure.supervise import Ended, Group
+from perdure.supervise import Ended, WorkerGroup
 
 SAYS = """
 import json, os, sys
@@ -36,7 +36,7 @@ def alive(pid: int) -> bool:
 
 
 def test_workers_get_a_cluster_and_are_heard() -> None:
-    with Group([sys.executable, "-c", SAYS, "0"], workers=2) as group:
+    with WorkerGroup([sys.executable, "-c", SAYS, "0"], workers=2) as group:
         events = dict(group.events())
         assert group.wait() == Ended((0, 0))
         assert "a complaint" in group.log(1)
@@ -51,12 +51,12 @@ def test_workers_get_a_cluster_and_are_heard() -> None:
 
 def test_a_single_worker_gets_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {}}))
-    with Group([sys.executable, "-c", SAYS, "0"]) as group:
+    with WorkerGroup([sys.executable, "-c", SAYS, "0"]) as group:
         assert [event["config"] for _, event in group.events()] == [None]
 
 
 def test_an_unexpected_end_shows_the_log() -> None:
-    with Group([sys.executable, "-c", SAYS, "3"]) as group:
+    with WorkerGroup([sys.executable, "-c", SAYS, "3"]) as group:
         list(group.events())
         with pytest.raises(
             ClusterError, match=r"worker 0 of 1 ended with 3, expected 0 or 75"
@@ -69,7 +69,7 @@ def test_an_unexpected_end_shows_the_log() -> None:
     ("how", "status", "text"), [("kill", -9, "SIGKILL"), ("terminate", 75, "exit 75")]
 )
 def test_signals_reach_every_worker(how: str, status: int, text: str) -> None:
-    with Group([sys.executable, "-c", WAITS], workers=3) as group:
+    with WorkerGroup([sys.executable, "-c", WAITS], workers=3) as group:
         for number, _ in enumerate(group.events(), 1):
             if number == 3:
                 getattr(group, how)()
@@ -79,7 +79,7 @@ def test_signals_reach_every_worker(how: str, status: int, text: str) -> None:
 
 
 def test_leaving_the_block_by_an_error_leaves_no_worker_behind() -> None:
-    group = Group([sys.executable, "-c", WAITS], workers=2)
+    group = WorkerGroup([sys.executable, "-c", WAITS], workers=2)
 
     def leave() -> None:
         with group:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from problem import data, fresh, prints, step_fn, trainer
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, RunConfig, Trainer, load
+from perdure import (
+    CheckpointManager,
+    LocalStorage,
+    ManagerOptions,
+    RunConfig,
+    Trainer,
+    load_checkpoint,
+)
 from perdure.errors import SaveError, TrainError
 from perdure.store import Run
 from perdure.train import Hook
@@ -126,4 +133,4 @@ def test_the_guide_of_tensorflow_on_checkpoints(tmp_path: Path) -> None:
                 state = {"step": step}
                 if step % 10 == 0:
                     manager.save(step, state)
-    assert load(f"{tmp_path}@20") == {"step": 20}
+    assert load_checkpoint(f"{tmp_path}@20") == {"step": 20}

@@ -14,7 +14,7 @@ import pytest
 from problem import STEPS, Spy, config, data, eval_fn, fresh, prints, rows, said, step_fn, trainer
 
 import perdure
-from perdure import CheckpointManager, Trainer, load
+from perdure import CheckpointManager, Trainer, load_checkpoint
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.errors import StoreError
 from perdure.store import Run
@@ -253,7 +253,7 @@ def test_a_termination_watcher_ends_a_wait_for_data_too(tmp_path: Path) -> None:
         made.train(STEPS)
     assert asked[-1]
     assert left == ["exit_fn"]
-    assert load(tmp_path)["n"] == 5
+    assert load_checkpoint(tmp_path)["n"] == 5
 
 
 def test_a_hand_written_loop_has_the_same_mechanism(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_hand_written_loop_has_the_same_mechanism(tmp_path: Path) -> None:
     assert check_run(tmp_path).good == (7,)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop(None)
-    assert load(tmp_path)["w"].tolist() == [sum(range(STEPS))] * 3
+    assert load_checkpoint(tmp_path)["w"].tolist() == [sum(range(STEPS))] * 3
 
 
 def test_end_hooks_see_the_end_of_a_preempted_run(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from perdure import (
     MemoryStorage,
     Retention,
     Trainer,
-    load,
+    load_checkpoint,
 )
 from perdure.errors import (
     DataError,
@@ -39,10 +39,10 @@ from perdure.errors import (
     RecipeMismatchError,
     TrainError,
 )
-from perdure.store import Run, check
+from perdure.store import Run, verify_run
 from perdure.testing import check_run
 from perdure.train import EarlyStopping, Hook, ReduceLROnPlateau
-from perdure.train.source import evaluation_batches
+from perdure.train.batch_source import evaluation_batches
 
 
 def test_a_trainer_saves_what_a_hand_written_loop_saves(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_error_behind_any_step_changes_no_bit_and_no_row(tmp_path: Path, each
     whole = Spy()
     result = run(tmp_path / "whole", whole)
     assert len([call for call in whole.calls if call[0] == "evaluate"]) >= 2
-    assert load(tmp_path / "whole")["rate"] < 0.5  # the plateau did something
+    assert load_checkpoint(tmp_path / "whole")["rate"] < 0.5  # the plateau did something
     for step in (*whole.ran[1:], STEPS):
         where = tmp_path / f"{step}"
         with pytest.raises(RuntimeError, match=f"planned at step {step}"):
@@ -166,7 +166,7 @@ def test_a_hook_that_raises_ends_the_others_and_leaves_a_good_run(tmp_path: Path
         made.train(STEPS)
     assert caught.value.__notes__ == ["While the run ended: ValueError('and the end fails too')"]
     assert [spy.calls[-1] for spy in spies] == [("end", 6)] * 2
-    assert check(Run(tmp_path)).good == (0, 4)
+    assert verify_run(Run(tmp_path)).good == (0, 4)
     with pytest.raises(ValueError, match="the end fails too"):
         trainer(tmp_path, [Bad()]).train(STEPS)
     assert check_run(tmp_path).good[-1] == STEPS
@@ -205,7 +205,7 @@ def test_a_second_trainer_in_the_same_place_is_refused_and_harms_nothing(tmp_pat
     hook = Second()
     trainer(storage, [hook]).train(STEPS)
     assert hook.refused == 1
-    assert load(storage)["n"] == STEPS
+    assert load_checkpoint(storage)["n"] == STEPS
 
 
 def test_data_that_shrank_between_two_runs_are_refused(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_grain_iterator_goes_on_where_the_state_is(tmp_path: Path) -> None:
         trainer(where, [Spy(fail_after=6)], data=batches()).train(STEPS)
     trainer(where, data=batches()).train(STEPS)
     assert prints(where)[STEPS] == prints(tmp_path / "whole")[STEPS]
-    assert load(tmp_path / "whole")["data"] == 'j{"next_index": 12}'
+    assert load_checkpoint(tmp_path / "whole")["data"] == 'j{"next_index": 12}'
 
 
 class Countdown:
@@ -263,8 +263,8 @@ def test_data_that_end_end_the_run_with_a_save(tmp_path: Path) -> None:
     made = trainer(tmp_path, data=Countdown(6), steps_per_execution=4)
     assert made.train(STEPS)["n"] == 6
     assert "stopped behind step 6: the data ended" in said(made)
-    assert load(tmp_path)["n"] == 6
-    assert load(tmp_path)["data"]["at"] == 6
+    assert load_checkpoint(tmp_path)["n"] == 6
+    assert load_checkpoint(tmp_path)["data"]["at"] == 6
     assert trainer(tmp_path, data=Countdown(9)).train(STEPS)["n"] == 9
 
 
@@ -286,7 +286,7 @@ def test_early_stopping_is_final(tmp_path: Path) -> None:
     made.train(1000)
     assert made.step < 20
     assert f"stopped behind step {made.step}: loss has not improved 2 times" in said(made)
-    assert load(tmp_path)["n"] == made.step
+    assert load_checkpoint(tmp_path)["n"] == made.step
     again = run()
     again.train(1000)
     assert again.step == made.step
@@ -447,7 +447,7 @@ def test_a_state_of_any_kind_keeps_its_leaf_paths_beside_hooks(tmp_path: Path) -
         return state, logs
 
     Trainer(step, state, data(), config(tmp_path), [EarlyStopping(patience=99, every=1)]).train(5)
-    held = load(tmp_path)
+    held = load_checkpoint(tmp_path)
     assert held.keys() == {"w", "rate", "n", "hooks"}
     assert held["hooks"]["early_stopping"].keys() == {"best", "wait"}
 

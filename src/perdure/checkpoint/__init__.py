@@ -1,14 +1,14 @@
 """When to save, what to keep, saving in the background, restoring."""
 
-from perdure.checkpoint.checkpoint import Checkpoint, load
+from perdure.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from perdure.checkpoint.manager import CheckpointManager, ManagerOptions, Restored
 from perdure.checkpoint.preemption import (
     EXIT_PREEMPTED,
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
-from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.checkpoint.retention import Retention
+from perdure.process_group import Processes, SingleProcess
 from perdure.state.per_rank import PerRank
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "Retention",
     "SingleProcess",
     "TerminationConfig",
-    "load",
+    "load_checkpoint",
 ]

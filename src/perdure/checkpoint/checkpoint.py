@@ -69,7 +69,7 @@ class Checkpoint(Members):
         return loaded.manifest.step
 
 
-def load(
+def load_checkpoint(
     directory: str | os.PathLike[str] | Storage,
     step: int | None = None,
     leaves: str | Iterable[str] | None = None,

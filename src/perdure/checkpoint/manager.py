@@ -27,23 +27,22 @@ from typing import (
 
 from perdure.checkpoint.arguments import makes_state, metric_numbers, positive, step_number
 from perdure.checkpoint.background import Background
-from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
-from perdure.checkpoint.preemption import PreemptionFlag
-from perdure.checkpoint.processes import Processes, SingleProcess
-from perdure.checkpoint.prune import candidates, execute_prune, plan_prune
-from perdure.checkpoint.recipe import allowed, check_group, check_resume, checked
-from perdure.checkpoint.restorable import Restorable
-from perdure.checkpoint.retention import Retention, ranked
-from perdure.checkpoint.together import (
+from perdure.checkpoint.call_guard import CallGuard, exclusive, exclusive_also_closed
+from perdure.checkpoint.group_save import (
     InCall,
     all_do,
     as_save_error,
     chief_does,
     decline_save,
-    load_together,
-    save_together,
+    load_in_group,
+    save_in_group,
 )
-from perdure.checkpoint.turns import Turns, exclusive, exclusive_also_closed
+from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
+from perdure.checkpoint.preemption import PreemptionFlag
+from perdure.checkpoint.pruning import candidates, execute_prune, plan_prune
+from perdure.checkpoint.recipe import allowed, check_group, check_resume, checked
+from perdure.checkpoint.restore_check import RestoreCheck
+from perdure.checkpoint.retention import Retention, ranked
 from perdure.errors import (
     ArgumentError,
     ClusterError,
@@ -55,15 +54,16 @@ from perdure.errors import (
     WorkerLostError,
 )
 from perdure.heartbeats import beat, saving
+from perdure.process_group import Processes, SingleProcess
 from perdure.state import part_filter, part_names, restore_part, snapshot, unflatten
 from perdure.state import restore as restore_state
-from perdure.state.arena import Arena
 from perdure.state.framework_group import framework_group
 from perdure.state.per_rank import Place, placed
 from perdure.state.process_random import ProcessRandom
+from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf, Loaded, Run, Storage
 from perdure.store.format import RecipeValue
-from perdure.store.share import Own
+from perdure.store.pack_part import Own
 from perdure.store.urls import name_at_step, split_step
 
 
@@ -107,7 +107,7 @@ class ManagerOptions:
             raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")
 
 
-class CheckpointManager(Turns):
+class CheckpointManager(CallGuard):
     """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
 
     `directory` becomes a run directory at the first save; it must be empty, missing, or one
@@ -127,8 +127,8 @@ class CheckpointManager(Turns):
     mirror's.
 
     Threads may share a manager: their calls run one after the other. After `close`, and in a forked
-    child, the calls that change something and `restore` raise `StoreError` (`perdure.load` reads
-    there); `all_steps`, `latest_step` and the others that only read manifests still work.
+    child, the calls that change something and `restore` raise `StoreError`. `perdure.load_checkpoint`,
+    `all_steps`, `latest_step` and the others that only read manifests still work.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class CheckpointManager(Turns):
         self._processes: Processes = processes or SingleProcess()
         self._require_group()
         self._background = Background()
-        self._arena = Arena()
-        self._restorable = Restorable()
+        self._arena = SnapshotBuffer()
+        self._restorable = RestoreCheck()
         self._random = ProcessRandom() if self._options.save_random_state else None
         self._last: int | None = None  # the step of the last save or restore
         self._entered = False
@@ -190,7 +190,7 @@ class CheckpointManager(Turns):
     def latest_checkpoint(self) -> str | None:
         """The newest committed checkpoint as `RUN@STEP`, None before the first.
 
-        `restore`, `Checkpoint.restore` and `perdure.load` accept that name.
+        `restore`, `Checkpoint.restore` and `perdure.load_checkpoint` accept that name.
         """
         step = self.latest_step()
         return None if step is None else name_at_step(self.directory, step)
@@ -562,7 +562,7 @@ class CheckpointManager(Turns):
         if named is None or run != self.directory:
             raise ArgumentError(
                 f"step: expected a step, or a name such as {name_at_step(self.directory, 120)!r}, "
-                f"found {step!r}. For another run directory use `perdure.load`."
+                f"found {step!r}. For another run directory use `perdure.load_checkpoint`."
             )
         return named
 
@@ -672,7 +672,7 @@ class CheckpointManager(Turns):
                 if place.members:
                     ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
                 group, own = self._processes.channel("save"), Own(ranked, local)
-                save_together(self._run, group, step, leaves, self._recipe, metrics, prune, own)
+                save_in_group(self._run, group, step, leaves, self._recipe, metrics, prune, own)
                 return
         finally:
             saving(None)
@@ -747,7 +747,7 @@ class CheckpointManager(Turns):
         InCall(self._processes, "restore").barrier()
         self._check_group("restore")
         wanted = None if names is None else part_filter(names)
-        found, elsewhere = load_together(self._run, self._processes, step, wanted, self._mirror)
+        found, elsewhere = load_in_group(self._run, self._processes, step, wanted, self._mirror)
         for note in found.notes:
             warnings.warn(f"{self.directory}: {note}", stacklevel=6)
         if (loaded := found.loaded) is None:
@@ -818,8 +818,8 @@ class CheckpointManager(Turns):
             raise ClusterError(
                 f"{self.directory}: {group.source} says that this is process {group.index} of "
                 f"{group.count}, and the manager was not given the group. Make it in every process as "
-                f"CheckpointManager(..., processes=perdure.init({group.engine!r})), or with "
-                f"strategy.processes. For a directory that this process alone uses, pass "
+                f"CheckpointManager(..., processes=perdure.initialize_distributed({group.engine!r})), "
+                f"or with strategy.processes. For a directory that this process alone uses, pass "
                 f"processes=perdure.checkpoint.SingleProcess()."
             )
 

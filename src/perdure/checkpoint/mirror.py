@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from perdure.checkpoint.prune import execute_prune, plan_prune
+from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.errors import (
     CorruptionError,
@@ -30,7 +30,7 @@ from perdure.errors import (
 from perdure.store import Loaded, Run, Storage
 from perdure.store.contents import Removed
 from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
-from perdure.store.marker import is_marked
+from perdure.store.run_marker import is_run_directory
 from perdure.store.urls import open_storage
 
 EXIT_WAIT_S = 20.0
@@ -39,7 +39,7 @@ EXIT_WAIT_S = 20.0
 _FAILED = "failed: "
 
 
-class Found(NamedTuple):
+class RestoreSource(NamedTuple):
     """The checkpoint that a restore takes, whether the mirror gave it, and what to warn about."""
 
     loaded: Loaded | None
@@ -327,7 +327,7 @@ class Mirror:
         step: int | None,
         wanted: Callable[[str], bool] | None = None,
         unreadable: Mapping[int, str] | None = None,
-    ) -> Found:
+    ) -> RestoreSource:
         """`step`, or the newest good checkpoint of the source and the mirror; all verified.
 
         Only leaves whose path `wanted` accepts are read. `unreadable` holds steps that are not to be
@@ -356,8 +356,8 @@ class Mirror:
             notes.append(f"{self._name} does not answer, so only {here.where} is used: {error}")
         if mirror is None or not there:
             if step is None:
-                return Found(here.load_newest(wanted, unreadable), False, notes)
-            return Found(here.load(step, wanted), False, notes)
+                return RestoreSource(here.load_newest(wanted, unreadable), False, notes)
+            return RestoreSource(here.load(step, wanted), False, notes)
         if step is not None:
             return self._first(mirror, [step], there, notes, wanted, {})
         steps = here.steps()
@@ -383,14 +383,14 @@ class Mirror:
         notes: list[str],
         wanted: Callable[[str], bool] | None,
         skipped: dict[int, str],
-    ) -> Found:
+    ) -> RestoreSource:
         """The first of `steps` that one of the two can give; adds the damaged ones to `skipped`."""
         here = self._source
         wrong: list[str] = []
         failed: StoreError | None = None
         for step in steps:
             try:
-                return Found(_skipping(here.load(step, wanted), skipped), False, notes)
+                return RestoreSource(_skipping(here.load(step, wanted), skipped), False, notes)
             except StepNotFoundError as error:
                 failed = failed or error
                 why = f"{here.where} does not hold it."
@@ -418,7 +418,7 @@ class Mirror:
                 notes.append(f"step {step} of {self._name} is damaged: {error}")
                 continue
             notes.append(f"step {step} is restored from {self._name}: {why}")
-            return Found(_skipping(loaded, skipped), True, notes)
+            return RestoreSource(_skipping(loaded, skipped), True, notes)
         if failed is not None and not (wrong and isinstance(failed, StepNotFoundError)):
             raise failed
         reasons = "\n".join(wrong)
@@ -430,7 +430,7 @@ class Mirror:
     def _is_run(self) -> bool:
         """Whether the mirror holds anything yet; raises `UnreachableError` when that is not known."""
         try:
-            return is_marked(self.storage, create=True)
+            return is_run_directory(self.storage, create=True)
         except NotARunError as error:
             if isinstance(error.__cause__, OSError):
                 raise UnreachableError(str(error)) from error

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from perdure.checkpoint.arguments import is_text, shown
-from perdure.checkpoint.processes import Processes
 from perdure.errors import ArgumentError, RecipeMismatchError
+from perdure.process_group import Processes
 from perdure.store.format import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]

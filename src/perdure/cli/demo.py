@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from perdure.cli.output import document, json_option
-from perdure.demo.plan import GUARDS
+from perdure.demo.phases import GUARDS
 
 
 @click.command("demo")
@@ -46,8 +46,8 @@ def command(
     from rich.console import Console
 
     from perdure.demo.digits import load_digits
+    from perdure.demo.display import DemoReporter
     from perdure.demo.drive import Options, run_demo
-    from perdure.demo.report import Reporter
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=as_json, quiet=as_json)
@@ -58,9 +58,9 @@ def command(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-"))
             )
         options = Options(engine, directory, data, epochs, seed, without)
-        result = run_demo(options, examples, lambda total: Reporter(console, total))
+        result = run_demo(options, examples, lambda total: DemoReporter(console, total))
         if as_json:
             document(result)
         else:
-            Reporter(console, result["steps"]).table(result)
+            DemoReporter(console, result["steps"]).table(result)
     ctx.exit(0 if result["pass"] else 1)

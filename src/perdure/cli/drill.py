@@ -47,15 +47,15 @@ def command(
     """
     from rich.console import Console
 
-    from perdure.supervise.drill import DrillOptions, run_drill
-    from perdure.supervise.drill.page import page
-    from perdure.supervise.drill.report import Reporter
+    from perdure.drill import DrillOptions, run_drill
+    from perdure.drill.html_report import page
+    from perdure.drill.text_report import TextReporter
 
     wanted = tuple(name for name in faults.replace(" ", "").split(",") if name)
     options = DrillOptions(wanted, runs, seed, workers, leave)
     if html is not None:
         _require_writable(html)
-    reporter = Reporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
+    reporter = TextReporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
     with ExitStack() as stack:
         if directory is None:
             directory = Path(

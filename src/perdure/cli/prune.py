@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from perdure.checkpoint.prune import PrunePlan, execute_prune, plan_prune
+from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.store import Run

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text
-from perdure.store import Report, Run, check, repair
+from perdure.store import Run, VerifyReport, repair, verify_run
 
 
 @click.command("verify")
@@ -30,7 +30,7 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
             done = repair(opened)
         actions, report = done.actions, done.report
     else:
-        report = check(opened)
+        report = verify_run(opened)
     if as_json:
         document({"ok": report.ok, "actions": actions, **asdict(report)})
     else:
@@ -40,7 +40,7 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
     ctx.exit(0 if report.ok else 1)
 
 
-def _print(report: Report, mend: bool) -> None:
+def _print(report: VerifyReport, mend: bool) -> None:
     for problem in report.problems:
         kind = "UNREAD" if problem.unread else "DAMAGED" if problem.harmful else "note"
         click.echo(f"{kind}  {problem.name}: {problem.what}")

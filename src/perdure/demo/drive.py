@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.demo.plan import BATCH, Phase, plan
-from perdure.demo.report import Reporter
+from perdure.demo.display import DemoReporter
+from perdure.demo.phases import BATCH, Phase, plan
 from perdure.errors import PerdureError
 from perdure.store import Run
-from perdure.supervise import Group
+from perdure.supervise import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, A
     """
     steps_per_epoch = -(-examples // BATCH)
     total = steps_per_epoch * options.epochs
-    reporter: Reporter = make_reporter(total)
+    reporter: DemoReporter = make_reporter(total)
     phases = plan(options.engine, total, steps_per_epoch, options.seed)
     results = [_run_phase(options, phase, total, reporter) for phase in phases]
     for before, after in pairwise(results[1:]):
@@ -59,14 +59,16 @@ def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, A
     }
 
 
-def _run_phase(options: Options, phase: Phase, total: int, reporter: Reporter) -> dict[str, Any]:
+def _run_phase(
+    options: Options, phase: Phase, total: int, reporter: DemoReporter
+) -> dict[str, Any]:
     directory = options.directory / phase.run
     before = _steps(directory)
     reached = before[-1] if before else 0
     start, done, waiting = 0, 0, bool(phase.fault)
     final: dict[str, Any] = {}
     with reporter.phase(f"{phase.name} on {phase.topology}") as show:
-        group = Group(_command(options, phase, total), phase.processes, _environment(phase))
+        group = WorkerGroup(_command(options, phase, total), phase.processes, _environment(phase))
         with _named(phase), group:
             for worker, event in group.events():
                 if worker != 0:

@@ -15,14 +15,14 @@ from typing import Any
 from perdure import ArrayDataset, CheckpointManager
 from perdure.demo.digits import load_digits
 from perdure.demo.guards import random_numbers_by_device, sums_by_all_reduce
-from perdure.demo.plan import BATCH, GUARDS, REPLICAS, SAVE_EVERY
+from perdure.demo.phases import BATCH, GUARDS, REPLICAS, SAVE_EVERY
 from perdure.errors import WorkerLostError
 
 KEEP = 3
 
 
 @dataclass(frozen=True)
-class Program:
+class DemoProgram:
     """What an engine brings to the loop."""
 
     engine: str
@@ -34,7 +34,7 @@ class Program:
     all_reduce: Callable[..., Any]
 
 
-def main(program: Program) -> None:
+def main(program: DemoProgram) -> None:
     """Train up to `--steps`, from the newest checkpoint in `--run`."""
     options = _options()
     try:
@@ -45,7 +45,7 @@ def main(program: Program) -> None:
         os._exit(1)
 
 
-def _train(program: Program, options: argparse.Namespace) -> None:
+def _train(program: DemoProgram, options: argparse.Namespace) -> None:
     strategy = program.make_strategy(
         options.devices, REPLICAS, options.seed, "TF_CONFIG" in os.environ
     )

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from perdure.demo.program import Program, main
+from perdure.demo.program import DemoProgram, main
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
 
 DROPOUT = 0.3
@@ -127,4 +127,4 @@ def all_reduce(engine: Any, values: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(Program("jax", make_strategy, init, grad, update, evaluate, all_reduce))
+    main(DemoProgram("jax", make_strategy, init, grad, update, evaluate, all_reduce))

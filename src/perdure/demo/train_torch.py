@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from perdure import Checkpoint
-from perdure.demo.program import Program, main
+from perdure.demo.program import DemoProgram, main
 from perdure.torch import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -79,4 +79,4 @@ def all_reduce(engine: Any, values: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(Program("torch", make_strategy, init, grad, update, evaluate, all_reduce))
+    main(DemoProgram("torch", make_strategy, init, grad, update, evaluate, all_reduce))

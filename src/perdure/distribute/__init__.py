@@ -3,7 +3,6 @@
 The strategies themselves are made by an engine: `perdure.jax` and `perdure.torch`.
 """
 
-from perdure.checkpoint.processes import Processes, SingleProcess
 from perdure.distribute import metrics
 from perdure.distribute.cluster import (
     Cluster,
@@ -13,13 +12,7 @@ from perdure.distribute.cluster import (
     TFConfigClusterResolver,
     resolve,
 )
-from perdure.distribute.context import (
-    ReplicaContext,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from perdure.distribute.initialize import initialize_distributed
 from perdure.distribute.inputs import (
     AutoShardPolicy,
     DistributedDataset,
@@ -28,9 +21,16 @@ from perdure.distribute.inputs import (
 )
 from perdure.distribute.loss_scale import LossScale
 from perdure.distribute.losses import compute_average_loss, scale_regularization_loss
-from perdure.distribute.membership import init
+from perdure.distribute.replica_context import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.values import PerReplica, ReduceOp
+from perdure.process_group import Processes, SingleProcess
 
 __all__ = [
     "AutoShardPolicy",
@@ -54,7 +54,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
-    "init",
+    "initialize_distributed",
     "metrics",
     "resolve",
     "scale_regularization_loss",

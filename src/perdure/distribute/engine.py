@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from perdure.checkpoint.processes import Processes
+from perdure.process_group import Processes
 
 Scalar = str | int | float | bool
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from perdure.checkpoint.processes import Processes
 from perdure.data.batches import share_size
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError
+from perdure.process_group import Processes
 
 
-class Dataset(Protocol):
+class StepDataset(Protocol):
     """What a strategy asks of a dataset; perdure.data.ArrayDataset is one.
 
     With `steps_per_epoch` too, it can be iterated over by epochs.
@@ -137,7 +137,7 @@ class DistributedDataset:
         self.step = int(state["step"])
 
 
-def sharded(dataset: Dataset, policy: AutoShardPolicy | str) -> Any:
+def sharded(dataset: StepDataset, policy: AutoShardPolicy | str) -> Any:
     """The dataset under a policy, also given by its name; DataError for FILE."""
     require_dataset(dataset)
     if isinstance(policy, str):
@@ -167,7 +167,7 @@ def require_dataset(value: Any) -> None:
 class _Whole:
     """A dataset of which every replica gets the whole batch, made once and copied for each."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: StepDataset) -> None:
         self._dataset = dataset
         self._made: tuple[int, Any] | None = None
         self.batch_size = dataset.batch_size

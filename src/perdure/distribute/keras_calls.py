@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute.arrays import on_host
-from perdure.distribute.context import get_replica_context
 from perdure.distribute.lockstep import Meeting
 from perdure.distribute.patches import with_subclasses, wrap
+from perdure.distribute.replica_context import get_replica_context
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from perdure.distribute.cluster.roll import listen
+from perdure.distribute.cluster.rendezvous import listen
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0

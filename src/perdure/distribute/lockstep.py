@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perdure.distribute.context import standing
 from perdure.distribute.engine import Guard, Stream
+from perdure.distribute.replica_context import standing
 from perdure.distribute.values import PerReplica, of
 from perdure.errors import StateError, WorkerLostError
 

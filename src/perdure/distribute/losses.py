@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from perdure.distribute.arrays import namespace
-from perdure.distribute.context import get_replica_context, has_strategy
+from perdure.distribute.replica_context import get_replica_context, has_strategy
 from perdure.errors import TopologyError
 
 

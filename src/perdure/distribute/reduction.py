@@ -1,7 +1,7 @@
 """One reduction over all logical replicas of the group.
 
 Owns the walk of contributions through the tree: device, process, group. Invariant: every addition is
-an edge of `perdure.distribute.tree`, whatever the devices, and made by the engine's `add`.
+an edge of `perdure.distribute.reduction_tree`, whatever the devices, and made by the engine's `add`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from perdure.distribute.engine import Engine
+from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge, partial_roots
 from perdure.distribute.topology import split
-from perdure.distribute.tree import Node, ShiftReduce, merge, partial_roots
 from perdure.errors import StateError
 
 
@@ -45,14 +45,14 @@ class Reduction:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._engine = plan.engine
-        self._stacks = [ShiftReduce(plan.replicas, plan.engine.add) for _ in plan.local]
+        self._stacks = [TreeSum(plan.replicas, plan.engine.add) for _ in plan.local]
         # Of each device: its replicas, with the signatures. Compared when all are there.
         self._seen: list[list[tuple[int, Any]]] = [[] for _ in plan.local]
         self._whole = [True for _ in plan.local]
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
-        self._stacks[device] = ShiftReduce(self._plan.replicas, self._engine.add)
+        self._stacks[device] = TreeSum(self._plan.replicas, self._engine.add)
         self._seen[device], self._whole[device] = [], True
 
     def push(self, device: int, replica: int, value: Any) -> None:
@@ -64,7 +64,7 @@ class Reduction:
         seen.append(own)
         # After one that differs nothing can be added; `total` says which.
         if own[1] == seen[0][1] and self._whole[device]:
-            self._stacks[device].push(Node(0, replica), value)
+            self._stacks[device].push(TreeNode(0, replica), value)
         else:
             self._whole[device] = False
 

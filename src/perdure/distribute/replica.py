@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perdure.distribute.collectives import operation
-from perdure.distribute.context import Recorder
 from perdure.distribute.engine import Guard
 from perdure.distribute.lockstep import Lockstep, Meeting
+from perdure.distribute.replica_context import Recorder
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import StateError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunContext:
-    """See perdure.distribute.context.ReplicaContext."""
+    """See perdure.distribute.replica_context.ReplicaContext."""
 
     def __init__(self, strategy: Strategy, replica: int, lockstep: Lockstep, guard: Guard) -> None:
         self._strategy = strategy

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from perdure.checkpoint.processes import Processes
-from perdure.checkpoint.together import require_same
+from perdure.checkpoint.group_save import require_same
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.reduction import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
+from perdure.process_group import Processes
 from perdure.state import flatten
 
 

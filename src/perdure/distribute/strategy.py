@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
-from perdure.checkpoint.processes import Processes
 from perdure.checkpoint.recipe import allowed, check_group
 from perdure.data.pipelines import refuse_pipeline
-from perdure.distribute import collectives, context, inputs, keras_calls
+from perdure.distribute import collectives, inputs, keras_calls, replica_context
 from perdure.distribute.cluster import Cluster
-from perdure.distribute.context import Inside
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.finite import FiniteEngine
-from perdure.distribute.inputs import AutoShardPolicy, Dataset, DistributedDataset
+from perdure.distribute.inputs import AutoShardPolicy, DistributedDataset, StepDataset
 from perdure.distribute.lockstep import Lockstep
 from perdure.distribute.reduction import Plan
 from perdure.distribute.replica import RunContext, commit
+from perdure.distribute.replica_context import ReplicaFunction
 from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import DataError, TopologyError
+from perdure.process_group import Processes
 
 # In the recipe. It changes whenever the order of additions, the addition itself, the derivation of keys
 # or the program that is made of a user's function does.
@@ -91,14 +91,14 @@ class Strategy:
 
         Metrics made there belong to it. A scope of another strategy inside is refused.
         """
-        if context.has_strategy() and context.get_strategy() is not self:
+        if replica_context.has_strategy() and replica_context.get_strategy() is not self:
             raise TopologyError(
                 "the scope of one strategy cannot stand in that of another; leave the outer one first"
             )
-        with context.standing(self, None):
+        with replica_context.standing(self, None):
             yield self
 
-    def recipe(self, dataset: Dataset | DistributedDataset | None = None) -> dict[str, Scalar]:
+    def recipe(self, dataset: StepDataset | DistributedDataset | None = None) -> dict[str, Scalar]:
         """What decides the result, and nothing about topology. Save it beside every checkpoint.
 
         An entry of the dataset whose name is taken gets the prefix "data_" (data_seed).
@@ -114,7 +114,7 @@ class Strategy:
             own[f"data_{name}" if name in own else name] = value
         return own
 
-    def batch(self, dataset: Dataset, step: int) -> PerReplica:
+    def batch(self, dataset: StepDataset, step: int) -> PerReplica:
         """The shares of this process's replicas of the global batch of a step."""
         if not 0 <= step < 2**32:
             raise DataError(f"step must be 0 to 2**32 - 1, got {step}")
@@ -124,7 +124,7 @@ class Strategy:
 
     def distribute_dataset(
         self,
-        dataset: Dataset,
+        dataset: StepDataset,
         auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.DATA,
     ) -> DistributedDataset:
         """The batches of all steps, one after the other, from step 0; see DistributedDataset."""
@@ -180,8 +180,8 @@ class Strategy:
         return TrainStep(
             plan,
             self._seed,
-            Inside(grad, self._replicas, "grad"),
-            Inside(update, self._replicas, "update"),
+            ReplicaFunction(grad, self._replicas, "grad"),
+            ReplicaFunction(update, self._replicas, "update"),
         )
 
     def run(
@@ -220,7 +220,7 @@ class Strategy:
         def body(replica: int) -> Any:
             own = [of(value, replica) for value in given]
             with (
-                context.standing(self, contexts[replica - self._plan.first]),
+                replica_context.standing(self, contexts[replica - self._plan.first]),
                 guard.replica(replica, own),
             ):
                 return self._engine.call(
@@ -279,7 +279,7 @@ class Strategy:
         return next(d for d, (_, stop) in enumerate(self._plan.local) if replica < stop)
 
     def _outside_of_replicas(self, name: str) -> None:
-        if context.get_replica_context() is not None:
+        if replica_context.get_replica_context() is not None:
             raise TopologyError(
                 f"strategy.{name} was called in a logical replica, which cannot speak for all; use "
                 "get_replica_context().all_reduce or .all_gather there"

@@ -12,9 +12,9 @@ import keras
 
 from perdure.checkpoint import CheckpointManager
 from perdure.errors import ArgumentError, TrainError
-from perdure.keras.directory import close_manager, open_manager
-from perdure.keras.running import running_fit
-from perdure.keras.session import Session
+from perdure.keras.fit_internals import running_fit
+from perdure.keras.fit_session import FitSession
+from perdure.keras.open_managers import close_manager, open_manager
 from perdure.store import LocalStorage
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
 from perdure.store.urls import open_storage
@@ -94,7 +94,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         fit = running_fit(model)
         manager = self._manager = open_manager(self.backup_dir, self.params, max_to_keep=_KEPT)
-        session = Session(
+        session = FitSession(
             fit,
             manager,
             self.save_freq,

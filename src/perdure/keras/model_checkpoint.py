@@ -15,11 +15,11 @@ from keras.src.utils import io_utils
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention
 from perdure.checkpoint.checkpoint import load_verified
-from perdure.checkpoint.prune import candidates
+from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.retention import ranked
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.keras import members
-from perdure.keras.directory import close_manager, open_manager
+from perdure.keras import model_state
+from perdure.keras.open_managers import close_manager, open_manager
 from perdure.state import part_filter, restore
 from perdure.store import Run, Storage
 
@@ -125,7 +125,7 @@ class ModelCheckpoint(MonitorCallback):
         else:
             message = "saving"
         model: Any = self.model  # on JAX this copies the state out of the compiled step
-        optimizer, more = model.optimizer, members.optimizers(model)
+        optimizer, more = model.optimizer, model_state.optimizers(model)
         step = self._batches
         if optimizer is not None and not more:
             step = int(np.asarray(ops.convert_to_numpy(optimizer.iterations.value)))
@@ -135,11 +135,11 @@ class ModelCheckpoint(MonitorCallback):
                 return  # the gradients were not finite: no step was made since the last save
         if self.save_best_only and value is not None:
             self.best = float(value)
-        saved = members.members(model)
+        saved = model_state.members(model)
         if self.save_weights_only:
             saved = {"model": model}
         elif more:
-            saved[members.ATTRIBUTES] = more
+            saved[model_state.ATTRIBUTES] = more
         metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}
         if not self._was_pruned(manager, step):
             self._print(f"{message} step {step} to {manager.directory}")

@@ -23,7 +23,7 @@ _LOCAL = re.compile(r"process/([0-9]+)/random")
 _NAMES = {"python": "Python's random", "numpy": "numpy.random", "torch": "PyTorch's CPU generator"}
 
 
-class _Group(Protocol):
+class _GeneratorGroup(Protocol):
     """What is asked of the processes of a group."""
 
     @property
@@ -71,7 +71,7 @@ class ProcessRandom:
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(self, local: Mapping[str, Leaf], group: _Group, where: str) -> list[str]:
+    def restore(self, local: Mapping[str, Leaf], group: _GeneratorGroup, where: str) -> list[str]:
         """Put the generators back, as far as `local` has those of this process.
 
         Returns warnings: at most one, for generators that were drawn from and could not be put back.

@@ -100,7 +100,7 @@ class TorchState:
 
     def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | Stateful | None:
         if isinstance(value, torch.nn.Module):
-            return _Module(value)
+            return _ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
             return _Optimizer(value)
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
@@ -155,7 +155,7 @@ def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
-class _Module(Stateful):
+class _ModuleState(Stateful):
     """A module: names, dtypes and shapes are strict, and it is changed in place."""
 
     arrays = "torch"

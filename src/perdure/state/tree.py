@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Difference, Node, Spec, Stateful
-from perdure.state.arena import Arena
 from perdure.state.builtin import is_plain, plain_value
 from perdure.state.containers import array_class, array_template
 from perdure.state.objects import Collector, Stored, same, two_leaves
 from perdure.state.per_rank import here, placed
+from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.template import differences, listed, mismatch, template_of
 from perdure.state.walk import (
     Named,
@@ -30,8 +30,8 @@ from perdure.state.walk import (
     node_of,
     type_name,
 )
-from perdure.store.collector import collector_paused
 from perdure.store.format import Arrays, Container, unescape
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
@@ -53,13 +53,13 @@ def flatten(state: Any, plain: Collection[str] = ()) -> Leaves:
     return leaves
 
 
-def snapshot(state: Any, into: Arena | None = None, plain: Collection[str] = ()) -> Leaves:
+def snapshot(state: Any, into: SnapshotBuffer | None = None, plain: Collection[str] = ()) -> Leaves:
     """`flatten`, safe to use after `state` changes: whatever can change in place is copied.
 
     The copies lie in `into`, where they stay until the next snapshot into it, or in new memory.
     """
-    with collector_paused():
-        return (into or Arena()).hold(flatten(state, plain))
+    with gc_paused():
+        return (into or SnapshotBuffer()).hold(flatten(state, plain))
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:

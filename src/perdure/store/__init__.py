@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from perdure.store.collect import Collected, CollectPlan, Request
 from perdure.store.format import Manifest
+from perdure.store.garbage_collection import Collected, CollectPlan, PruneRequest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
 from perdure.store.run import Loaded, Run
 from perdure.store.storage import Sink, Storage
-from perdure.store.verify import Problem, Report, check
+from perdure.store.verify import Problem, VerifyReport, verify_run
 
 if TYPE_CHECKING:
     from perdure.store.bucket import CloudOptions
@@ -41,16 +41,16 @@ __all__ = [
     "Manifest",
     "MemoryStorage",
     "Problem",
+    "PruneRequest",
     "Repaired",
-    "Report",
-    "Request",
     "Run",
     "Sink",
     "Storage",
-    "check",
+    "VerifyReport",
     "copy_run",
     "fork_run",
     "repair",
+    "verify_run",
 ]
 
 

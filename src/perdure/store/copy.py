@@ -26,7 +26,6 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store.collect import Request
 from perdure.store.compact import (
     LiveChunks,
     UnreadChunk,
@@ -38,8 +37,9 @@ from perdure.store.compact import (
 )
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, Manifest, pack_name
+from perdure.store.free_space import BYTES_PER_SAVE
+from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
-from perdure.store.room import BYTES_PER_SAVE
 from perdure.store.run import Run
 from perdure.store.storage import Storage
 from perdure.store.writer import Held
@@ -165,7 +165,7 @@ def fork_run(
     with fork:
         fork.begin_writing()
         if not steps:  # packs that an interrupted fork left
-            fork.execute(fork.plan(Request(orphans_to=MAX_STEP)))
+            fork.execute(fork.plan(PruneRequest(orphans_to=MAX_STEP)))
         copy_checkpoint(origin, step, fork, link=True)
         return fork.manifest(step)
 
@@ -217,7 +217,7 @@ def copy_checkpoint(
         live = chunks.live()
         written = 0
         if live:
-            _require_room(target, live)
+            _ensure_free_space(target, live)
             _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
             written = sum(at.length for at in copied.values())
             new |= copied
@@ -424,7 +424,7 @@ def _live(manifest: Manifest) -> dict[str, LiveChunks]:
     return live_chunks([manifest], {pack.name for pack in manifest.packs})
 
 
-def _require_room(target: Run, live: Mapping[str, LiveChunks]) -> None:
+def _ensure_free_space(target: Run, live: Mapping[str, LiveChunks]) -> None:
     needed = relocated_size(live) + BYTES_PER_SAVE
     free = target.storage.free_bytes()
     if free is not None and needed > free:

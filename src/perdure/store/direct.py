@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.pools import finish, pool, submit
-from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 
 BLOCK = 4096
 BUFFERS = 3

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from perdure.errors import PruneError, SaveError, UnreachableError
-from perdure.store.collect import Request
 from perdure.store.format import MARKER, MAX_STEP, PACKS
+from perdure.store.garbage_collection import PruneRequest
 from perdure.store.run import Run
-from perdure.store.verify import Report, examine
+from perdure.store.verify import VerifyReport, examine
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Repaired:
     """
 
     actions: tuple[str, ...]
-    report: Report
+    report: VerifyReport
 
 
 def repair(run: Run) -> Repaired:
@@ -36,7 +36,7 @@ def repair(run: Run) -> Repaired:
     crashes are removed, and packs that nobody names, these only when every manifest is readable.
     Raises `LockedError` while a writer is at work, `PruneError` when an operation fails.
     """
-    actions = [] if run.is_marked else [f"wrote {MARKER} again: it was missing or damaged"]
+    actions = [] if run.is_run_directory else [f"wrote {MARKER} again: it was missing or damaged"]
     actions += [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
     run.begin_writing()
     try:
@@ -44,7 +44,7 @@ def repair(run: Run) -> Repaired:
         for step, why in found.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, why)}: {why}")
         actions += _salvage(run, found.damaged)
-        plan = run.plan(Request(orphans_to=MAX_STEP))
+        plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)
         for name in plan.orphans:
             actions.append(f"removed {PACKS}{name}: no checkpoint needs it")

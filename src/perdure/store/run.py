@@ -32,14 +32,6 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.codec import encoder
-from perdure.store.collect import (
-    Collected,
-    CollectPlan,
-    Request,
-    execute_collect,
-    plan_collect,
-)
-from perdure.store.collector import SHORT_BYTES, collector_paused
 from perdure.store.compact import compact, rewrite
 from perdure.store.contents import (
     Catalog,
@@ -80,8 +72,16 @@ from perdure.store.format import (
     plain_metrics,
     time_text,
 )
+from perdure.store.free_space import ensure_free_space
+from perdure.store.garbage_collection import (
+    Collected,
+    CollectPlan,
+    PruneRequest,
+    execute_collect,
+    plan_collect,
+)
+from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
-from perdure.store.marker import is_marked
 from perdure.store.reread import Cursor
 from perdure.store.rollback import (
     RolledBack,
@@ -91,7 +91,7 @@ from perdure.store.rollback import (
     returning,
     rolled_back,
 )
-from perdure.store.room import require_room
+from perdure.store.run_marker import is_run_directory
 from perdure.store.storage import LostLock, Storage, create_whole
 from perdure.store.urls import open_storage
 from perdure.store.writer import Held, Written, write_pack
@@ -150,10 +150,10 @@ class Run:
         """What saves found that the user should know; whoever passes it on empties it."""
         self._lock = ExitStack()
         self._writing = self._ready = False
-        self._marked = is_marked(self.storage, create=create, repair=repair)
+        self._marked = is_run_directory(self.storage, create=create, repair=repair)
 
     @property
-    def is_marked(self) -> bool:
+    def is_run_directory(self) -> bool:
         """Whether the directory has its marker; without it, the first writer writes it."""
         return self._marked
 
@@ -344,7 +344,7 @@ class Run:
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
         size = sum(len(leaf.data) for leaf in leaves.values())
-        with collector_paused(len(leaves) if size <= SHORT_BYTES else 0):
+        with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             numbers = plain_metrics(metrics or {})
             manifest, is_new = self._save(
                 step, leaves, dict(recipe or {}), numbers, write, local or {}
@@ -368,7 +368,7 @@ class Run:
             present = self._same_step(step, leaves)
             if present is not None and (not local or _same_local(present, local)):
                 return self._with_metrics(present, metrics), False
-            require_room(self.storage, leaves, self._catalog.held())
+            ensure_free_space(self.storage, leaves, self._catalog.held())
             written = self._write(step, leaves, write, local)
             containers = containers_of(leaves)
             version = format_of(written.leaves, containers, written.local)
@@ -470,7 +470,7 @@ class Run:
         Raises `StoreError` for a pinned one, `PruneError` where deleting stopped in the middle.
         """
         self.begin_writing()
-        plan = self.plan(Request(frozenset(steps)))
+        plan = self.plan(PruneRequest(frozenset(steps)))
         for step in plan.steps if leave_word else ():
             with suppress(CorruptionError, StepNotFoundError):
                 self._note_removed(self.manifest(step))
@@ -519,7 +519,7 @@ class Run:
                 f"{self.where}: cannot be listed: {error}. Nothing was changed; try again."
             ) from error
 
-    def plan(self, request: Request) -> CollectPlan:
+    def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""
         return plan_collect(self.contents(), request)
 
@@ -838,7 +838,7 @@ class Run:
         return manifest
 
     def _encoded(self, manifest: Manifest) -> bytes:
-        with collector_paused(len(manifest.leaves)):
+        with gc_paused(len(manifest.leaves)):
             data = encode_manifest(manifest)
             # Constructors check nothing: what cannot be read back must never be committed.
             check_encoded(data, manifest, f"{self.where}: the manifest of this save")

@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What a full check found. `good` steps can be restored, `bad` ones are damaged; of `unread` ones
     a part could not be read, so that nothing is known about them.
 
@@ -169,12 +169,12 @@ class Packs:
 class Findings:
     """A check in full: the report, and what a repair needs beside it."""
 
-    report: Report
+    report: VerifyReport
     bad: dict[int, str]
     damaged: dict[str, str]
 
 
-def check(run: Run) -> Report:
+def verify_run(run: Run) -> VerifyReport:
     """Read and hash everything: manifests, packs, indexes; then compare them with each other.
 
     Harmful: a manifest or a pack that is not exactly what was committed, or is missing, or cannot be
@@ -225,7 +225,7 @@ def examine(run: Run) -> Findings:
             for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
         ]
     problems += _notes(run, frozenset({*good, *bad, *unread}))
-    report = Report(
+    report = VerifyReport(
         where=run.where,
         good=tuple(good),
         bad=tuple(bad),

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
-from perdure.store.collector import collector_paused
 from perdure.store.direct import copy_bytes
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
@@ -37,9 +37,9 @@ from perdure.store.format import (
     hash_each,
     pack_name,
 )
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.pools import map_ahead, pool
-from perdure.store.staging import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
@@ -113,7 +113,7 @@ def write_pack(
     buffers: list[mmap.mmap] = []
     left = sum(len(leaf.data) for leaf in (*leaves.values(), *local.values()))
     try:
-        with collector_paused(len(leaves)):
+        with gc_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
         jobs = (
             _hashed(large, buffers)
@@ -128,7 +128,7 @@ def write_pack(
                 else:
                     release()
                 left -= len(data)
-        with collector_paused(len(leaves)):
+        with gc_paused(len(leaves)):
             pack.add_small(small, known, left)
         # A local leaf that did not change would keep the pack of the first save alive for ever, for
         # a few kilobytes. So it is written again, unless there would be no pack without it.
@@ -143,7 +143,7 @@ def write_pack(
     finally:  # once the pack is written or given up, nobody reads from them
         while buffers:
             give_buffer(buffers.pop())
-    with collector_paused(len(leaves)):
+    with gc_paused(len(leaves)):
         ordered, hashes = ordered + beside, hashes + beside_hashes
         records, packs = _records(ordered, hashes, known, located, storage, pack.written)
     return Written(records[: len(leaves)], packs, located, records[len(leaves) :])

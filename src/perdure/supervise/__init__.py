@@ -3,18 +3,18 @@
 Imports no numpy and no framework: the process that watches is to cost little.
 """
 
-from perdure.supervise.group import Ended, Group
+from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import Limits, RunOptions
-from perdure.supervise.record import Attempt, Summary
 from perdure.supervise.supervisor import Observer, Supervisor
+from perdure.supervise.worker_group import Ended, WorkerGroup
 
 __all__ = [
-    "Attempt",
+    "AttemptRecord",
     "Ended",
-    "Group",
     "Limits",
     "Observer",
     "RunOptions",
     "Summary",
     "Supervisor",
+    "WorkerGroup",
 ]

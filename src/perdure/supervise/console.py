@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TextIO
 
-from perdure.supervise.record import Summary
+from perdure.supervise.history import Summary
 
 
 class Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perdure.supervise.record import Attempt
+from perdure.supervise.history import AttemptRecord
 
 SAME_STEP = 3
 # Starts in a row that came to nothing, each of them shorter than SHORT_S.
@@ -24,7 +24,9 @@ class Decision:
     reason: str = ""
 
 
-def decide(history: Sequence[Attempt], max_restarts: int, may_shrink: bool = False) -> Decision:
+def decide(
+    history: Sequence[AttemptRecord], max_restarts: int, may_shrink: bool = False
+) -> Decision:
     """What follows the last of `history`. `may_shrink`: a smaller group may be tried."""
     last = history[-1]
     if last.kind == "done":
@@ -62,13 +64,13 @@ def decide(history: Sequence[Attempt], max_restarts: int, may_shrink: bool = Fal
     return Decision(True, _wait(history))
 
 
-def cannot_come_back(history: Sequence[Attempt]) -> int | None:
+def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
     """The place whose worker failed twice in a row before it had done a step."""
     places = [each.place for each in history[-2:] if each.failure and not each.alive]
     return places[0] if len(places) == 2 and places[0] == places[1] else None
 
 
-def _same_step(history: Sequence[Attempt]) -> bool:
+def _same_step(history: Sequence[AttemptRecord]) -> bool:
     found = history[-SAME_STEP:]
     if len(found) < SAME_STEP or not all(each.failure for each in found):
         return False
@@ -78,7 +80,7 @@ def _same_step(history: Sequence[Attempt]) -> bool:
     return len({each.at for each in found}) == 1
 
 
-def _in_vain(history: Sequence[Attempt]) -> Decision | None:
+def _in_vain(history: Sequence[AttemptRecord]) -> Decision | None:
     """The end, where the last starts came to nothing and each was over at once."""
     found = history[-IN_VAIN:]
     vain = [each for each in found if not each.stepped and each.seconds < SHORT_S]
@@ -92,7 +94,7 @@ def _in_vain(history: Sequence[Attempt]) -> Decision | None:
     )
 
 
-def _wait(history: Sequence[Attempt]) -> float:
+def _wait(history: Sequence[AttemptRecord]) -> float:
     """No wait as long as there is progress; then 1, 2, 4, ... seconds."""
     vain = 0
     for place, each in enumerate(reversed(history)):

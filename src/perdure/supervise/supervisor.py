@@ -2,7 +2,7 @@
 
 One thread and one loop, which sleeps until a worker writes or ends and looks at the heartbeats ten
 times a second. Invariant: when `run` returns or raises, no process of the run is left; when this
-process is killed, the guardian ends them.
+process is killed, the reaper ends them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from perdure import heartbeats
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
 from perdure.ports import free_ports
+from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.cache import cache_variables, drop_recent
 from perdure.supervise.console import Console
-from perdure.supervise.environment import (
+from perdure.supervise.history import AttemptRecord, Summary
+from perdure.supervise.options import RunOptions
+from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
+from perdure.supervise.policy import Decision, cannot_come_back, decide
+from perdure.supervise.silence import Silence
+from perdure.supervise.warm_worker import WarmWorkers
+from perdure.supervise.worker import Worker
+from perdure.supervise.worker_environment import (
     ATTEMPT,
     DESCRIPTIONS,
     device_variables,
     worker_variables,
 )
-from perdure.supervise.guardian import MARK, Guardian, end_marked, marked
-from perdure.supervise.life import PREEMPTED, Life
-from perdure.supervise.options import RunOptions
-from perdure.supervise.policy import Decision, cannot_come_back, decide
-from perdure.supervise.record import Attempt, Summary
-from perdure.supervise.silence import Silence
-from perdure.supervise.spare import Spares
-from perdure.supervise.worker import Worker
 
 
 class Observer:
@@ -60,7 +60,7 @@ class Observer:
     def beat(self, worker: Worker, beat: Beat) -> None:
         """A worker's heartbeat changed since the last look; see RunOptions.poll."""
 
-    def ended(self, attempt: Attempt) -> None:
+    def ended(self, attempt: AttemptRecord) -> None:
         """An attempt is over, and none of its processes is left."""
 
 
@@ -85,11 +85,11 @@ class Supervisor:
         self._console = console or Console()
         self._observer = observer or Observer()
         self._clock = clock
-        self._spares = Spares(self._command, self._options.warm, self._console.say)
+        self._spares = WarmWorkers(self._command, self._options.warm, self._console.say)
         self._silence = Silence(self._options.limits)
         self._mark = secrets.token_hex(8)
         self._asked: int | None = None  # the signal that was passed on
-        self._history: list[Attempt] = []
+        self._history: list[AttemptRecord] = []
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
         self._return_at: float | None = None
@@ -101,8 +101,8 @@ class Supervisor:
         with ExitStack() as stack:
             logs = self._make_logs()
             beats = Path(stack.enter_context(_scratch()))
-            guardian = Guardian(self._mark, str(beats))
-            stack.callback(guardian.close)
+            reaper = OrphanReaper(self._mark, str(beats))
+            stack.callback(reaper.close)
             stack.enter_context(self._signals())
             stack.callback(self._spares.close)
             while True:
@@ -132,7 +132,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------- one attempt
 
-    def _attempt(self, logs: Path, beats: Path) -> Attempt:
+    def _attempt(self, logs: Path, beats: Path) -> AttemptRecord:
         number = len(self._history) + 1
         began = self._clock()
         places = self._chosen(number)
@@ -143,7 +143,7 @@ class Supervisor:
             for place, environment in told.items():
                 self._spares.prepare(place, environment)
 
-        with Life(self._options, self._observer, self._clock, self._silence) as life:
+        with Attempt(self._options, self._observer, self._clock, self._silence) as life:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
@@ -233,7 +233,7 @@ class Supervisor:
     def _should_grow(self) -> bool:
         return self._return_at is not None and self._clock() >= self._return_at
 
-    def _restarting(self, attempt: Attempt, decision: Decision) -> None:
+    def _restarting(self, attempt: AttemptRecord, decision: Decision) -> None:
         wait = f" in {decision.wait:g} s" if decision.wait else ""
         self._console.say(f"attempt {attempt.number} ended: {attempt.cause}; starting again{wait}")
 

@@ -30,7 +30,7 @@ class Worker:
 
     `index` is its number in the group, `place` its place on the machine (the same in every attempt,
     also when the group is smaller), `attempt` counts from 1. Both of its outputs go to `say`, line by
-    line, and to the file `log`. `spare` is a process that runs the command already (see `Spares`).
+    line, and to the file `log`. `spare` is a process that runs the command already (see `WarmWorkers`).
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from perdure.supervise.drill import DrillOptions, run_drill
-from perdure.supervise.drill.report import Reporter
+from perdure.drill import DrillOptions, run_drill
+from perdure.drill.text_report import TextReporter
 
 _WIDTH = 110
 
@@ -45,6 +45,6 @@ def drill(
         document = run_drill(command, options, Path(directory)).document()
     if not document["pass"]:
         said = io.StringIO()
-        Reporter(Console(file=said, width=_WIDTH), runs).summary(document)
+        TextReporter(Console(file=said, width=_WIDTH), runs).summary(document)
         raise AssertionError(f"{' '.join(command)}\n{said.getvalue()}")
     return document

@@ -25,10 +25,10 @@ from perdure.checkpoint.preemption import Interrupted
 from perdure.errors import TrainError
 from perdure.heartbeats import beat
 from perdure.state import Beside
+from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.hooks import Hook
 from perdure.train.interval import Timer
 from perdure.train.metrics import Means, is_finite, scalars
-from perdure.train.source import IteratorSource, Source, evaluation_batches
 
 if TYPE_CHECKING:
     from perdure.train.trainer import Evaluation, Trainer
@@ -46,7 +46,7 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        source: Source,
+        source: BatchSource,
         max_steps: int | None,
         evaluation: Evaluation | None,
         steps: int = 0,
@@ -60,7 +60,7 @@ class Loop:
         self._manager = trainer.manager = open_manager(trainer, source)
         self._flag = self._manager.preemption
         self._flag.config = config.termination
-        self._group = _Group(trainer.processes) if trainer.processes.count > 1 else None
+        self._group = _StepGroup(trainer.processes) if trainer.processes.count > 1 else None
         self._clock = config.clock
         every = config.save_every
         self._timer = None if every is None else Timer(every, self._clock())
@@ -176,7 +176,7 @@ class Loop:
             hook.before_step(trainer)
         self._logs = trainer.execute(batches)
         trainer.step = start + len(batches)
-        if isinstance(self._source, IteratorSource):
+        if isinstance(self._source, IteratorBatchSource):
             self._source.used()
         for hook in self._after:
             hook.after_step(trainer, self._logs)
@@ -354,7 +354,7 @@ class Loop:
                 under_way.add_note(f"While the run ended: {problem!r}")
 
 
-class _Group:
+class _StepGroup:
     """The processes of a group, which agree before every step on what is next."""
 
     def __init__(self, processes: Processes) -> None:
@@ -369,7 +369,7 @@ class _Group:
         return merged, bool(votes[0] & _DUE)
 
 
-def open_manager(trainer: Trainer, source: Source) -> CheckpointManager:
+def open_manager(trainer: Trainer, source: BatchSource) -> CheckpointManager:
     """The manager that the configuration asks for."""
     config = trainer.config
     options, hours = config.checkpoint, config.keep_checkpoint_every_n_hours
@@ -387,12 +387,12 @@ def open_manager(trainer: Trainer, source: Source) -> CheckpointManager:
     )
 
 
-def whole(trainer: Trainer, source: Source) -> Beside:
+def whole(trainer: Trainer, source: BatchSource) -> Beside:
     """What a checkpoint holds: the state, and beside it the hooks and the data that have a state."""
     extras: dict[str, Any] = {}
     if members := trainer.members:
         extras["hooks"] = members
-    if isinstance(source, IteratorSource):
+    if isinstance(source, IteratorBatchSource):
         extras["data"] = source
     return Beside(trainer.state, extras)
 

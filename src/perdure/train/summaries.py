@@ -27,7 +27,7 @@ SUMMARIES = "summaries"
 _PREFIX = "events.out.tfevents."
 
 
-class Row(msgspec.Struct):
+class SummaryRow(msgspec.Struct):
     """A line of `metrics.jsonl`. `time` is in seconds since 1970; null stands for NaN and the
     infinities, as in a manifest."""
 
@@ -70,7 +70,7 @@ class Summaries:
             return
         now = self._clock()
         # msgspec writes NaN and the infinities, which JSON does not have, as null.
-        self._rows.write(msgspec.json.encode(Row(step, now, dict(values))) + b"\n")
+        self._rows.write(msgspec.json.encode(SummaryRow(step, now, dict(values))) + b"\n")
         self._rows.flush()
         self._events.scalars(step, values, now)
         self._events.flush()
@@ -89,7 +89,7 @@ class Summaries:
         self._rows = self._file = self._events = None
 
 
-def read(path: str | os.PathLike[str]) -> list[Row]:
+def read(path: str | os.PathLike[str]) -> list[SummaryRow]:
     """The rows of a `metrics.jsonl`, up to a line that is not whole."""
     return [row for _, row in _whole(Path(path).read_bytes())]
 
@@ -107,15 +107,15 @@ def cut(path: Path, step: int) -> None:
             file.truncate(end)
 
 
-def _whole(data: bytes) -> list[tuple[int, Row]]:
+def _whole(data: bytes) -> list[tuple[int, SummaryRow]]:
     """Each row with the offset behind it, as far as lines are whole."""
-    found: list[tuple[int, Row]] = []
+    found: list[tuple[int, SummaryRow]] = []
     at = 0
     for line in data.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
         try:
-            row = msgspec.json.decode(line, type=Row)
+            row = msgspec.json.decode(line, type=SummaryRow)
         except msgspec.DecodeError:
             break
         at += len(line)

@@ -17,12 +17,17 @@ from perdure.checkpoint.arguments import makes_state
 from perdure.errors import TrainError
 from perdure.store import LocalStorage
 from perdure.store.urls import open_storage
+from perdure.train.batch_source import (
+    BatchSource,
+    IteratorBatchSource,
+    evaluation_batches,
+    open_source,
+)
 from perdure.train.config import RunConfig
 from perdure.train.hooks import Hook
 from perdure.train.loop import Loop, open_manager, whole
 from perdure.train.metrics import Means
 from perdure.train.progress import Progress
-from perdure.train.source import IteratorSource, Source, evaluation_batches, open_source
 from perdure.train.summaries import Summaries
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
@@ -74,7 +79,7 @@ class Trainer:
         self._many = getattr(step_fn, "many", None)
         self._eval_fn = eval_fn
         self._source = open_source(data, strategy)
-        if isinstance(self._source, IteratorSource) and (strategy or self.processes.count > 1):
+        if isinstance(self._source, IteratorBatchSource) and (strategy or self.processes.count > 1):
             raise TrainError(
                 "a strategy takes its shares by index: expected a dataset with batch(step, replica, "
                 "replicas), found an iterator."
@@ -160,7 +165,7 @@ class Trainer:
         """A statement for the person who watches."""
         self.progress.say(text)
 
-    def recipe(self, source: Source) -> dict[str, Any]:
+    def recipe(self, source: BatchSource) -> dict[str, Any]:
         """What decides the result, for the checkpoints. Raises `TrainError` for two seeds."""
         seed, found = self.config.seed, source.recipe
         if seed is None:

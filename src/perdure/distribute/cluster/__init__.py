@@ -1,16 +1,16 @@
 """Who belongs to the group of processes, where its coordinator listens, and whether all have come.
 
-`resolve` reads the description, `call_roll` meets the others before any framework starts.
+`resolve` reads the description, `await_members` meets the others before any framework starts.
 """
 
-from perdure.distribute.cluster.description import (
+from perdure.distribute.cluster.cluster_spec import (
     Cluster,
     ClusterOptions,
     ClusterResolver,
     SimpleClusterResolver,
 )
+from perdure.distribute.cluster.rendezvous import Member, await_members
 from perdure.distribute.cluster.resolve import SOURCES, resolve, resolve_for, with_existing
-from perdure.distribute.cluster.roll import Member, call_roll
 from perdure.distribute.cluster.tf_config import TFConfigClusterResolver
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Member",
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
-    "call_roll",
+    "await_members",
     "resolve",
     "resolve_for",
     "with_existing",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from perdure.distribute.cluster.description import Cluster, ClusterResolver
+from perdure.distribute.cluster.cluster_spec import Cluster, ClusterResolver
 from perdure.distribute.cluster.schedulers import from_kubernetes, from_open_mpi, from_slurm
 from perdure.distribute.cluster.tf_config import from_tf_config
 from perdure.distribute.cluster.variables import from_jax, from_torchrun

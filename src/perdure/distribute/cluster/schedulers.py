@@ -16,7 +16,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 
-from perdure.distribute.cluster.description import Cluster, integer
+from perdure.distribute.cluster.cluster_spec import Cluster, integer
 from perdure.distribute.cluster.variables import (
     COUNT,
     join_address,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.distribute.cluster.description import Cluster, Task, check_address, integer
+from perdure.distribute.cluster.cluster_spec import Cluster, Task, check_address, integer
 from perdure.errors import ClusterError
 
 NAME = "TF_CONFIG"

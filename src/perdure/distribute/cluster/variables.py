@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perdure.distribute.cluster.description import Cluster, integer
+from perdure.distribute.cluster.cluster_spec import Cluster, integer
 from perdure.errors import ClusterError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"

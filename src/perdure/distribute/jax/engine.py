@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from perdure.checkpoint.processes import Processes
 from perdure.distribute.engine import (
     Grad,
     Guard,
@@ -47,6 +46,7 @@ from perdure.distribute.jax.programs import (
     words,
 )
 from perdure.errors import TopologyError
+from perdure.process_group import Processes
 
 Devices = int | Sequence[Any] | None
 

@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from perdure.checkpoint.processes import Processes, SingleProcess
-from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
+from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
-from perdure.distribute.processes import KeyValueProcesses, late, lost
+from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
+from perdure.process_group import Processes, SingleProcess
 
 
 def join(
@@ -35,7 +35,7 @@ def join(
     """Become a member of the group; nothing to do for a group of one. May be called twice.
 
     A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
-    ClusterError when not all came, or two claim one number (see `call_roll`).
+    ClusterError when not all came, or two claim one number (see `await_members`).
     """
     cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:
@@ -61,7 +61,7 @@ def _members(process_id: int, num_processes: int, wait_s: float) -> Processes:
 def _initialize(
     cluster: Cluster, local_device_ids: Sequence[int] | None, options: ClusterOptions
 ) -> None:
-    call_roll(cluster, options.start_timeout)
+    await_members(cluster, options.start_timeout)
     write_from_all(cluster.process_id)
     limits: dict[str, Any] = {
         # Whole seconds, and not 0.

@@ -31,7 +31,7 @@ _PART = re.compile(r" get-tuple-element\((%[\w.\-]+)\), index=(\d+)")
 def same_program(one: Any, other: Any) -> bool:
     """Whether two compiled programs make their results by the same instructions of the same values."""
     with suppress(*_NOT_UNDERSTOOD):
-        return _Module(_text(one)).entry.result == _Module(_text(other)).entry.result
+        return _HloModule(_text(one)).entry.result == _HloModule(_text(other)).entry.result
     return False
 
 
@@ -47,8 +47,8 @@ def is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bo
 
 
 def _is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bool:
-    module = _Module(_text(whole), open_calls=True)
-    alone, last = _Module(_text(grad)).entry, _Module(_text(update)).entry
+    module = _HloModule(_text(whole), open_calls=True)
+    alone, last = _HloModule(_text(grad)).entry, _HloModule(_text(update)).entry
     calls = module.entry.calls
     if len(calls) != 1 + between or module.called(calls[-1].target).leaves != last.leaves:
         return False
@@ -81,7 +81,7 @@ def _text(program: Any) -> str:
     return text
 
 
-class _Module:
+class _HloModule:
     """The computations of an optimized module, with what each is made of in place of all names.
 
     The module's header is left out, which says its name and for how many devices it is. What the entry

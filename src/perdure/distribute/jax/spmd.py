@@ -34,7 +34,7 @@ from perdure.distribute.jax.programs import (
     strong,
     without_weak_type,
 )
-from perdure.distribute.tree import Node, ShiftReduce, merge
+from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
 
 FORMS_KEPT = 8
 """Shapes of shares and state whose programs are kept: the last batch of an epoch may be smaller."""
@@ -224,9 +224,9 @@ class Together:
         total = self._together(self._total, contributions)
 
         def step(state: Any, turns: list[Any]) -> Any:
-            stack = ShiftReduce(self._each, lambda left, right: add(left, right))
+            stack = TreeSum(self._each, lambda left, right: add(left, right))
             for number, own in enumerate(turns):
-                stack.push(Node(0, number), grad(state, *own))
+                stack.push(TreeNode(0, number), grad(state, *own))
             ((_, root),) = stack.roots()
             return update(state, total(root))
 
@@ -254,7 +254,7 @@ class Together:
         level = self._each.bit_length() - 1
         every = jax.lax.all_gather(bits(leaf), "device")
         nodes = [
-            (Node(level, d), from_bits(every[d], leaf.shape, leaf.dtype))
+            (TreeNode(level, d), from_bits(every[d], leaf.shape, leaf.dtype))
             for d in range(len(self._devices))
         ]
         ((_, total),) = merge(nodes, self._replicas, plus)

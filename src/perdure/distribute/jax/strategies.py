@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from perdure.checkpoint.processes import SingleProcess
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.jax import group
 from perdure.distribute.jax.engine import Devices, JaxEngine
 from perdure.distribute.jax.threads import pin
 from perdure.distribute.strategy import Strategy
+from perdure.process_group import SingleProcess
 
 
 class MirroredStrategy(Strategy):

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute.arrays import is_traced, on_host
-from perdure.distribute.context import (
+from perdure.distribute.metrics import accumulators
+from perdure.distribute.replica import RunContext
+from perdure.distribute.replica_context import (
     compiled_in,
     get_replica_context,
     get_strategy,
     has_strategy,
 )
-from perdure.distribute.metrics import accumulators
-from perdure.distribute.replica import RunContext
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 

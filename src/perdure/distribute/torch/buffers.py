@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.checkpoint import Checkpoint
-from perdure.distribute import nest
+from perdure.distribute import pytree
 from perdure.errors import StateError
 
 # Nothing below these is a module of its own.
@@ -93,7 +93,7 @@ def _buffers(state: Any) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def _tensors(state: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a state outside of modules, with their paths."""
     values = vars(state) if isinstance(state, Checkpoint) else state
-    leaves = [(path.replace("/", "."), leaf) for path, leaf in nest.flatten(values)]
+    leaves = [(path.replace("/", "."), leaf) for path, leaf in pytree.flatten(values)]
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
 

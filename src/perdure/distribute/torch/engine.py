@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from perdure.checkpoint.processes import Processes
-from perdure.distribute import nest
+from perdure.distribute import pytree
 from perdure.distribute.engine import Grad, Guard, Merge, Scalar, Stream, Update, Work
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
@@ -29,6 +28,7 @@ from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.replicas import TorchGuard
 from perdure.errors import StateError, TopologyError
+from perdure.process_group import Processes
 
 # Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
 # operations do (docs/DESIGN.md), and OpenMP's threads spin while they wait for each other: on a machine
@@ -84,31 +84,31 @@ class TorchEngine:
                 leaf = torch.from_numpy(np.asarray(leaf, order="C"))
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-        return nest.transform(move, value)
+        return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
         with self._seeded(stream):
             result, buffers = torch_buffers.isolated(
                 state, lambda: fn(state, share, self.key(stream))
             )
-        for path, leaf in nest.flatten(result):
+        for path, leaf in pytree.flatten(result):
             if not isinstance(leaf, torch.Tensor):
                 raise StateError(
                     f"{path or 'the result'}: contributions must be tensors, found "
                     f"{type(leaf).__name__}"
                 )
         return {
-            "contributions": nest.transform(lambda leaf: leaf.detach(), result),
+            "contributions": pytree.transform(lambda leaf: leaf.detach(), result),
             "buffers": buffers,
         }
 
     def add(self, left: Any, right: Any) -> Any:
         # Never in place: one tensor may stand at two places of a tree.
-        one = [leaf for _, leaf in nest.flatten(left)]
-        other = [leaf for _, leaf in nest.flatten(right)]
+        one = [leaf for _, leaf in pytree.flatten(left)]
+        other = [leaf for _, leaf in pytree.flatten(right)]
         with torch.no_grad():
             sums = torch._foreach_add(one, other)  # pyright: ignore[reportPrivateImportUsage]
-        return nest.rebuild(left, iter(sums))
+        return pytree.rebuild(left, iter(sums))
 
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
         self._check_determinism()
@@ -142,7 +142,7 @@ class TorchEngine:
     ) -> Any:
         def arrays(value: Any) -> Any:
             # What holds none stays the same object: a list may be there to be appended to.
-            held = any(isinstance(leaf, np.ndarray) for _, leaf in nest.flatten(value))
+            held = any(isinstance(leaf, np.ndarray) for _, leaf in pytree.flatten(value))
             return self.put(value, device) if held else value
 
         with contextlib.nullcontext() if stream is None else self._seeded(stream):
@@ -179,23 +179,23 @@ class TorchEngine:
 
     def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
         with torch.no_grad():
-            return nest.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)
+            return pytree.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)
 
     def stack(self, values: list[Any]) -> Any:
-        columns = zip(*([leaf for _, leaf in nest.flatten(v)] for v in values), strict=True)
-        return nest.rebuild(
+        columns = zip(*([leaf for _, leaf in pytree.flatten(v)] for v in values), strict=True)
+        return pytree.rebuild(
             values[0], iter([torch.stack([torch.as_tensor(x) for x in c]) for c in columns])
         )
 
     def signature(self, value: Any) -> Hashable:
-        return nest.structure(value), tuple(
-            (leaf.shape, leaf.dtype) for _, leaf in nest.flatten(value)
+        return pytree.structure(value), tuple(
+            (leaf.shape, leaf.dtype) for _, leaf in pytree.flatten(value)
         )
 
     def describe(self, value: Any) -> dict[str, str]:
         return {
             path: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            for path, leaf in nest.flatten(value)
+            for path, leaf in pytree.flatten(value)
         }
 
     def _check_determinism(self) -> None:

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from perdure.checkpoint.processes import Processes, SingleProcess
-from perdure.distribute import nest
-from perdure.distribute.cluster import Cluster, ClusterOptions, call_roll, with_existing
+from perdure.distribute import pytree
+from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
 from perdure.distribute.engine import Merge, sliced
+from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.distribute.lifeline import Lifeline
-from perdure.distribute.processes import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError
+from perdure.process_group import Processes, SingleProcess
 from perdure.state.framework_group import innermost_store
 
 _joined: dict[Cluster, Processes] = {}
@@ -48,7 +48,7 @@ def join(
     """Become a member of the group; nothing to do for a group of one. May be called twice.
 
     A process group that the program made is joined as it is, whatever its backend. Raises
-    ClusterError when not all came, or two claim one number (see `call_roll`).
+    ClusterError when not all came, or two claim one number (see `await_members`).
     """
     cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:
@@ -68,7 +68,7 @@ def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
     store = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
-    watch = _Watch(wait)
+    watch = _LossWatch(wait)
     if (host := getattr(innermost_store(store), "host", None)) is not None:
         watch.start(_connected(store, wait), cluster.process_id, host)
     # The reference keeps the store alive where the program destroys its group before the end.
@@ -92,7 +92,8 @@ def _connected(store: Any, wait: timedelta) -> Any:
     except (AttributeError, RuntimeError) as error:
         raise ClusterError(
             f"torch.distributed is initialized with a {type(store).__name__} that takes no further "
-            f"connection ({error}); call perdure.init('torch') in place of init_process_group"
+            f"connection ({error}); call perdure.initialize_distributed('torch') in place of "
+            f"init_process_group"
         ) from error
     connection.set_timeout(wait)
     return connection
@@ -116,7 +117,7 @@ _exchange = _Exchange()
 
 
 def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
-    call_roll(cluster, options.start_timeout)
+    await_members(cluster, options.start_timeout)
     host, port = cluster.host_port
     start = timedelta(seconds=options.start_timeout)
     # A process that is gone closes its connections, which is noticed at once. This is for one that
@@ -126,7 +127,7 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
         store = TCPStore(
             host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
         )
-        watch = _Watch(wait)
+        watch = _LossWatch(wait)
         if cluster.is_chief:  # before the others are through the next call
             watch.start(TCPStore(host, port, is_master=False, timeout=wait), 0, host)
         dist.init_process_group(
@@ -153,7 +154,7 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
 
 
 def _leave(
-    store: Any, cluster: Cluster, limit: timedelta, watch: _Watch, _kept: Any = None
+    store: Any, cluster: Cluster, limit: timedelta, watch: _LossWatch, _kept: Any = None
 ) -> None:
     """The store lives in process 0, which must not go before the others have read all they need."""
     watch.leaving()
@@ -174,7 +175,7 @@ def _destroy() -> None:
             dist.destroy_process_group()
 
 
-class _Watch:
+class _LossWatch:
     """Ends the waits of this process for a process that is gone.
 
     A wait in the store has no end but its time limit or the value. So a value that says it is set in
@@ -246,7 +247,7 @@ class _Watch:
 class _Store:
     """torch's key-value store, through a connection of its own: a client locks while it waits."""
 
-    def __init__(self, store: Any, watch: _Watch) -> None:
+    def __init__(self, store: Any, watch: _LossWatch) -> None:
         self._store = store
         self._watch = watch
 
@@ -260,12 +261,12 @@ class _Store:
         try:
             with self._watch.awaiting(key, process) as gone:
                 missing = gone and not self._store.check([key])
-                value = _Watch.GONE if missing else self._store.get(key)
+                value = _LossWatch.GONE if missing else self._store.get(key)
         except RuntimeError as error:
             if "timeout" in str(error):
                 raise late(process, self._watch.seconds) from error
             raise lost("waiting for the other processes", error) from error
-        if value == _Watch.GONE:
+        if value == _LossWatch.GONE:
             raise lost(f"waiting for process {process}")
         self._watch.connect()
         return value
@@ -324,7 +325,7 @@ class _Bulk:
 
     def __init__(self, value: Any) -> None:
         self._like = value
-        leaves = [leaf.detach() for _, leaf in nest.flatten(value)]
+        leaves = [leaf.detach() for _, leaf in pytree.flatten(value)]
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._types = sorted({leaf.dtype for leaf in leaves}, key=str)
         self._order = sorted(range(len(leaves)), key=lambda n: self._types.index(leaves[n].dtype))
@@ -382,4 +383,4 @@ class _Bulk:
             leaf = line[start : start + size].clone().view(dtype).reshape(shape)
             leaves[number] = leaf.to(device)
             start += size
-        return nest.rebuild(self._like, iter(leaves))
+        return pytree.rebuild(self._like, iter(leaves))

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perdure.distribute import nest
-from perdure.distribute.context import get_replica_context
+from perdure.distribute import pytree
 from perdure.distribute.engine import Guard
 from perdure.distribute.lockstep import Meeting
 from perdure.distribute.patches import with_subclasses, wrap
+from perdure.distribute.replica_context import get_replica_context
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
@@ -78,14 +78,14 @@ class TorchGuard(Guard):
 
     @contextlib.contextmanager
     def replica(self, replica: int, own: Any) -> Iterator[None]:
-        storages = {_storage(leaf) for _, leaf in nest.flatten(own) if _is_tensor(leaf)}
+        storages = {_storage(leaf) for _, leaf in pytree.flatten(own) if _is_tensor(leaf)}
         self._storages[replica] = storages
         self._own[replica] = {}
         self._read[replica] = set()
         self.resume(replica)
         token = _guard.set(self)
         try:
-            with _Watch(storages, self._gradients), _Attributes(self):
+            with _ChangeWatch(storages, self._gradients), _Attributes(self):
                 yield
         finally:
             _guard.reset(token)
@@ -304,7 +304,7 @@ class TorchGuard(Guard):
 _guard: ContextVar[TorchGuard | None] = ContextVar("perdure_torch_guard", default=None)
 
 
-class _Watch(TorchDispatchMode):
+class _ChangeWatch(TorchDispatchMode):
     """Raises for a change of a tensor that is from outside of the replica.
 
     `storages`: the memory of tensors that belong to the replica; what it makes is added. `gradients`:

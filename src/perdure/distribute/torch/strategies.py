@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from perdure.checkpoint.processes import SingleProcess
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.torch import group
 from perdure.distribute.torch.engine import TorchEngine
+from perdure.process_group import SingleProcess
 
 
 class MirroredStrategy(Strategy):

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perdure.checkpoint import Checkpoint
-from perdure.distribute import nest
+from perdure.distribute import pytree
 from perdure.distribute.engine import Work
 from perdure.distribute.torch import buffers as torch_buffers
 
@@ -183,8 +183,8 @@ def _private(state: Any) -> tuple[Any, bool]:
 def _around(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         return _module(value, memo)
-    if (children := nest.children(value)) is not None:
-        return nest.remake(value, {name: _around(child, memo) for name, child in children})
+    if (children := pytree.children(value)) is not None:
+        return pytree.remake(value, {name: _around(child, memo) for name, child in children})
     if isinstance(value, Checkpoint):
         return Checkpoint(**{name: _around(old, memo) for name, old in vars(value).items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -239,7 +239,7 @@ def _ambient() -> bool:
 
 def _digest(value: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for path, leaf in nest.flatten(value):
+    for path, leaf in pytree.flatten(value):
         digest.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
         digest.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.digest()

@@ -1,0 +1,83 @@
+"""Whether a program could restore what it saves, found out at the save and not after a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from perdure.errors import MismatchError, StateError
+from perdure.state import Template, differences, listed, template_of
+from perdure.store import Leaf
+
+
+class RestoreCheck:
+    """Compares what is saved with the target that the program restores into.
+
+    The first save of a manager is compared in full; without a target it is compared with the state
+    itself. Later ones, and those after a restore, are compared again if the paths, dtypes or shapes
+    changed since the save or the restore before.
+    """
+
+    def __init__(self) -> None:
+        self._template: Template | None = None
+        self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
+
+    def expect(self, like: Any) -> None:
+        """The program restores into `like`. Of that, names, dtypes and shapes are kept."""
+        try:
+            self._template = template_of(like)
+        except StateError:  # the first save raises the same, with the state at hand
+            self._template = None
+        self._known = None
+
+    @property
+    def plain(self) -> Collection[str]:
+        """Paths at which the target has NumPy arrays and numbers; none without a target."""
+        return () if self._template is None else self._template.plain
+
+    def restored(self, leaves: Mapping[str, Leaf]) -> None:
+        """The target took `leaves`, so a save of another structure is a change, and warned about.
+
+        An error would stop an interrupted run at a step that an uninterrupted one passes.
+        """
+        self._known = _structure(leaves)
+
+    def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
+        """Raise `MismatchError` if the first save could not be restored. Later calls return at once."""
+        if self._known is not None:
+            return
+        template, target = self._template, "the target that was given to the restore"
+        if template is None:
+            template, target = template_of(state), "the state itself"
+        if lines := differences(template, leaves):
+            grown = (
+                " A list or a dict that grows belongs in an object with `state_dict` and "
+                "`load_state_dict`."
+            )
+            raise MismatchError(
+                f"{where}: this state could never be restored into {target}:\n{listed(lines)}\n"
+                f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
+                f"structure, dtypes and shapes as the state that the loop saves."
+                f"{grown * any(line.wanted is None and not line.reason for line in lines)}"
+            )
+        self._known = _structure(leaves)
+
+    def changed(self, where: str, leaves: Mapping[str, Leaf]) -> str | None:
+        """A warning, if the structure changed to one that the target does not take any more."""
+        if self._known is None or self._template is None:
+            return None
+        structure = _structure(leaves)
+        if structure == self._known:
+            return None
+        self._known = structure
+        if not (lines := differences(self._template, leaves)):
+            return None
+        return (
+            f"{where}: the structure of the state has changed, and it can no longer be restored into "
+            f"the target that this program began with:\n{listed(lines)}\n"
+            f"A restart needs a target of the new structure."
+        )
+
+
+def _structure(leaves: Mapping[str, Leaf]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(path, leaf.dtype, leaf.shape) for path, leaf in leaves.items()]

@@ -1,0 +1,122 @@
+"""What a person sees of a drill: a line for each run as it is over, then the sums and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from perdure.drill.drill import DrillRow
+
+_STYLE = {"pass": "green", "differs": "bold red", "failed": "bold red", "not fired": "yellow"}
+_MOST_LEAVES = 8
+
+
+class TextReporter:
+    """Draws on `console`; a quiet one draws nothing."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self._console = console
+        self._runs = runs
+        self._done = 0
+
+    def tell(self, what: str, row: DrillRow | None) -> None:
+        """What is under way, or a faulted run that is over."""
+        if row is None:
+            self._console.print(f"[dim]{escape(what)} ...[/dim]")
+            return
+        self._done += 1
+        fired = hits(row.outcome.fired, row.scenario.faults)
+        style = _STYLE[row.verdict]
+        self._console.print(
+            f"{self._done:>4}/{self._runs} [{style}]{row.verdict:<9}[/{style}] {what:<20} "
+            f"{escape(fired)}"
+        )
+
+    def summary(self, document: Mapping[str, Any]) -> None:
+        """The table of faults, what differs and why, the verdict."""
+        console = self._console
+        if document["runs"]:
+            console.print(_table(document))
+        for kind, why in sorted(document["impossible"].items()):
+            console.print(f"[dim]not tried: {kind}: {escape(why.splitlines()[0])}[/dim]")
+        plain = document["undisturbed"]
+        if plain["difference"]:
+            console.print("[bold red]two undisturbed runs differ[/bold red]")
+            _explain(console, plain)
+        told: set[str] = set()
+        for run in document["runs"]:
+            if run["verdict"] in ("differs", "failed") and str(run["diagnosis"]) not in told:
+                told.add(str(run["diagnosis"]))
+                said = escape(hits(run["fired"], run["faults"]))
+                console.print(f"[bold red]run {run['run']}[/bold red] ({said})")
+                _explain(console, run)
+        console.print(verdict(document))
+
+
+def hits(fired: Sequence[str], faults: int) -> str:
+    """What happened to a run, and how much of what was planned did not."""
+    said = "; ".join(fired) or "nothing fired"
+    return said if len(fired) >= faults else f"{said} ({len(fired)} of {faults} planned)"
+
+
+def verdict(document: Mapping[str, Any]) -> str:
+    """One line."""
+    runs = document["runs"]
+    good = sum(run["verdict"] == "pass" for run in runs)
+    if document["pass"]:
+        fired = sum(len(run["fired"]) for run in runs)
+        end = (document["undisturbed"]["fingerprint"] or "")[:16]
+        return (
+            f"PASS: {good} faulted runs, {fired} faults fired, every checkpoint and every end has "
+            f"the fingerprint of the undisturbed run ({end})"
+        )
+    if document["undisturbed"]["difference"]:
+        return "FAIL: the program does not come out the same without any fault"
+    silent = sum(not run["all_fired"] for run in runs)
+    unfired = f", {silent} whose faults did not all fire" if silent else ""
+    return f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}"
+
+
+def _table(document: Mapping[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("fault", no_wrap=True)
+    for column in ("runs", "fired", "same bits", "attempts", "repeated", "lost s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for kind, counts in sorted(document["faults"].items()):
+        runs = [run for run in document["runs"] if run["kind"] == kind]
+        table.add_row(
+            kind,
+            str(counts["runs"]),
+            str(counts["fired"]),
+            str(counts["pass"]),
+            str(sum(len(run["attempts"]) for run in runs)),
+            str(sum(run["repeated_steps"] for run in runs)),
+            f"{sum(run['lost_seconds'] for run in runs):.1f}",
+        )
+    return table
+
+
+def _explain(console: Console, found: Mapping[str, Any]) -> None:
+    """The first difference, and its cause with what shows it."""
+    if difference := found["difference"]:
+        console.print(f"  first difference: {escape(difference['what'])}")
+        for leaf in difference["leaves"][:_MOST_LEAVES]:
+            console.print(
+                f"    {escape(leaf['path'])}: expected {escape(leaf['expected'] or 'no such leaf')}, "
+                f"found {escape(leaf['found'] or 'no such leaf')}"
+            )
+        if (more := len(difference["leaves"]) - _MOST_LEAVES) > 0:
+            console.print(f"    and {more} more")
+    if found.get("problem"):
+        console.print(f"  {escape(found['problem'])}")
+        for line in found["log"].splitlines():
+            console.print(f"    [dim]{escape(line)}[/dim]")
+    if diagnosis := found["diagnosis"]:
+        console.print(f"  [bold]cause: {escape(diagnosis['what'])}[/bold] ({diagnosis['cause']})")
+        for each in diagnosis["evidence"]:
+            console.print(f"    - {escape(each)}")
+        console.print(f"  to mend it: {escape(diagnosis['advice'])}")

@@ -1,0 +1,193 @@
+"""Deleting checkpoints and giving back the room of what nobody needs: a plan, then its execution.
+
+Invariant: at any instant every checkpoint that stays is readable. A manifest goes before its packs;
+a pack goes only when no manifest that stays, and no quarantined one, reads from it; a pack that is
+mostly dead goes only when its live chunks are durable elsewhere and every manifest names them there.
+While a manifest is unreadable no pack goes. Nothing else is ever deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from perdure.errors import StoreError
+from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
+from perdure.store.contents import Contents, note_removed, reason_name
+from perdure.store.failures import DamagedChunk
+from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
+from perdure.store.storage import Storage
+
+DEAD_SHARE = 0.5
+"""A pack is compacted when more than this share of its bytes would be given back."""
+
+SPARE_BYTES = 1024 * 1024
+"""Room that a compaction leaves, for the manifests that it replaces and for whoever else writes."""
+
+
+@dataclass(frozen=True)
+class PruneRequest:
+    """What shall be deleted: the input of a plan.
+
+    `orphans_to`: packs that no manifest mentions go too when the step of their save is not above it;
+    later ones may belong to a save in progress. `compact_from`: packs that are mostly dead are
+    compacted when that gives back at least so many bytes; None leaves them. `everywhere` looks at
+    every pack for that, otherwise only at those that a checkpoint being deleted reads from.
+    `quarantined` are names of manifests in quarantine that go.
+    """
+
+    steps: frozenset[int] = frozenset()
+    orphans_to: int = -1
+    compact_from: int | None = None
+    everywhere: bool = False
+    quarantined: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class CollectPlan:
+    """What will happen, in this order: manifests of `steps` and those of `quarantined` go, then `packs`
+    and `orphans`; then the live chunks of `compact` are copied into one new pack, the manifests of
+    `rewrite` are replaced by ones that read from there, and the packs of `compact` go.
+
+    `freed` bytes are given back, `copied` of them are written again first. `held_back` says why
+    packs that nobody needs stay.
+    """
+
+    request: PruneRequest
+    steps: tuple[int, ...] = ()
+    packs: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()
+    compact: tuple[str, ...] = ()
+    rewrite: tuple[int, ...] = ()
+    freed: int = 0
+    copied: int = 0
+    held_back: str | None = None
+    quarantined: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.steps or self.packs or self.orphans or self.compact or self.quarantined)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an execution did: manifests that were replaced, and packs that were left uncompacted
+    because a chunk in them is damaged or cannot be read, or because there is no room for the copy,
+    with the reason."""
+
+    replaced: Mapping[int, Manifest]
+    left: Mapping[str, str]
+    damaged: tuple[DamagedChunk, ...] = ()
+
+
+def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
+    """The consequences of a request. Raises `StoreError` when it names a pinned step."""
+    present = held.manifests.keys() | held.unreadable.keys()
+    gone = request.steps & present
+    if refused := sorted(gone & held.pinned):
+        raise StoreError(
+            f"steps {', '.join(map(str, refused))} are pinned and were not deleted; nothing was "
+            f"changed. Unpin them first."
+        )
+    steps = tuple(sorted(gone))
+    set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
+    if held.unknown:
+        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
+        return CollectPlan(request, steps, held_back=why)
+    if blind := sorted(held.unreadable.keys() - gone):
+        why = (
+            f"the manifest of step {blind[0]} cannot be read and may need any pack: "
+            f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
+        )
+        return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
+    kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
+    in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
+    needed = _named(kept.values()) | in_quarantine
+    touched = _named(held.manifests[step] for step in gone if step in held.manifests)
+    touched |= _named(held.quarantined[name] for name in set_aside)
+    packs = sorted((touched - needed) & held.packs.keys())
+    orphans, why = _orphans(held, request, touched | needed)
+    candidates = (needed - in_quarantine) & held.packs.keys()
+    if not request.everywhere:
+        candidates &= touched
+    live = _mostly_dead(held, kept, candidates, request)
+    rewrite = [step for step, man in kept.items() if any(p.name in live for p in man.packs)]
+    old = sum(held.packs[name] for name in (*packs, *orphans, *live))
+    copied = relocated_size(live)
+    return CollectPlan(
+        request=request,
+        steps=steps,
+        packs=tuple(packs),
+        orphans=tuple(orphans),
+        compact=tuple(sorted(live)),
+        rewrite=tuple(rewrite) if live else (),
+        freed=old - copied,
+        copied=copied,
+        held_back=why,
+        quarantined=set_aside,
+    )
+
+
+def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
+    """Carry out a plan that was made from `held`, which was read under the lock just now.
+
+    After a crash at any point, plan again.
+    """
+    for step in plan.steps:
+        storage.delete(manifest_name(step))
+    for name in plan.quarantined:
+        with suppress(OSError):  # a full disk must not keep what would give room back
+            note_removed(storage, held.quarantined[name])
+        storage.delete(name)
+        storage.delete(reason_name(name))
+    for name in (*plan.packs, *plan.orphans):
+        storage.delete(PACKS + name)
+    if not plan.compact:
+        return Collected({}, {})
+    free = storage.free_bytes()
+    if free is not None and plan.copied + SPARE_BYTES > free:
+        # Compaction can wait: on a disk that is nearly full it must not be what fails.
+        why = (
+            f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
+        )
+        return Collected({}, dict.fromkeys(plan.compact, why))
+    kept = {step: held.manifests[step] for step in plan.rewrite}
+    replaced, left = compact(storage, kept, plan.compact)
+    for name in plan.compact:
+        if name not in left:
+            storage.delete(PACKS + name)
+    damaged = [error for error in left.values() if isinstance(error, DamagedChunk)]
+    advice = {error.pack: " `perdure verify --repair` sets it aside." for error in damaged}
+    why = {name: f"{error}{advice.get(name, '')}" for name, error in left.items()}
+    return Collected(replaced, why, tuple(damaged))
+
+
+def _orphans(
+    held: Contents, request: PruneRequest, mentioned: set[str]
+) -> tuple[list[str], str | None]:
+    orphans = sorted(
+        name for name in held.packs.keys() - mentioned if 0 <= pack_step(name) <= request.orphans_to
+    )
+    if orphans and held.lost:
+        return [], f"{held.lost[0]} cannot be read and may need packs that nobody else does"
+    return orphans, None
+
+
+def _mostly_dead(
+    held: Contents, kept: Mapping[int, Manifest], candidates: set[str], request: PruneRequest
+) -> dict[str, LiveChunks]:
+    if request.compact_from is None or not candidates:
+        return {}
+    chosen = {}
+    for name, live in live_chunks(kept.values(), candidates).items():
+        # What a pack of its live chunks alone would take: so a pack just compacted is never chosen.
+        spared = held.packs[name] - relocated_size({name: live})
+        if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:
+            chosen[name] = live
+    return chosen
+
+
+def _named(manifests: Iterable[Manifest]) -> set[str]:
+    return {pack.name for manifest in manifests for pack in manifest.packs}

@@ -1,0 +1,212 @@
+"""One checkpoint written by several processes: who writes which chunk, and how it becomes one.
+
+Every process holds the whole state. Chunk i of the state, in path order, is written by process
+i mod P; what belongs to one process alone (its `Own` leaves) is written by that one; the chief puts
+the shares together. Nothing here commits: the manifest, written by the chief after all shares are
+durable, makes all of it visible, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct
+
+from perdure.errors import CorruptionError
+from perdure.store.codec import Encode
+from perdure.store.format import (
+    SCALAR_PREFIX,
+    Chunk,
+    LeafRecord,
+    PackRecord,
+    array_record,
+    chunk_spans,
+    hash_bytes,
+)
+from perdure.store.leaf import Leaf, containers_of
+from perdure.store.storage import Storage
+from perdure.store.writer import Held, Written, write_pack
+
+
+class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one process wrote: its chunks by number, each as (hash, pack, offset, length).
+
+    `state` is the hash of the whole state as this process holds it. `ranked` and `local` are the
+    records of its own leaves, whose chunks count the packs in the order of `packs`.
+    """
+
+    state: str
+    chunks: dict[int, tuple[str, str, int, int]]
+    packs: dict[str, int]
+    ranked: tuple[LeafRecord, ...] = ()
+    local: tuple[LeafRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Own:
+    """The leaves that one process has and the others have not, by path.
+
+    `ranked` are part of the state (members wrapped in `PerRank`), `local` are not (its random
+    generators).
+    """
+
+    ranked: Mapping[str, Leaf] = field(default_factory=dict)
+    local: Mapping[str, Leaf] = field(default_factory=dict)
+
+
+class RemoteLeaf(Struct, frozen=True, gc=False):
+    """A leaf of another process: what a fingerprint needs of it, without its bytes."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    digests: tuple[str, ...]
+
+    @property
+    def data(self) -> memoryview:
+        return memoryview(b"")
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.dtype.startswith(SCALAR_PREFIX)
+
+    def hashes(self) -> list[str]:
+        return list(self.digests)
+
+
+class OwnRows(Struct, frozen=True):
+    """The `Own` leaves of one process, for the others."""
+
+    ranked: tuple[RemoteLeaf, ...]
+    local: tuple[RemoteLeaf, ...]
+
+    @classmethod
+    def of(cls, own: Own) -> OwnRows:
+        def rows(leaves: Mapping[str, Leaf]) -> tuple[RemoteLeaf, ...]:
+            return tuple(
+                RemoteLeaf(path, leaf.dtype, leaf.shape, tuple(leaf.hashes()))
+                for path, leaf in sorted(leaves.items())
+            )
+
+        return cls(rows(own.ranked), rows(own.local))
+
+
+def write_pack_part(
+    storage: Storage,
+    step: int,
+    leaves: Mapping[str, Leaf],
+    known: Mapping[str, Held],
+    process: int,
+    count: int,
+    encode: Encode | None = None,
+    own: Own | None = None,
+) -> PackPart:
+    """Write the chunks that are this process's and that `known` lacks; durable on return."""
+    own = own or Own()
+    mine = {
+        # Names that sort as the numbers do, and before all others.
+        f"{number:012d}": Leaf(leaves[path].dtype, (len(data),), data, frozen=True)
+        for number, (path, data) in enumerate(_chunks(leaves))
+        if number % count == process
+    }
+    everything = mine | {f"r{path}": leaf for path, leaf in own.ranked.items()}
+    written = write_pack(storage, step, process, everything, known, encode, own.local)
+    packs = written.packs
+    chunks = {
+        int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
+        for record in written.leaves[: len(mine)]
+        for chunk in record.chunks
+    }
+    hashed = {number: placed[0] for number, placed in chunks.items()}
+    return PackPart(
+        state=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
+        chunks=chunks,
+        packs={pack.name: pack.size for pack in packs},
+        ranked=tuple(
+            msgspec.structs.replace(record, path=record.path[1:])
+            for record in written.leaves[len(mine) :]
+        ),
+        local=tuple(written.local),
+    )
+
+
+def assemble(leaves: Mapping[str, Leaf], shares: Sequence[PackPart]) -> Written:
+    """What the manifest lists, from the shares of all processes."""
+    placed = {number: at for share in shares for number, at in share.chunks.items()}
+    sizes = {name: size for share in shares for name, size in share.packs.items()}
+    names: dict[str, int] = {}
+    chunks: dict[str, list[Chunk]] = {path: [] for path in leaves}
+    for number, (path, data) in enumerate(_chunks(leaves)):
+        if number not in placed:
+            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
+        digest, pack, offset, length = placed[number]
+        if length > len(data):
+            raise CorruptionError(
+                f"leaf {path!r}: chunk {number} has {len(data)} bytes here and {length} in the process "
+                f"that wrote it."
+            )
+        chunks[path].append(Chunk(digest, names.setdefault(pack, len(names)), offset, length))
+    records = [
+        LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text)
+        if leaf.is_scalar
+        else array_record(path, leaf.dtype, leaf.shape, chunks[path], len(leaf.data))
+        for path, leaf in sorted(leaves.items())
+    ]
+    located = {at[0]: Held(*at[1:]) for at in placed.values()}
+    local: list[LeafRecord] = []
+    for share in shares:
+        packs_of_share = list(share.packs)
+
+        def numbered(chunk: Chunk, packs: Sequence[str] = packs_of_share) -> Chunk:
+            pack = packs[chunk.pack]
+            located[chunk.hash] = Held(pack, chunk.offset, chunk.length)
+            number = names.setdefault(pack, len(names))
+            return Chunk(chunk.hash, number, chunk.offset, chunk.length)
+
+        for gathered, own in ((records, share.ranked), (local, share.local)):
+            gathered += [
+                msgspec.structs.replace(record, chunks=tuple(map(numbered, record.chunks)))
+                for record in own
+            ]
+    for gathered in (records, local):
+        gathered.sort(key=lambda record: record.path)
+    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
+    return Written(records, packs, located, local)
+
+
+def leaf_digests(
+    leaves: Mapping[str, Leaf], hashed: Mapping[int, str] | None = None
+) -> dict[str, str]:
+    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere.
+
+    `hashed` has the hashes of chunks, by number, that are known already: they are not hashed again.
+    """
+    hashed = hashed or {}
+    digests: dict[str, str] = {}
+    number = 0
+    for path, leaf in sorted(leaves.items()):
+        if leaf.is_scalar:
+            digests[path] = hash_bytes(f"{leaf.dtype}{hash_bytes(leaf.data)}".encode())
+            continue
+        parts = [leaf.describe()]
+        for data in _cut(leaf):
+            parts.append(hashed.get(number) or hash_bytes(data))
+            number += 1
+        digests[path] = hash_bytes("".join(parts).encode())
+    for path, container in containers_of(leaves).items():
+        digests[f"{path} (structure)"] = hash_bytes(msgspec.json.encode(container))
+    return digests
+
+
+def _chunks(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview]]:
+    for path, leaf in sorted(leaves.items()):
+        if not leaf.is_scalar:
+            for data in _cut(leaf):
+                yield path, data
+
+
+def _cut(leaf: Leaf) -> Iterator[memoryview]:
+    for start, stop in chunk_spans(len(leaf.data)):
+        yield leaf.data[start:stop]

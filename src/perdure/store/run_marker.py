@@ -1,0 +1,101 @@
+"""Telling a run directory from any other place.
+
+Invariant: a place that is not empty and has no marker is never written to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+from perdure.errors import CorruptionError, NotARunError, StoreError
+from perdure.store.contents import committed_steps
+from perdure.store.failures import is_gone, read_error
+from perdure.store.format import (
+    LOCK,
+    MARKER,
+    TEMP_SUFFIX,
+    decode_manifest,
+    decode_marker,
+    manifest_name,
+)
+from perdure.store.local import LocalStorage
+from perdure.store.storage import Storage
+
+
+def is_run_directory(
+    storage: Storage, *, create: bool, repair: bool = False, again: bool = False
+) -> bool:
+    """Whether the marker is there; False for a place in which the first writer may put it.
+
+    That is an empty place with `create`, and with `repair` one that holds a readable manifest, beside
+    a marker that is missing or damaged. Raises `NotARunError` for any other place, `CorruptionError`
+    for a damaged marker, `FormatVersionError` for a newer run directory, and `UnreachableError` if
+    the storage cannot be read.
+    """
+    where = f"{storage.where}/{MARKER}"
+    try:
+        decode_marker(storage.read(MARKER), where)
+        return True
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise NotARunError(f"{storage.where}: expected a directory, found a file.") from None
+    except OSError as error:
+        if not is_gone(error):
+            raise read_error(error, where) from error
+    except CorruptionError as error:
+        return _is_repairable(storage, repair, CorruptionError, str(error).rstrip("."))
+    try:
+        found = _entries(storage)
+    except OSError as error:
+        if not is_gone(error):
+            raise read_error(error, storage.where) from error
+        raise NotARunError(f"{storage.where}: {error}.") from error
+    if create and not found:
+        return False
+    if found and MARKER in found and not again:
+        # Another process made it one in between. Once only: a dangling link is listed and not there.
+        return is_run_directory(storage, create=create, repair=repair, again=True)
+    if steps := committed_steps(storage):
+        why = f"{where}: missing beside {len(steps)} checkpoints"
+        return _is_repairable(storage, repair, NotARunError, why)
+    elif found is None:
+        what = "nothing there; check the path"
+    else:
+        what = f"{', '.join(found[:5]) or 'an empty directory'}; name another directory"
+    raise NotARunError(f"{storage.where}: expected a run directory (with {MARKER}), found {what}.")
+
+
+def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], why: str) -> bool:
+    """False if a repair may write the marker again; raises `kind` otherwise."""
+    reason = "there is no checkpoint beside it. Name another directory, or remove that file"
+    for step in reversed(committed_steps(storage)):
+        name = manifest_name(step)
+        try:
+            decode_manifest(storage.read(name), f"{storage.where}/{name}", step)
+        except (CorruptionError, OSError) as error:
+            reason = f"no manifest beside it can be read either: {error}"
+            continue
+        if repair:
+            return False
+        raise kind(
+            f"{why}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
+            f"file again. Nothing was changed."
+        )
+    raise kind(f"{why}, and {reason}. Nothing was changed.")
+
+
+def _entries(storage: Storage) -> list[str] | None:
+    """What lies in a directory that is not a run yet; None where there is no directory."""
+    if isinstance(storage, LocalStorage):
+        try:
+            return sorted(name for name in os.listdir(storage.where) if not _ours(name))
+        except FileNotFoundError:
+            return None
+    return list(itertools.islice((n for n in storage.list("") if not _ours(n)), 5)) or None
+
+
+def _ours(name: str) -> bool:
+    """What a crash before the marker leaves; a directory that holds nothing else is empty."""
+    return name == LOCK or (name.startswith((LOCK, MARKER)) and name.endswith(TEMP_SUFFIX))

@@ -1,0 +1,139 @@
+"""Where batches come from, as the loop needs it: the batch of a step, and what to save of it.
+
+Data that are addressed by index have no position, so nothing of them is saved. An iterator is taken
+when it can say where it is and be put back; every other one is refused, because a run that goes on
+with other data would not be the same run. Invariant: what is saved of an iterator is its position
+before the batches that were fetched and not used yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from perdure.data.pipelines import gives_batch_of_step, is_grain, is_pipeline, pipeline_error
+from perdure.errors import DataError
+from perdure.state import is_positioned, position, reposition
+
+
+class BatchSource:
+    """Batches by index. `fetch` gives the one of a step."""
+
+    stateful = False
+
+    def __init__(self, fetch: Callable[[int], Any], recipe: Mapping[str, Any]) -> None:
+        self.fetch = fetch
+        self.recipe = dict(recipe)
+
+
+class IteratorBatchSource(BatchSource):
+    """Batches from an iterator that can be put back; a member of the checkpoint itself.
+
+    `fetch` raises `StopIteration` at the end of the data.
+    """
+
+    stateful = True
+
+    def __init__(self, iterator: Iterator[Any], recipe: Mapping[str, Any]) -> None:
+        super().__init__(self._next, recipe)
+        self._iterator = iterator
+        self._before: Any = None
+
+    def used(self) -> None:
+        """The batches that were fetched went into the state."""
+        self._before = None
+
+    def state_dict(self) -> Any:
+        return self._where() if self._before is None else self._before
+
+    def load_state_dict(self, where: Any) -> None:
+        self._before = None
+        if is_positioned(self._iterator):
+            reposition(self._iterator, where)
+        else:
+            self._iterator.load_state_dict(where)  # type: ignore[attr-defined]
+
+    def _where(self) -> Any:
+        if is_positioned(self._iterator):
+            return position(self._iterator)
+        return self._iterator.state_dict()  # type: ignore[attr-defined]
+
+    def _next(self, step: int) -> Any:
+        if self._before is None:
+            self._before = self._where()
+        return next(self._iterator)
+
+
+def open_source(data: Any, strategy: Any = None) -> BatchSource:
+    """The source of training batches that `data` stands for.
+
+    A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
+    distributed dataset, a function of the step, a sequence of batches (which begins again at its
+    end), or an iterator with a position. Without a strategy also Grain's `MapDataset` and
+    `IterDataset` of batches. Raises `DataError` for anything else.
+    """
+    own = strategy.recipe() if strategy is not None else {}
+    if callable(getattr(data, "from_step", None)):
+        recipe = strategy.recipe(data) if strategy is not None else data.recipe()
+        return BatchSource(lambda step: next(iter(data.from_step(step).take(1))), recipe)
+    if is_grain(data, "MapDataset") and strategy is None:
+        # Not modulo its length: Grain draws the order of the next epoch from the larger index.
+        return BatchSource(lambda step: _grain_batch(data, step), {**own, "batches": len(data)})
+    if is_pipeline(data) and (strategy is not None or not is_grain(data, "IterDataset")):
+        raise pipeline_error(data)
+    if gives_batch_of_step(data):
+        if strategy is not None:
+            return BatchSource(lambda step: strategy.batch(data, step), strategy.recipe(data))
+        return BatchSource(data.batch, data.recipe() if hasattr(data, "recipe") else {})
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        count = len(data)
+        if not count:
+            raise DataError("the sequence of batches is empty; training needs at least one.")
+        return BatchSource(lambda step: data[step % count], {**own, "batches": count})
+    if callable(data) and not isinstance(data, Iterable):
+        return BatchSource(data, own)
+    iterator = iter(data) if isinstance(data, Iterable) else data
+    if is_positioned(iterator) or (
+        hasattr(iterator, "__next__")
+        and hasattr(iterator, "state_dict")
+        and hasattr(iterator, "load_state_dict")
+    ):
+        return IteratorBatchSource(iterator, own)
+    raise DataError(
+        f"expected data that can be put back where a run was interrupted, found a "
+        f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset addressed by step "
+        f"(perdure.ArrayDataset, anything with batch(step)), a function of the step, a list of "
+        f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict."
+    )
+
+
+def _grain_batch(data: Any, step: int) -> Any:
+    batch = data[step]
+    if batch is None:
+        raise DataError(
+            f"batch {step} of the grain.MapDataset is None: a filter after batch() dropped it. Filter "
+            f"the examples before they are batched."
+        )
+    return batch
+
+
+def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> Iterator[Any]:
+    """One pass over `data`, or its first `steps` batches. Any iterable will do: nothing resumes it."""
+    if callable(getattr(data, "from_step", None)):
+        # From its start, wherever it stands: an evaluation depends on the step alone.
+        data = data.from_step(0)
+        yield from data.take(data.steps_per_epoch if steps is None else steps)
+        return
+    if isinstance(data, Iterable) and not gives_batch_of_step(data):
+        yield from itertools.islice(data, steps)
+        return
+    if steps is None:
+        steps = getattr(data, "steps_per_epoch", None)
+    if steps is None:
+        raise DataError(
+            f"an evaluation needs to know where a {type(data).__qualname__} ends; pass `steps`."
+        )
+    source = open_source(data, strategy)
+    for number in range(steps):
+        yield source.fetch(number)

@@ -1,0 +1,179 @@
+"""The roll call: all come, or every one that came is told who did not, or who came twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from group import free_port
+
+from perdure.distribute import Cluster, ClusterOptions
+from perdure.distribute.cluster import Member, await_members, rendezvous
+from perdure.errors import ClusterError
+
+# For a roll that nothing completes, and for one that is complete as soon as all are there.
+BRIEF_S, AMPLE_S = 0.5, 30
+HOSTS = ("a:1", "b:1", "c:1")
+
+
+def play(
+    numbers: list[int],
+    count: int,
+    limit: float = AMPLE_S,
+    join: Callable[[Cluster, float], Any] = await_members,
+) -> list[Any]:
+    """What each process gets or raises; `numbers` are those that come, by threads of this process."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def attend(number: int) -> Any:
+        try:
+            return join(Cluster(address, count, number, HOSTS[:count], "the test"), limit)
+        except ClusterError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(attend, numbers))
+
+
+def test_all_come_in_any_order_and_learn_who_is_there() -> None:
+    for order in ([0, 1, 2], [2, 1, 0]):
+        answers = play(order, 3)
+        expected = [Member(n, 3, socket.gethostname(), os.getpid(), "the test") for n in range(3)]
+        assert answers == [tuple(expected)] * 3
+
+
+def test_who_did_not_come_is_named_in_every_process_that_came() -> None:
+    answers = play([0, 2], 3, BRIEF_S)
+    assert len(set(answers)) == 1
+    assert "after 0.5 s 1 of 3 processes had not come: process 1 (b:1). Here are" in answers[0]
+    assert f"process 2 ({socket.gethostname()}, pid {os.getpid()})" in answers[0]
+    (alone,) = play([0], 3, BRIEF_S)
+    assert "2 of 3 processes had not come: process 1 (b:1), process 2 (c:1)." in alone
+    assert "Nobody came at all: is 127.0.0.1:" in alone
+
+
+def test_a_coordinator_that_does_not_come() -> None:
+    answers = play([1, 2], 3, BRIEF_S)
+    for number, answer in enumerate(answers, 1):
+        assert answer.startswith(f"process {number} ({socket.gethostname()}, pid")
+        assert "waited 0.5 s for process 0 at 127.0.0.1:" in answer
+        assert "(from the test), which never answered: [Errno" in answer
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 1], [0, 0, 1]])
+def test_a_number_claimed_twice_is_told_to_all(numbers: list[int]) -> None:
+    answers = play(numbers, 3)
+    twice = numbers[1]
+    assert len(set(answers)) == 1
+    assert f"two processes claim the number {twice}: pid {os.getpid()} on" in answers[0]
+    assert "Every process needs its own number, 0 to 2" in answers[0]
+
+
+def test_processes_that_do_not_agree_how_many_they_are() -> None:
+    address = f"127.0.0.1:{free_port()}"
+
+    def attend(cluster: Cluster) -> str:
+        with pytest.raises(ClusterError) as error:
+            await_members(cluster, AMPLE_S)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        clusters = [Cluster(address, 3, 0, source="x"), Cluster(address, 2, 1, source="y")]
+        answers = list(pool.map(attend, clusters))
+    assert answers[0] == answers[1]
+    assert "expects 3 (from x), process 1" in answers[0]
+    assert "expects 2 (from y)" in answers[0]
+
+
+def test_strangers_and_those_that_went_away_do_not_count() -> None:
+    """A scan of ports, a health probe, and a worker that died and was started again."""
+    port = free_port()
+    cluster = Cluster(f"127.0.0.1:{port}", 3, 0)
+
+    def knock(data: bytes) -> None:
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(data)
+                    return
+            except ConnectionRefusedError:
+                continue
+
+    hello = {"hello": "perdure-roll-call-1", "count": 3, "host": "h", "source": "s", "pid": -1}
+    lines = [json.dumps({**hello, "index": index}).encode() + b"\n" for index in (1, 7, "x")]
+    with ThreadPoolExecutor(2) as pool:
+        chief = pool.submit(await_members, cluster, AMPLE_S)
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", *lines):
+            knock(data)
+        second = pool.submit(await_members, Cluster(cluster.coordinator, 3, 1), AMPLE_S)
+        members = await_members(Cluster(cluster.coordinator, 3, 2), AMPLE_S)
+        assert chief.result() == members == second.result()
+    assert [member.pid for member in members] == [os.getpid()] * 3
+
+
+@pytest.mark.parametrize(("number", "answer"), [(0, b"SSH-2.0\r\n"), (1, b"SSH-2.0\r\n"), (1, b"")])
+def test_a_port_where_something_else_listens(
+    number: int, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program, or a group that has started already: of the two engines' services one answers
+    nonsense, and the other one nothing. It is told at once, and an error in the end."""
+    monkeypatch.setattr(rendezvous, "_SHORT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
+        port = other.getsockname()[1]
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = other.accept()
+                except OSError:
+                    return
+                with connection:
+                    # Read first: closing with bytes unread resets the connection, answer and all.
+                    connection.recv(4096)
+                    if answer:
+                        connection.sendall(answer)
+                    else:
+                        connection.recv(4096)  # until the other side has waited long enough
+
+        pool.submit(serve)
+        try:
+            with (
+                pytest.warns(
+                    UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll"
+                ) as told,
+                pytest.raises(ClusterError) as error,
+            ):
+                await_members(Cluster(f"127.0.0.1:{port}", 2, number), BRIEF_S)
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+    assert len(told) == 1
+    assert "asked again for up to 0.5 s" in str(told[0].message)
+    if not answer:
+        assert "which never answered: timed out" in str(error.value)
+    elif number == 0:
+        assert "the port is taken, and not by a process of this group" in str(error.value)
+    else:
+        assert "does another process claim number 1?), or another program" in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_both_engines_call_the_roll_first(engine: str) -> None:
+    if engine == "jax":
+        from perdure.distribute.jax import group
+    else:
+        from perdure.distribute.torch import group
+
+    def join(cluster: Cluster, limit: float) -> Any:
+        return group.join(cluster, options=ClusterOptions(start_timeout=limit))
+
+    answers = play([0, 2], 3, BRIEF_S, join)
+    assert len(set(answers)) == 1
+    assert "1 of 3 processes had not come: process 1 (b:1)." in answers[0]
+    answers = play([0, 1, 1], 3, AMPLE_S, join)
+    assert len(set(answers)) == 1
+    assert "two processes claim the number 1" in answers[0]

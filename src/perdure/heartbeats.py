@@ -138,7 +138,7 @@ class _Writer:
 
 def _unwritten(path: str, error: OSError) -> None:
     warnings.warn(
-        f"{path}: the heartbeat cannot be written: {error}. Training goes on, and `perdure run` may "
+        f"{path}: the heartbeat cannot be written: {error}. Training continues, and `perdure run` may "
         f"take it for hung; free some space there.",
         stacklevel=3,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import Members, flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
@@ -55,7 +56,7 @@ class Checkpoint(Members):
         with Run(directory, create=True, codec=codec) as run:
             saved = run.save(step, flatten(self)).fingerprint
             for note in run.notes:
-                warnings.warn(note, stacklevel=2)
+                warn_caller(note)
             return saved
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
@@ -110,6 +111,5 @@ def load_verified(
     loaded = run.load_newest(wanted) if step is None else run.load(step_number(step), wanted)
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
-    for bad, reason in loaded.skipped:
-        warnings.warn(f"{run.where}: step {bad} is damaged and was skipped: {reason}", stacklevel=3)
+    warn_of_skipped(run.where, loaded)
     return loaded

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, SupportsFloat
 from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
+from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.options import ManagerOptions, Restored
 from perdure.checkpoint.preemption import PreemptionFlag
@@ -85,7 +86,7 @@ class CheckpointManager(RunQueries):
         max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
         interval = positive("save_interval_steps", save_interval_steps)
         self._processes: Processes = processes or SingleProcess()
-        self._recipe = RecipeCheck(recipe, allow, self._processes)
+        recipe_check = RecipeCheck(recipe, allow, self._processes)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
         self._mirror: Mirror | None = None
         if mirror is not None:
@@ -96,26 +97,12 @@ class CheckpointManager(RunQueries):
         self._interval = SaveInterval(interval, run)
         self._entered = False
         self.preemption = PreemptionFlag(describe=partial(_newest, run))
-        self._saver = BackgroundSaver(
-            run,
-            self._mirror,
-            self._processes,
-            self._recipe,
-            max_to_keep,
-            options,
-            self.preemption.grace,
-        )
-        self._restorer = Restorer(
-            run,
-            self._mirror,
-            self._processes,
-            self._recipe,
-            self._saver.restore_check,
-            self._saver.random,
-        )
+        self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
+        self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
+        self._restorer = Restorer(managed, saver.restore_check, saver.random)
         # A manager that nobody refers to any more lets the next writer in once its save has ended, as
         # in a notebook whose cell is run again. The thread that saves refers to the saver.
-        self._finalizer = weakref.finalize(self._saver, _abandon, run, self.preemption, os.getpid())
+        self._finalizer = weakref.finalize(saver, _abandon, run, self.preemption, os.getpid())
         self._finalizer.atexit = False
 
     @property
@@ -133,13 +120,13 @@ class CheckpointManager(RunQueries):
             StepNotFoundError: There is no checkpoint of that step.
         """
         self._change("pin", step, self._run.pin)
-        self._saver.update_mirror()
+        self._managed.update_mirror()
 
     @exclusive
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._change("unpin", step, self._run.unpin)
-        self._saver.update_mirror()
+        self._managed.update_mirror()
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step without `force`. Changes nothing.
@@ -217,7 +204,7 @@ class CheckpointManager(RunQueries):
         is_committed = self._saver.settle(wait=True)
         if mirror and self._mirror is not None and self._processes.is_chief:
             self._mirror.wait(self._options.mirror_wait)
-            self._saver.warn_of_mirror()
+            self._managed.warn_of_mirror()
         return is_committed
 
     def is_saving_in_progress(self) -> bool:
@@ -351,7 +338,7 @@ class CheckpointManager(RunQueries):
             LockedError: There is another writer.
         """
         run_in_chief(self._processes, "claim()", self._run.begin_writing)
-        self._saver.update_mirror()
+        self._managed.update_mirror()
 
     @exclusive
     def rollback(self, step: int) -> list[int]:
@@ -377,7 +364,7 @@ class CheckpointManager(RunQueries):
         self._saver.forget_highest()
         steps = self._change("rollback", step, self._run.rollback)
         self._interval.record(step_number(step))
-        self._saver.update_mirror()
+        self._managed.update_mirror()
         return steps
 
     @exclusive
@@ -399,7 +386,7 @@ class CheckpointManager(RunQueries):
             # Waited for: a restore would take it from the mirror again.
             self._mirror.delete(step_number(step))
             self._mirror.wait(self._options.mirror_wait)
-            self._saver.warn_of_mirror()
+            self._managed.warn_of_mirror()
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
@@ -427,7 +414,7 @@ class CheckpointManager(RunQueries):
                 finally:
                     if not self._saver.busy:  # it is, if the wait was interrupted or left out
                         self._saver.release()
-                self._saver.warn_of_mirror()
+                self._managed.warn_of_mirror()
 
     def __enter__(self) -> CheckpointManager:
         self.require_open("__enter__")

@@ -7,13 +7,11 @@ from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall, run_in_all
-from perdure.checkpoint.mirror import Mirror
+from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.options import Restored
-from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
-from perdure.process_group import Processes
 from perdure.state import part_filter, part_names, restore_part, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.per_rank import placed
@@ -22,26 +20,22 @@ from perdure.store import Loaded, Run
 
 
 class Restorer:
-    """Restores states from `run` and its mirror for a manager.
+    """Restores states from a run directory and its mirror, for a manager.
 
     Args:
+        managed: The run directory.
         check: Is told which targets the program restores into.
         random: Gets back the random generators of this process; None to leave them alone.
     """
 
     def __init__(
         self,
-        run: Run,
-        mirror: Mirror | None,
-        processes: Processes,
-        recipe: RecipeCheck,
+        managed: ManagedRun,
         check: RestoreCheck,
         random: ProcessRandom | None,
     ) -> None:
-        self._run = run
-        self._mirror = mirror
-        self._processes = processes
-        self._recipe = recipe
+        self._managed = managed
+        self._processes = managed.processes
         self._check = check
         self._random = random
 
@@ -51,15 +45,16 @@ class Restorer:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
         names = None if leaves is None else part_names(leaves)
         GroupCall(self._processes, "restore").barrier()
-        self._recipe.check_group("restore")
+        self._managed.recipe.check_group("restore")
         wanted = None if names is None else part_filter(names)
-        source, readable = load_in_group(self._run, self._processes, step, wanted, self._mirror)
+        run, mirror = self._managed.run, self._managed.mirror
+        source, readable = load_in_group(run, self._processes, step, wanted, mirror)
         for note in source.notes:
-            warn_caller(f"{self._run.where}: {note}")
+            warn_caller(f"{run.where}: {note}")
         if (loaded := source.loaded) is None:
             return None
         if self._processes.is_chief:
-            warn_of_skipped(self._run.where, loaded, set_aside(self._run, loaded, readable))
+            warn_of_skipped(run.where, loaded, set_aside(run, loaded, readable))
         state = run_in_all(self._processes, lambda: self._rebuild(loaded, like, names))
         if names is None:
             self._restore_random(loaded)
@@ -77,8 +72,8 @@ class Restorer:
             self._random.begin()
 
     def _rebuild(self, loaded: Loaded, like: Any, names: tuple[str, ...] | None) -> Any:
-        where = f"{self._run.where}: step {loaded.manifest.step}"
-        self._recipe.check_resume(where, loaded.manifest.recipe)
+        where = f"{self._managed.where}: step {loaded.manifest.step}"
+        self._managed.recipe.check_resume(where, loaded.manifest.recipe)
         with placed(self._processes.index, self._processes.count):
             if like is None:
                 return unflatten(loaded.leaves)
@@ -93,7 +88,7 @@ class Restorer:
         """The last part of a restore, because the others may draw random numbers."""
         if self._random is None:
             return
-        where = f"{self._run.where}: step {loaded.manifest.step}"
+        where = f"{self._managed.where}: step {loaded.manifest.step}"
         for note in self._random.restore(loaded.local, self._processes, where):
             warn_caller(note)
 

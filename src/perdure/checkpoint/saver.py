@@ -16,41 +16,35 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall
 from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
-from perdure.checkpoint.mirror import Mirror
+from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
-from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import MismatchError, PruneError, SaveError, StoreError
 from perdure.heartbeats import saving
-from perdure.process_group import Processes
 from perdure.state import snapshot
 from perdure.state.per_rank import Place, placed
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
-from perdure.store import Leaf, Run
+from perdure.store import Leaf
 from perdure.store.pack_part import Own
 
 
 class BackgroundSaver:
-    """Saves states into `run` for a manager."""
+    """Saves states into a run directory, for a manager."""
 
     def __init__(
         self,
-        run: Run,
-        mirror: Mirror | None,
-        processes: Processes,
-        recipe: RecipeCheck,
+        managed: ManagedRun,
         max_to_keep: int | None,
         options: ManagerOptions,
         grace: GracePeriod,
     ) -> None:
         self.restore_check = RestoreCheck()
         self.random = ProcessRandom() if options.save_random_state else None
-        self._run = run
-        self._mirror = mirror
-        self._processes = processes
-        self._recipe = recipe
+        self._managed = managed
+        self._run = managed.run
+        self._processes = managed.processes
         self._max_to_keep = max_to_keep
         self._options = options
         self._grace = grace
@@ -97,7 +91,7 @@ class BackgroundSaver:
 
         A preempted run warns about a state that could not be restored; otherwise that is an error.
         """
-        self._recipe.check_group("save")
+        self._managed.recipe.check_group("save")
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
@@ -139,23 +133,12 @@ class BackgroundSaver:
                 if note not in self._warned:
                     self._warned.add(note)
                     warn_caller(note)
-        self.warn_of_mirror()
+        self._managed.warn_of_mirror()
         return committed
 
     def forget_highest(self) -> None:
         """The newest step may change: the next save asks for it again."""
         self._highest = None
-
-    def update_mirror(self) -> None:
-        """Bring the mirror up to date, in the background."""
-        if self._mirror is not None and self._processes.is_chief:
-            self._mirror.notify()
-
-    def warn_of_mirror(self) -> None:
-        """Warn about what went wrong in the mirror."""
-        if self._mirror is not None:
-            for note in self._mirror.notes():
-                warn_caller(note)
 
     def release(self) -> None:
         """Give back the memory of snapshots and the lock of the run."""
@@ -178,11 +161,10 @@ class BackgroundSaver:
             local: Mapping[str, Leaf] = {}
             if self.random and generators is not None:
                 local = self.random.leaves(generators, place.index)
-            if self._processes.count == 1:
-                self._run.save(step, leaves, self._recipe.recipe, metrics, local=local)
-            else:
+            if self._processes.count > 1:
                 self._commit_in_group(step, leaves, metrics, place, local)
                 return
+            self._run.save(step, leaves, self._managed.recipe.recipe, metrics, local=local)
         finally:
             saving(None)
             notes, self._run.notes = self._run.notes, []
@@ -202,7 +184,7 @@ class BackgroundSaver:
             ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
         state = GroupState(step, leaves, Own(ranked, local))
         channel = self._processes.channel("save")
-        with save_in_group(self._run, channel, state, self._recipe.recipe, metrics):
+        with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
             if self._processes.is_chief:
                 self._prune(step)
 
@@ -239,12 +221,13 @@ class BackgroundSaver:
         try:
             self._apply_retention(step)
         finally:
-            self.update_mirror()
+            self._managed.update_mirror()
 
     def _apply_retention(self, step: int) -> None:
         if self._max_to_keep is None:
             return
-        in_use = None if self._mirror is None else self._mirror.copying
+        mirror = self._managed.mirror
+        in_use = None if mirror is None else mirror.copying
         plan = plan_prune(
             self._run, self._max_to_keep, self._options.retention, saved=step, in_use=in_use
         )

@@ -94,8 +94,8 @@ def metric_numbers(metrics: Any) -> dict[str, float]:
 def makes_state(value: Any) -> bool:
     """Whether `value` is a function that makes a state, and not a state that can be called.
 
-    Modules of every framework are callable. Only a function, a method, a class, a
-    `functools.partial`, a compiled function, or another callable that cannot be saved is called.
+    Modules of every framework are callable. The only values taken for a function are functions,
+    methods, classes, `functools.partial`s, compiled functions, and callables that cannot be saved.
     """
     if not callable(value):
         return False

@@ -2,7 +2,7 @@
 
 from perdure.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.checkpoint.options import ManagerOptions, Restored
+from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
 from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from perdure.checkpoint.retention import Retention

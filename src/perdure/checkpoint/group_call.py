@@ -23,7 +23,7 @@ R = TypeVar("R")
 T = TypeVar("T", bound=Struct)
 
 
-class Outcome(Struct):
+class CallOutcome(Struct):
     """How a call ended in one process: without an error, or with an error of this class and text.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome(Struct):
     fingerprint: str = ""
 
     @classmethod
-    def of(cls, error: BaseException | None) -> Outcome:
+    def of(cls, error: BaseException | None) -> CallOutcome:
         if error is None:
             return cls()
         # The other processes raise the public class that a private one derives from.
@@ -136,7 +136,7 @@ def run_in_chief(
     if not processes.is_chief:
         return list(follow_chief(processes).steps)
     steps, error = attempt(action)
-    outcome = Outcome.of(error)
+    outcome = CallOutcome.of(error)
     outcome.steps = tuple(steps or ())
     broadcast_outcome(processes, outcome)
     if error is not None:
@@ -180,28 +180,28 @@ def attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
         return None, error
 
 
-def broadcast_outcome(processes: Processes, outcome: Outcome) -> None:
+def broadcast_outcome(processes: Processes, outcome: CallOutcome) -> None:
     """The chief's side of `follow_chief`."""
     processes.broadcast(msgspec.msgpack.encode(outcome))
 
 
-def follow_chief(processes: Processes) -> Outcome:
+def follow_chief(processes: Processes) -> CallOutcome:
     """The outcome that the chief broadcasts; raises its error."""
-    outcome = decoded(processes.broadcast(None), Outcome)
+    outcome = decoded(processes.broadcast(None), CallOutcome)
     if outcome.kind is not None:
         raise outcome.error_of("the chief process")
     return outcome
 
 
-def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, Outcome]:
+def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, CallOutcome]:
     """The errors of all processes, by process. A collective."""
-    sent = processes.gather(msgspec.msgpack.encode(Outcome.of(error)))
-    outcomes = [decoded(data, Outcome) for data in sent]
+    sent = processes.gather(msgspec.msgpack.encode(CallOutcome.of(error)))
+    outcomes = [decoded(data, CallOutcome) for data in sent]
     return {number: outcome for number, outcome in enumerate(outcomes) if outcome.kind is not None}
 
 
 def raise_first(
-    processes: Processes, failed: Mapping[int, Outcome], error: BaseException | None
+    processes: Processes, failed: Mapping[int, CallOutcome], error: BaseException | None
 ) -> NoReturn:
     """Raise the error of the first process that has one; an interrupt of this process stays one."""
     first = min(failed)

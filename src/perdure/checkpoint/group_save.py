@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from perdure import errors
 from perdure.checkpoint.group_call import (
-    Outcome,
+    CallOutcome,
     attempt,
     broadcast_outcome,
     decoded,
@@ -84,7 +84,7 @@ def save_in_group(
             except BaseException as raised:  # noqa: BLE001 (raised below in all processes)
                 error = raised
         agreed = None if error is None else as_save_error(error)
-        broadcast_outcome(processes, Outcome.of(agreed))
+        broadcast_outcome(processes, CallOutcome.of(agreed))
         if agreed is not None:
             _raise_agreed(error, agreed)
     else:
@@ -105,7 +105,7 @@ def decline_save(processes: Processes, step: int, error: BaseException) -> None:
     _gather_own(processes, Own())
     if processes.is_chief:
         processes.broadcast(_NOTHING)
-        broadcast_outcome(processes, Outcome.of(as_save_error(error)))
+        broadcast_outcome(processes, CallOutcome.of(as_save_error(error)))
         return
     _follow(processes, {}, lambda: (_failed(processes, step, error), None))
     try:

@@ -18,8 +18,8 @@ from perdure.checkpoint.arguments import makes_state, positive, step_number, ste
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
 from perdure.checkpoint.managed_run import ManagedRun
+from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
-from perdure.checkpoint.options import ManagerOptions, Restored
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
@@ -263,7 +263,7 @@ class CheckpointManager(RunQueries):
                 saved is called.
 
         Raises:
-            Error: As `restore`, except for a run without a checkpoint.
+            CorruptionError, UnreachableError, MismatchError: As `restore`.
         """
         self.require_open("restore_or_initialize")
         # Not in turn with other calls: it is the caller's function.
@@ -295,11 +295,11 @@ class CheckpointManager(RunQueries):
         A `TerminationConfig` may name another way to exit. Raises what the save raised, whatever
         `on_error` says: status 75 means that the state is saved.
         """
-        self._save_preempted(step, state, metrics)
+        self._save_and_exit(step, state, metrics)
         self.exit_preempted()
 
     @exclusive
-    def _save_preempted(
+    def _save_and_exit(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         step = step_number(step)
@@ -311,11 +311,11 @@ class CheckpointManager(RunQueries):
 
     def exit_preempted(self) -> NoReturn:
         """Exit with status 75 once what was saved before is durable, without another save."""
-        self._close_preempted()
+        self._exit_preempted()
         self.preemption.exit_process()  # not in turn: `exit_fn` is the caller's
 
     @exclusive
-    def _close_preempted(self) -> None:
+    def _exit_preempted(self) -> None:
         self._saver.settle(wait=True)
         self._closed = True
         if self._mirror is not None:
@@ -461,7 +461,7 @@ class CheckpointManager(RunQueries):
 
 
 def _newest(run: Run) -> str:
-    """For people, when time runs out."""
+    """A sentence on the newest checkpoint, for a grace period that is over."""
     steps = run.steps()
     return (
         f"The newest committed checkpoint in {run.where} is step {steps[-1]}."
@@ -471,7 +471,7 @@ def _newest(run: Run) -> str:
 
 
 def _abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
-    """What `close` does for a manager that nobody refers to any more; its save has ended then."""
+    """Close a manager that nobody refers to any more, after its save has ended."""
     if os.getpid() != pid:  # the lock is the parent's
         return
     preemption.abandon()

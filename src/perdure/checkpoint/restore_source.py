@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from perdure.checkpoint.group_call import (
-    Outcome,
+    CallOutcome,
     attempt,
     broadcast_outcome,
     follow_chief,
@@ -200,7 +200,7 @@ def _lead(
 ) -> RestoreSource | None:
     """Pick and load a checkpoint in the chief, and tell the others which one."""
     source, error = attempt(lambda: load_newest_good(run, mirror, step, wanted, unreadable))
-    outcome = Outcome.of(error)
+    outcome = CallOutcome.of(error)
     if source is not None:
         outcome.mirrored = source.mirrored
         if source.loaded is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall, run_in_all
 from perdure.checkpoint.managed_run import ManagedRun
-from perdure.checkpoint.options import Restored
+from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError

@@ -17,7 +17,7 @@ from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall
 from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
 from perdure.checkpoint.managed_run import ManagedRun
-from perdure.checkpoint.options import ManagerOptions
+from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import MismatchError, PruneError, SaveError, StoreError

@@ -62,6 +62,9 @@ class CheckpointManager(RunQueries):
             PERDURE_ALLOW names more of them.
         processes: The group, `strategy.processes`; None for a single process.
 
+    Attributes:
+        preemption: The flag that SIGTERM sets, for loops that need more than `reached_preemption`.
+
     Raises:
         ArgumentError: An argument has a value that cannot be used.
         NotARunError: `directory` holds something else.
@@ -100,8 +103,8 @@ class CheckpointManager(RunQueries):
         self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)
-        # A manager that nobody refers to any more lets the next writer in once its save has ended, as
-        # in a notebook whose cell is run again. The thread that saves refers to the saver.
+        # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
+        # writer in once its save has ended: the thread that saves refers to the saver.
         self._finalizer = weakref.finalize(saver, _abandon, run, self.preemption, os.getpid())
         self._finalizer.atexit = False
 

@@ -1,4 +1,4 @@
-"""`BackgroundSaver`: a snapshot in the call, then the commit, the retention and the mirror behind it.
+"""`BackgroundSaver`: snapshots in the call of the user; commits and retention in the background.
 
 Invariant: one save at a time is under way, and its error is raised by the next call, never swallowed.
 """

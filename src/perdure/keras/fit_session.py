@@ -66,8 +66,7 @@ class FitSession(Callback):
         self._arena = SnapshotBuffer()
         if self._preemptible:
             iterator = ref(fit.iterator)
-            manager.preemption.in_scope = lambda frame: is_running(frame, iterator())
-            manager.preemption.install()
+            manager.preemption.install(lambda frame: is_running(frame, iterator()))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """All other callbacks have begun: bring back what was saved."""

@@ -59,7 +59,7 @@ class Loop:
         self._evaluation = evaluation
         self._manager = trainer.manager = open_manager(trainer, source)
         self._flag = self._manager.preemption
-        self._flag.config = config.termination
+        self._flag.configure(config.termination)
         self._group = _StepGroup(trainer.processes) if trainer.processes.count > 1 else None
         self._clock = config.clock
         every = config.save_every
@@ -188,13 +188,8 @@ class Loop:
 
     def _await(self, fetch: Callable[[], Any], nothing: Any) -> tuple[int, Any]:
         """What `fetch` gives, or the news that a notice came first: data may be long in coming."""
-        flag = self._flag
         try:
-            flag.interruptible = True  # before the look, or a notice in between would wait
-            try:
-                return (_PREEMPTED, nothing) if flag.raised else (_GO, fetch())
-            finally:
-                flag.interruptible = False
+            return _GO, self._flag.interruptible(fetch)
         except Interrupted:
             return _PREEMPTED, nothing
 

@@ -212,12 +212,12 @@ def kill_and_resume(where: Path, path: Path, code: list[Block]) -> tuple[dict[st
 
 # Runs that are in the middle when they are copied. Others of the documents have one checkpoint.
 RESUMED = {
-    "README.md": {"runs/first", "runs/jax", "runs/torch"},
+    "README.md": {"runs/first"},
     "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/own"},
     "MODELS.md": {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
     },
-    "STRATEGIES.md": {"runs/digits"},
+    "STRATEGIES.md": {"runs/jax", "runs/torch", "runs/digits"},
 }
 
 

@@ -43,7 +43,7 @@ demo: $(DEMO)  ## train, kill, resume elsewhere, compare the bits (ENGINE=jax or
 	$(BIN)/perdure demo --engine $(ENGINE) $(ARGS)
 
 test: $(TEST)  ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: format-check lint types contracts test  ## format, lint, types, import contracts, tests
 

@@ -248,9 +248,10 @@ def _touch(loaded: Any) -> None:
 
 
 def _arrays(state: Any) -> list[np.ndarray]:
-    """Copies of all values of a state."""
-    leaves = state.values() if isinstance(state, dict) else state.get_weights()
-    return [np.array(leaf) for leaf in leaves]
+    """Copies of all values of a state, those of a dict by name."""
+    if not isinstance(state, dict):
+        return state.get_weights()
+    return [np.array(state[name]) for name in sorted(state)]
 
 
 def flips_returned(subject: Subject, path: Path, state: Any) -> int:

@@ -1,6 +1,5 @@
-# One command for each job; `make` lists them. Needs Python 3.11 or newer and nothing else: the
-# environment in $(VENV) is made at the first use, and brought up to date when pyproject.toml or the
-# constraints change.
+# One command for each job; `make` lists them. Needs Python 3.11 or newer and nothing else. The first
+# use makes the environment in $(VENV), and a change of pyproject.toml or the constraints updates it.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -23,8 +22,8 @@ EXTRAS_torch := torch,demo
 
 BENCHES := $(subst _,-,$(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
 PROOFS  := $(subst _,-,$(patsubst proofs/proof_%.py,proof-%,$(wildcard proofs/proof_*.py)))
-# A bench with a requirements file of its own (frameworks to compare with) has an environment of its
-# own too, so that what it needs never decides what the tests run on. The same holds for a proof.
+# A benchmark or a proof with its own requirements file (frameworks to compare with) has its own
+# environment, so that its requirements never decide which versions the tests run on.
 PEERED  := $(filter $(patsubst requirements/%.txt,%,$(wildcard requirements/bench-*.txt)),$(BENCHES))
 APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
@@ -33,7 +32,7 @@ APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 .PHONY: help setup demo test check format format-check lint types contracts freeze bench clean FORCE
 
 help:  ## list the targets
-	@echo "Targets (ARGS='...' is handed to the program):"
+	@echo "Targets (ARGS='...' is passed to the program):"
 	@sed -n 's/^\($$(.*): \)\{0,1\}\([a-z%-]*\):.*  ## \(.*\)/  \2|\3/p' $(firstword $(MAKEFILE_LIST)) \
 	  | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
@@ -43,7 +42,7 @@ demo: $(DEMO)  ## train, kill, resume elsewhere, compare the bits (ENGINE=jax or
 	$(BIN)/perdure demo --engine $(ENGINE) $(ARGS)
 
 test: $(TEST)  ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: format-check lint types contracts test  ## format, lint, types, import contracts, tests
 
@@ -91,10 +90,10 @@ clean:  ## remove the environment and everything that was built
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("perdure needs Python 3.11 or \
-	newer, and $(PYTHON) is " + sys.version.split()[0] + "; say: make PYTHON=python3.11 ...")'
+	newer, and $(PYTHON) is " + sys.version.split()[0] + "; use: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# Editable, so that one environment serves the demo and the tests, whichever came first.
+# Editable, so that one environment serves the demo and the tests, in either order.
 $(VENV)/.stamp-demo-%: $(INPUTS) | $(BIN)/python
 	$(if $(EXTRAS_$*),,$(error ENGINE is jax or torch, not '$*'))
 	@echo "Installing perdure with its $* engine into $(VENV) (once)"

@@ -38,7 +38,7 @@ STATE_BYTES = 5_000_000
 LEAVES = 12
 
 
-class CallGuard(Hook):
+class BlockTimer(Hook):
     """Times blocks of `block` steps of the run, and as many bare ones after each of them.
 
     Blocks begin at `offset`, so that a save behind a multiple of the block lies inside of one.
@@ -99,7 +99,7 @@ def batches(step: int) -> Any:
     return np.float32(step % 7)
 
 
-def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) -> CallGuard:
+def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) -> BlockTimer:
     """One run of the Trainer with bare blocks in it."""
 
     def bare(held: Any, start: int, count: int) -> Any:
@@ -107,7 +107,7 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
             held, _ = step(held, batches(number))
         return held
 
-    turns = CallGuard(bare, block, block // 4)
+    turns = BlockTimer(bare, block, block // 4)
     with tempfile.TemporaryDirectory(prefix="perdure-bench-") as where:
         saves = (
             {"save_checkpoints_secs": 3600} if save is None else {"save_checkpoints_steps": save}
@@ -145,7 +145,7 @@ def figure(what: str, values: list[float], unit: str, against: str, most: float)
     return compared(row(what, value, unit, spread), against, most, most=1.0)
 
 
-def overheads(turns: CallGuard) -> list[float]:
+def overheads(turns: BlockTimer) -> list[float]:
     """Seconds a step that each block took above the mean of the bare blocks around it."""
     around = [turns.bare[0], *turns.bare]
     return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from store_peers import SUBJECTS
+from store_peers import FLIPS, SUBJECTS
 from store_probe import MIB, may_drop_caches, middle, spread
 from table import Row, compared, finish, installed, row
 
@@ -87,6 +87,7 @@ def peer_rows(found: dict[str, dict[str, Any] | None]) -> list[Row]:
             ("load", "cold load of 2 GiB", "GB/s"),
             ("stall", "stall of an asynchronous save of 2 GiB", "ms"),
             ("small", "durable save of 5 MB in 12 leaves", "ms"),
+            ("flips", "flipped bits that a load returns as data", f"of {FLIPS}"),
         ):
             if figures is None:
                 rows += [row(f"{name}: {text}", None, unit, _why(name))] if key == "write" else []

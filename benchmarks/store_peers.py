@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from store_probe import MIB, fresh, sync_tree, timed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+FLIPS = 24
+
 
 class Subject(Protocol):
     """`change` gives a state with other bytes in every 4 MiB; `stall` is what the loop waits."""
@@ -27,7 +30,7 @@ class Subject(Protocol):
     def make(self, leaves: int, nbytes: int) -> Any: ...
     def change(self, state: Any) -> Any: ...
     def save(self, path: Path, step: int, state: Any) -> float | None: ...
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any: ...
+    def load(self, path: Path, step: int, like: Any) -> Any: ...
 
 
 class Torch:
@@ -48,7 +51,7 @@ class Torch:
         self.torch.save(state, path / f"{step}.pt")
         sync_tree(path)
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         return self.torch.load(path / f"{step}.pt")
 
 
@@ -59,7 +62,7 @@ class Safetensors(Torch):
         save_file(state, path / f"{step}.safetensors")
         sync_tree(path)
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         from safetensors.torch import load_file
 
         return load_file(path / f"{step}.safetensors")
@@ -72,7 +75,7 @@ class Dcp(Torch):
         dcp.save(state, checkpoint_id=path / str(step), no_dist=True)
         sync_tree(path)
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         import torch.distributed.checkpoint as dcp
 
         target = {name: self.torch.empty_like(leaf) for name, leaf in like.items()}
@@ -134,7 +137,7 @@ class Orbax(Jax):
         sync_tree(path / str(step))
         return stall
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         import jax
 
         target = jax.tree.map(self.ocp.utils.to_shape_dtype_struct, like)
@@ -157,7 +160,7 @@ class Perdure(Jax):
         self.manager.wait_until_finished()
         return stall
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         from perdure import load_checkpoint
 
         return load_checkpoint(path, step)
@@ -187,7 +190,7 @@ class Tensorflow:
         tf.train.CheckpointManager(checkpoint, str(path), max_to_keep=None).save(step)
         sync_tree(path)
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         import tensorflow as tf
 
         tf.train.Checkpoint(**like).restore(f"{path}/ckpt-{step}").assert_consumed()
@@ -218,7 +221,7 @@ class Keras:
         state.save_weights(path / f"{step}.weights.h5")
         sync_tree(path)
 
-    def load_checkpoint(self, path: Path, step: int, like: Any) -> Any:
+    def load(self, path: Path, step: int, like: Any) -> Any:
         like.load_weights(path / f"{step}.weights.h5")
         return like
 
@@ -244,16 +247,52 @@ def _touch(loaded: Any) -> None:
             leaf[::1024].sum()
 
 
+def _arrays(state: Any) -> list[np.ndarray]:
+    """Copies of all values of a state, those of a dict by name."""
+    if not isinstance(state, dict):
+        return state.get_weights()
+    return [np.array(state[name]) for name in sorted(state)]
+
+
+def flips_returned(subject: Subject, path: Path, state: Any) -> int:
+    """How many of FLIPS loads return other values than were saved, each after one bit was flipped in
+    the largest file of the checkpoint. A load that raises returns nothing."""
+    subject.save(path, 1, state)
+    saved = _arrays(state)
+
+    def differs() -> bool:
+        loaded = _arrays(subject.load(path, 1, state))
+        return not all(map(np.array_equal, loaded, saved))
+
+    if differs():
+        raise RuntimeError("an undamaged checkpoint was loaded with other values")
+    files = [file for file in path.rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    whole = largest.read_bytes()
+    random = np.random.default_rng(0)
+    returned = 0
+    for place in random.integers(len(whole) // 10, len(whole) * 9 // 10, FLIPS):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(random.integers(8))
+        largest.write_bytes(damaged)
+        with suppress(Exception):  # every format has an error of its own
+            returned += differs()
+    largest.write_bytes(whole)
+    return returned
+
+
 def measure(name: str, path: Path, nbytes: int, rounds: int) -> dict[str, Any]:
-    """GB/s of durable saves and cold loads of `nbytes` in 64 MiB leaves, ms of 5 MB in 12 leaves."""
+    """GB/s of durable saves and cold loads of `nbytes` in 64 MiB leaves, ms of 5 MB in 12 leaves, and
+    how many of FLIPS flipped bits a load returns as data."""
     subject: Subject = SUBJECTS[name][0]()
-    out: dict[str, Any] = {"write": [], "load": [], "stall": [], "small": []}
+    out: dict[str, Any] = {"write": [], "load": [], "stall": [], "small": [], "flips": []}
     small = subject.make(12, 5_000_000 // 12 // 4 * 4)
     at = fresh(path / "small")
     for step in range(1, 9):
         small = subject.change(small)
         ms = 1e3 * timed(lambda s=small, n=step: subject.save(at, n, s), warm_memory=False)
         out["small"] += [ms] if step > 2 else []
+    out["flips"].append(flips_returned(subject, fresh(path / "flips"), small))
     state = subject.make(nbytes // (64 * MIB), 64 * MIB)
     for step in range(1, rounds + 1):
         state = subject.change(state)

@@ -147,7 +147,7 @@ def _restore_falls_back(copy: Path, good: tuple[int, ...], steps: list[int], vic
         with CheckpointManager(copy) as manager:
             _, step = manager.restore()
     told = any(victim in str(warning.message) for warning in caught)
-    # A flip in a pack's index is found by the verify_run, and costs no checkpoint its chunks.
+    # A check finds a flip in a pack's index, which costs no checkpoint its chunks.
     return step == steps[-1] or (step == max(good) and told)
 
 

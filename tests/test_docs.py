@@ -1,12 +1,12 @@
-"""What the documentation shows works: its Python blocks run, and its make targets exist.
+"""The documentation works as it is shown: its Python blocks run, and its make targets exist.
 
-The Python blocks of one file run in order in one process, in an empty directory, as a reader would
-type them; a traceback names the line of the document. A block that must not run says why on the
-line before it: `<!-- not run: the reason -->`.
+The Python blocks of one file run in order in one process, in an empty directory; a traceback names the
+line of the document. A block that must not run says why on the line before it:
+`<!-- not run: the reason -->`.
 
-Every run directory that the blocks write is also copied in the middle, as a kill would leave it: right
-before its third commit, or the last one if it has fewer. The blocks then run again, in a new process,
-in a directory with these copies. They must end with the same fingerprints.
+Every run directory that the blocks write is also copied in the middle, as a kill would leave it: before
+its third commit, or before its last one if it has fewer. The blocks then run again, in a new process,
+in a directory with these copies, and have to end with the same fingerprints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ for line, code in blocks:
     exec(compile("\\n" * line + code, path, "exec", dont_inherit=True), scope)
 """
 
-# Runs ahead of the blocks. An audit hook sees the link that commits a manifest before it is made.
+# Runs before the blocks. An audit hook sees the link that commits a manifest before it is made.
 WATCHER = """
 import os, shutil, sys
 commits = {}
@@ -58,9 +58,9 @@ def copy(event, args):
 sys.addaudithook(copy)
 """
 
-# Documents whose second process cannot find what the first one had.
+# Documents whose second process cannot continue from the copies, with the reason.
 NOT_KILLED = {
-    "CLOUD.md": "its bucket is that of a server which ends with the block",
+    "CLOUD.md": "its bucket is on a server that ends with the block",
     "DRILL.md": "the drill kills its script itself, and compares",
 }
 
@@ -77,40 +77,38 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """The fenced blocks of a document. Raises `ValueError` for one that is not closed."""
-    found: list[Block] = []
+    fenced: list[Block] = []
     lines = text.splitlines()
-    at = 0
-    while at < len(lines):
-        opening = FENCE.match(lines[at])
+    end = -1
+    while (start := end + 1) < len(lines):
+        opening = FENCE.match(lines[start])
         if opening is None:
-            at += 1
+            end = start
             continue
-        start = at
-        at += 1
-        while at < len(lines) and not lines[at].strip().startswith(opening["fence"]):
-            at += 1
-        if at == len(lines):
+        closing = (
+            n for n in range(start + 1, len(lines)) if lines[n].strip().startswith(opening["fence"])
+        )
+        if (end := next(closing, -1)) < 0:
             raise ValueError(f"line {start + 1}: this block is not closed")
         reason = NOT_RUN.match(lines[start - 1]) if start else None
-        found.append(
+        fenced.append(
             Block(
                 line=start + 1,
                 language=opening["language"].lower(),
-                code=textwrap.dedent("\n".join(lines[start + 1 : at]) + "\n"),
+                code=textwrap.dedent("\n".join(lines[start + 1 : end]) + "\n"),
                 not_run=None if reason is None else reason["reason"].strip(),
             )
         )
-        at += 1
-    return found
+    return fenced
 
 
 def python_blocks(text: str) -> list[Block]:
     """The Python blocks to run. Raises `ValueError` for one that is excluded without a reason."""
-    found = [block for block in blocks(text) if block.language in PYTHON]
-    for block in found:
+    python = [block for block in blocks(text) if block.language in PYTHON]
+    for block in python:
         if block.not_run == "":
             raise ValueError(f"line {block.line}: `not run` needs a reason")
-    return [block for block in found if block.not_run is None]
+    return [block for block in python if block.not_run is None]
 
 
 # As in pyproject.toml; Keras swallows it as an error, and leaves tensors among the logs of `fit`.
@@ -118,14 +116,17 @@ NO_MATTER = "ignore:__array__ implementation doesn't accept a copy keyword:Depre
 
 
 def run_python(
-    where: Path, path: Path, code: list[Block], ahead: str = "", **surrounding: str
+    directory: Path, path: Path, code: list[Block], before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the blocks of the document `path` one after another in `where`; a warning is an error."""
+    """Run the blocks of the document `path` in order in `directory`, after the code in `before`.
+
+    A warning is an error.
+    """
     return subprocess.run(
-        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", ahead + RUNNER],
-        env={**os.environ, **surrounding},
+        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", before + RUNNER],
+        env={**os.environ, **environment},
         input=json.dumps([str(path), [(block.line, block.code) for block in code]]),
-        cwd=where,
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
@@ -155,11 +156,11 @@ def make_commands(text: str) -> list[list[str]]:
 
 def dry_run(make: str, goals: list[str]) -> subprocess.CompletedProcess[str]:
     """What `make` would do for these goals, by this repository's Makefile."""
-    surrounding = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+    outer_make = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
     return subprocess.run(
         [make, "--dry-run", "--no-print-directory", *goals],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in surrounding},
+        env={name: value for name, value in os.environ.items() if name not in outer_make},
         capture_output=True,
         text=True,
         check=False,
@@ -169,67 +170,66 @@ def dry_run(make: str, goals: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def make() -> str:
-    found = shutil.which("make")
-    if found is None:
+    program = shutil.which("make")
+    if program is None:
         pytest.skip("make is not installed here")
-    return found
+    return program
 
 
-def newest(where: Path) -> dict[str, tuple[int, str]]:
+def newest(directory: Path) -> dict[str, tuple[int, str]]:
     """Step and fingerprint of the newest checkpoint of every run directory, by its path."""
-    found = {}
-    for marker in where.rglob("perdure.json"):
+    checkpoints = {}
+    for marker in directory.rglob("perdure.json"):
         manifests = sorted((marker.parent / "checkpoints").glob("*.json"))
         if manifests:
             manifest = json.loads(manifests[-1].read_text())
-            run = str(marker.parent.relative_to(where))
-            found[run] = (manifest["step"], manifest["fingerprint"])
-    return found
+            run = str(marker.parent.relative_to(directory))
+            checkpoints[run] = (manifest["step"], manifest["fingerprint"])
+    return checkpoints
 
 
-def kill_and_resume(where: Path, path: Path, code: list[Block]) -> tuple[dict[str, Any], ...]:
+def kill_and_resume(directory: Path, path: Path, code: list[Block]) -> tuple[dict[str, Any], ...]:
     """Run the blocks undisturbed, and again from what a kill would have left of each run.
 
     Returns the newest checkpoints of the undisturbed run, of the copies, and of the resumed run.
     """
-    whole, killed = where / "whole", where / "killed"
+    whole, killed = directory / "whole", directory / "killed"
     whole.mkdir()
     killed.mkdir()
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(where / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(directory / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     done = run_python(whole, path, code, f"KILLED = {str(killed)!r}{WATCHER}", **cache)
     assert done.returncode == 0, done.stderr
-    expected, left = newest(whole), newest(killed)
+    expected, copies = newest(whole), newest(killed)
     copied = {str(marker.parent.relative_to(killed)) for marker in killed.rglob("perdure.json")}
     assert copied >= expected.keys(), "a run directory was not copied in the middle"
     if copied and path.name not in NOT_KILLED:
         done = run_python(killed, path, code, **cache)
         assert done.returncode == 0, done.stderr
-    return expected, left, newest(killed)
+    return expected, copies, newest(killed)
 
 
-# Runs that are in the middle when they are copied. Others of the documents have one checkpoint.
+# Runs that are in the middle when they are copied. The other runs have one checkpoint.
 RESUMED = {
-    "README.md": {"runs/first", "runs/jax", "runs/torch"},
+    "README.md": {"runs/first"},
     "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/own"},
     "MODELS.md": {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
     },
-    "STRATEGIES.md": {"runs/digits"},
+    "STRATEGIES.md": {"runs/jax", "runs/torch", "runs/digits"},
 }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_python_blocks_run_and_resume(tmp_path: Path, path: Path) -> None:
     if code := python_blocks(path.read_text()):
-        expected, left, found = kill_and_resume(tmp_path, path, code)
-        assert {run for run in left if left[run] != expected.get(run)} >= RESUMED.get(
-            path.name, set()
-        )
+        expected, copies, resumed = kill_and_resume(tmp_path, path, code)
+        in_the_middle = {run for run in copies if copies[run] != expected.get(run)}
+        assert in_the_middle >= RESUMED.get(path.name, set())
         if path.name not in NOT_KILLED:
-            assert found == expected
+            assert resumed == expected
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -288,9 +288,9 @@ def test_a_loop_that_does_not_resume_is_seen(tmp_path: Path) -> None:
     for name, previous, same in [("good", 'state["total"]', True), ("bad", "total", False)]:
         (tmp_path / name).mkdir()
         code = python_blocks(LOOP.replace("PREVIOUS", previous))
-        expected, left, found = kill_and_resume(tmp_path / name, Path("sample.md"), code)
-        assert (left["run"][0], expected["run"][0], found["run"][0]) == (2, 6, 6)
-        assert (found == expected) == same
+        expected, copies, resumed = kill_and_resume(tmp_path / name, Path("sample.md"), code)
+        assert (copies["run"][0], expected["run"][0], resumed["run"][0]) == (2, 6, 6)
+        assert (resumed == expected) == same
 
 
 def test_a_block_that_fails_is_seen_with_its_line(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_block_that_is_not_closed_is_seen() -> None:
     assert str(caught.value) == "line 1: this block is not closed"
 
 
-def test_make_commands_are_found_wherever_they_stand() -> None:
+def test_make_commands_are_found_in_every_form() -> None:
     text = (
         "```console\n$ cd x && CI=1 make -j2 demo ENGINE=torch  # comment\nmake: output\n```\n"
         "```bash\nmake test\nmaketest\n```\n```python\nmake = 1\n```\n"

@@ -13,7 +13,7 @@ import numpy as np
 from perdure.distribute import SimpleClusterResolver, pytree
 from perdure.distribute.reduction_tree import TreeNode, merge
 
-REPLICAS = 7
+REPLICAS = 5
 
 
 def contribution(replica: int) -> dict[str, Any]:

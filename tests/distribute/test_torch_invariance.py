@@ -7,7 +7,7 @@ from typing import Any
 import group
 import pytest
 
-PROCESSES = (1, 2, 3, 4)
+PROCESSES = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")

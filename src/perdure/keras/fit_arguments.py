@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras.src import tree
 
-from perdure.data.sources import Arrays
+from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
 from perdure.keras import fit_inputs
 from perdure.keras.fit_environment import environment
@@ -77,7 +77,7 @@ def _content(data: Any) -> Any:
     if not all(hasattr(each, "__array__") or isinstance(each, (int, float)) for each in leaves):
         return type(data).__name__
     try:
-        return Arrays(tuple(np.asarray(each) for each in leaves)).fingerprint()
+        return ArraySource(tuple(np.asarray(each) for each in leaves)).fingerprint()
     except (PerdureError, TypeError, ValueError):
         return type(data).__name__
 

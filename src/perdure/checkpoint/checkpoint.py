@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.arguments import step_number
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.state import Members, flatten, part_filter, part_names, unflatten
+from perdure.state import AttributeState, flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
 from perdure.store.urls import split_step
 
 
-class Checkpoint(Members):
+class Checkpoint(AttributeState):
     """Groups what belongs together: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. It is itself a state, for `CheckpointManager.save` and `restore`:

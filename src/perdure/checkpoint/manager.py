@@ -58,7 +58,7 @@ from perdure.process_group import Processes, SingleProcess
 from perdure.state import part_filter, part_names, restore_part, snapshot, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.framework_group import framework_group
-from perdure.state.per_rank import Place, placed
+from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf, Loaded, Run, Storage
@@ -596,7 +596,7 @@ class CheckpointManager(CallGuard):
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             drawn = self._random.capture() if self._random else None
-            with placed(self._processes.index, self._processes.count) as place:
+            with rank_context(self._processes.index, self._processes.count) as place:
                 leaves = snapshot(state, self._arena, self._restorable.plain)
                 self._check_restorable(step, state, leaves, leaving)
         except BaseException as error:
@@ -611,7 +611,7 @@ class CheckpointManager(CallGuard):
         )
 
     def _expect(self, like: Any) -> None:
-        with placed(self._processes.index, self._processes.count):
+        with rank_context(self._processes.index, self._processes.count):
             self._restorable.expect(like)
 
     def _check_restorable(
@@ -652,7 +652,7 @@ class CheckpointManager(CallGuard):
         step: int,
         leaves: dict[str, Leaf],
         metrics: Mapping[str, float],
-        place: Place,
+        place: RankContext,
         generators: Mapping[str, Any] | None,
     ) -> None:
         def prune() -> None:
@@ -757,7 +757,7 @@ class CheckpointManager(CallGuard):
 
         def rebuild() -> Any:
             self._check_recipe(loaded)
-            with placed(self._processes.index, self._processes.count):
+            with rank_context(self._processes.index, self._processes.count):
                 if like is None:
                     return unflatten(loaded.leaves)
                 if names is not None:

@@ -19,7 +19,7 @@ from perdure.errors import PerdureError
 from perdure.keras import fit_inputs
 from perdure.keras.fit_environment import environment
 from perdure.keras.fit_internals import RunningFit
-from perdure.state.keras_state import named
+from perdure.state.keras_state import variables_by_path
 
 Description = dict[str, bool | int | float | str]
 
@@ -59,7 +59,7 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
     }
     variables = {
         f"variables.{path}": f"{each.dtype} {tuple(each.shape)}"
-        for path, each in named(model).items()
+        for path, each in variables_by_path(model).items()
     }
     return _flat(_renumbered(found)) | variables
 

@@ -203,8 +203,8 @@ class Faked:
         self.states: dict[int, bytes] = {}
         self.restored: dict[int, bytes] = {}
         monkeypatch.setattr(process_random, "capture", lambda: {"python": self._current()})
-        monkeypatch.setattr(process_random, "encoded", dict)
-        monkeypatch.setattr(process_random, "put_back", self._put_back)
+        monkeypatch.setattr(process_random, "encode", dict)
+        monkeypatch.setattr(process_random, "restore_generator", self._restore_generator)
         self._thread = threading.local()
 
     def of(self, index: int) -> None:
@@ -213,7 +213,7 @@ class Faked:
     def _current(self) -> bytes:
         return self.states[self._thread.index]
 
-    def _put_back(self, name: str, state: bytes) -> None:
+    def _restore_generator(self, name: str, state: bytes) -> None:
         self.restored[self._thread.index] = state
         self.states[self._thread.index] = state
 

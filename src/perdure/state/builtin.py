@@ -18,6 +18,7 @@ from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import (
+    BUFFER_DTYPES,
     SCALARS,
     array_leaf,
     array_spec,
@@ -56,7 +57,14 @@ class Builtin(NoVariables):
         return None
 
     def leaf(self, value: Any) -> Leaf | None:
-        if type(value) is np.ndarray:
+        if type(value) is np.ndarray:  # nearly every leaf, so in line
+            dtype = value.dtype
+            # Types of ml_dtypes share letters with NumPy's own, and only NumPy's are built in.
+            name = (
+                BUFFER_DTYPES.get(dtype.char) if dtype.isbuiltin == 1 and dtype.isnative else None
+            )
+            if name is not None and value.flags.c_contiguous and value.size:
+                return Leaf(name, value.shape, value.data.cast("B"), False)
             return array_leaf(value)
         if type(value) in SCALARS:
             return scalar_leaf(value)

@@ -52,7 +52,7 @@ SCALARS: dict[type, ScalarType] = {
 _BY_DTYPE = {scalar.dtype: scalar for scalar in SCALARS.values()}
 _LITTLE = sys.byteorder == "little"
 # dtypes whose memory, in native byte order, a memoryview can show as the bytes of a checkpoint.
-_BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
+BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
 
 
 def scalar_leaf(value: Any) -> Leaf:
@@ -115,15 +115,8 @@ def array_leaf(array: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False
     Raises:
         UnsupportedLeafError: the dtype or the class of the array cannot be restored exactly.
     """
-    if type(array) is np.ndarray:  # nearly every leaf, so without further checks
-        dtype = array.dtype
-        # Types of ml_dtypes share letters with NumPy's own, and only NumPy's are built in.
-        name = _BUFFER_DTYPES.get(dtype.char) if dtype.isbuiltin == 1 and dtype.isnative else None
-        if name is not None and array.flags.c_contiguous and array.size:
-            return Leaf(name, array.shape, array.data.cast("B"), frozen)
-    else:
-        _check_array_type(array)
-        frozen = frozen or isinstance(array, np.generic)
+    _check_array_type(array)
+    frozen = frozen or isinstance(array, np.generic)
     name = _dtype_name(array.dtype)
     array = np.asarray(array)
     if not array.size:

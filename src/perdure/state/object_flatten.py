@@ -59,7 +59,7 @@ class ObjectFlattener:
             ) from None
         for array_path, array_class in self._array_classes.items():
             if array_class != common_class:
-                self._leaves.containers[array_path] = Container("array", arrays=array_class)  # type: ignore[arg-type]
+                self._leaves.containers[array_path] = Container("array", arrays=array_class)
 
     def _describe_arrays(self, path: str) -> str | None:
         """Set the most frequent class of arrays in the entry of the whole state, and return it."""

@@ -106,7 +106,7 @@ def _add_leaves(
                 raise duplicate_path(path)
             leaves[path] = leaf
             if path in plain and not is_plain(value) and not current_rank_context().owns(path):
-                leaves.containers[path] = Container("array", arrays=array_class_name(value))  # type: ignore[arg-type]
+                leaves.containers[path] = Container("array", arrays=array_class_name(value))
     except StateError as error:
         add_path(error, path)
         raise

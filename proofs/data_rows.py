@@ -100,13 +100,13 @@ def _seeded_by_workers(_: str) -> Any:
 
 
 def _streams_restarted(_: str) -> Any:
-    def go(shard: Any, epoch: int, at: int) -> None:
-        if shard._place is None or shard._place[0] != epoch:
+    def seek(shard: Any, epoch: int, example: int) -> None:
+        if shard._position is None or shard._position[0] != epoch:
             shard._start(epoch, 0)
-        shard._place = (epoch, at)
+        shard._position = (epoch, example)
 
     if parent_process() is not None:  # only in a worker, which nobody else shares
-        stream_module._Shard._go = go
+        stream_module._Shard._seek = seek
     return _streams("")
 
 

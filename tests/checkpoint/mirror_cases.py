@@ -17,7 +17,7 @@ import numpy as np
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage
 from perdure.errors import StoreError
 from perdure.state import flatten
-from perdure.state.per_rank import Place
+from perdure.state.per_rank import RankContext
 from perdure.store import Run, verify_run
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import encode_manifest, manifest_name
@@ -207,7 +207,7 @@ class Story:
             current[0] = following(current[0], ord(machine))
             step = current[0]["step"]
             leaves = flatten(current[0])
-            manager._saver.commit(step, leaves, {}, Place(), None)
+            manager._saver.commit(step, leaves, {}, RankContext(), None)
             self._reported[machine] = step
 
         with mock.patch.object(mirror, "notify"):

@@ -25,10 +25,10 @@ OFF = ManagerOptions(save_random_state=False)
 
 @pytest.fixture(autouse=True)
 def _generators_stay() -> Iterator[None]:
-    before = process_random.encoded(process_random.capture())
+    before = process_random.encode(process_random.capture())
     yield
     for name, state in before.items():
-        process_random.put_back(name, state)
+        process_random.restore_generator(name, state)
 
 
 def new_process(seed: int) -> None:
@@ -185,9 +185,9 @@ def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
     shared.set_bit_generator(getattr(np.random, kind)(5))
     try:
         np.random.standard_normal()  # noqa: NPY002
-        saved = process_random.encoded(process_random.capture())["numpy"]
+        saved = process_random.encode(process_random.capture())["numpy"]
         expected = np.random.standard_normal(5).tolist()  # noqa: NPY002
-        assert process_random.put_back("numpy", saved) is None
+        assert process_random.restore_generator("numpy", saved) is None
         assert np.random.standard_normal(5).tolist() == expected  # noqa: NPY002
     finally:
         shared.set_bit_generator(np.random.MT19937(0))
@@ -203,8 +203,8 @@ class Faked:
         self.states: dict[int, bytes] = {}
         self.restored: dict[int, bytes] = {}
         monkeypatch.setattr(process_random, "capture", lambda: {"python": self._current()})
-        monkeypatch.setattr(process_random, "encoded", dict)
-        monkeypatch.setattr(process_random, "put_back", self._put_back)
+        monkeypatch.setattr(process_random, "encode", dict)
+        monkeypatch.setattr(process_random, "restore_generator", self._restore_generator)
         self._thread = threading.local()
 
     def of(self, index: int) -> None:
@@ -213,7 +213,7 @@ class Faked:
     def _current(self) -> bytes:
         return self.states[self._thread.index]
 
-    def _put_back(self, name: str, state: bytes) -> None:
+    def _restore_generator(self, name: str, state: bytes) -> None:
         self.restored[self._thread.index] = state
         self.states[self._thread.index] = state
 

@@ -133,7 +133,7 @@ def test_a_batch_that_does_not_divide_names_the_sizes_that_do() -> None:
         ({"x": np.zeros(3), "weight": np.zeros(3)}, '"weight"'),
         (np.float32(1), "scalar"),
         (np.array([object()]), "Python objects"),
-        ({1: np.zeros(3)}, "must be strings"),
+        ({1: np.zeros(3)}, "expected strings, found 1"),
     ],
 )
 def test_arrays_that_are_refused(arrays: Any, says: str) -> None:

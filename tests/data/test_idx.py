@@ -113,9 +113,9 @@ def test_what_is_missing(tmp_path: Path) -> None:
     refused(tmp_path, "no IDX images", "images-idx3-ubyte")
     path = write(tmp_path, "t10k-", 2)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    refused(path, "no labels beside it", "t10k-labels-idx1-ubyte")
+    refused(path, "no labels", "t10k-labels-idx1-ubyte")
     path.rename(tmp_path / "pictures")
-    refused(tmp_path / "pictures", "rename it")
+    refused(tmp_path / "pictures", "Rename the file")
     with pytest.raises(DataError) as error:
         read_idx(tmp_path / "nowhere")
     assert "No such file" in str(error.value)

@@ -206,6 +206,18 @@ def test_a_scheduler_resumes(name: str) -> None:
     assert bits(new) == bits(old)
 
 
+def test_an_optimizer_that_changes_a_stored_setting_is_refused() -> None:
+    class OwnRate(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.param_groups[0]["lr"] = 1.0
+
+    parameters = [*torch.nn.Linear(2, 2).parameters()]
+    leaves = snapshot({"o": torch.optim.SGD(parameters, lr=0.1)})
+    with pytest.raises(MismatchError, match=r"o/param_groups/0/lr: stored float 0.1"):
+        restore({"o": OwnRate(parameters, lr=0.5)}, leaves)
+
+
 def test_an_optimizer_of_other_groups_does_not_fit_and_nothing_changes() -> None:
     old, new = Problem("SGD", torch.float32, 1, lr=0.5), Problem("LBFGS", torch.float32, 2)
     before = bits(new.optimizer)

@@ -10,13 +10,13 @@ from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.state import Members, flatten, part_filter, part_names, unflatten
+from perdure.state import AttributeState, flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
 from perdure.store.urls import split_step
 
 
-class Checkpoint(Members):
+class Checkpoint(AttributeState):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules and

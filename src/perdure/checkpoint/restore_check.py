@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from perdure.errors import MismatchError, StateError
-from perdure.state import Template, differences, listed, template_of
+from perdure.state import Template, differences, format_differences, template_of
 from perdure.store import Leaf
 
 
@@ -55,10 +55,11 @@ class RestoreCheck:
                 "`load_state_dict`."
             )
             raise MismatchError(
-                f"{where}: this state could never be restored into {target}:\n{listed(lines)}\n"
+                f"{where}: this state could never be restored into {target}:\n"
+                f"{format_differences(lines)}\n"
                 f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
                 f"structure, dtypes and shapes as the state that the loop saves."
-                f"{grown * any(line.wanted is None and not line.reason for line in lines)}"
+                f"{grown * any(line.expected is None and not line.reason for line in lines)}"
             )
         self._known = _structure(leaves)
 
@@ -74,7 +75,7 @@ class RestoreCheck:
             return None
         return (
             f"{where}: the structure of the state has changed, and it can no longer be restored into "
-            f"the target that this program began with:\n{listed(lines)}\n"
+            f"the target that this program began with:\n{format_differences(lines)}\n"
             f"A restart needs a target of the new structure."
         )
 

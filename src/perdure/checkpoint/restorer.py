@@ -14,7 +14,7 @@ from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
 from perdure.state import part_filter, part_names, restore_part, unflatten
 from perdure.state import restore as restore_state
-from perdure.state.per_rank import placed
+from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.store import Loaded, Run
 
@@ -62,7 +62,7 @@ class Restorer:
 
     def expect(self, like: Any) -> None:
         """The program may begin with `like`, and later restore into it."""
-        with placed(self._processes.index, self._processes.count):
+        with rank_context(self._processes.index, self._processes.count):
             self._check.expect(like)
 
     def begin(self, like: Any) -> None:
@@ -74,7 +74,7 @@ class Restorer:
     def _rebuild(self, loaded: Loaded, like: Any, names: tuple[str, ...] | None) -> Any:
         where = f"{self._managed.where}: step {loaded.manifest.step}"
         self._managed.recipe.check_resume(where, loaded.manifest.recipe)
-        with placed(self._processes.index, self._processes.count):
+        with rank_context(self._processes.index, self._processes.count):
             if like is None:
                 return unflatten(loaded.leaves)
             if names is not None:

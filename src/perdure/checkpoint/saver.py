@@ -23,7 +23,7 @@ from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import MismatchError, PruneError, SaveError, StoreError
 from perdure.heartbeats import saving
 from perdure.state import snapshot
-from perdure.state.per_rank import Place, placed
+from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
@@ -95,7 +95,7 @@ class BackgroundSaver:
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
-            with placed(self._processes.index, self._processes.count) as place:
+            with rank_context(self._processes.index, self._processes.count) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 self._check_restorable(step, state, leaves, preempted)
         except BaseException as error:
@@ -105,7 +105,7 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        commit = partial(self.commit, step, leaves, numbers, place, generators)
+        commit = partial(self.commit, step, leaves, numbers, rank, generators)
         self._background.submit(self._grace.timed(commit))
 
     def wait(self) -> None:
@@ -150,7 +150,7 @@ class BackgroundSaver:
         step: int,
         leaves: dict[str, Leaf],
         metrics: Mapping[str, float],
-        place: Place,
+        rank: RankContext,
         generators: Mapping[str, Any] | None,
     ) -> None:
         """Commit a snapshot and apply the retention; durable on return."""
@@ -160,9 +160,9 @@ class BackgroundSaver:
         try:
             local: Mapping[str, Leaf] = {}
             if self.random and generators is not None:
-                local = self.random.leaves(generators, place.index)
+                local = self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
-                self._commit_in_group(step, leaves, metrics, place, local)
+                self._commit_in_group(step, leaves, metrics, rank, local)
                 return
             self._run.save(step, leaves, self._managed.recipe.recipe, metrics, local=local)
         finally:
@@ -176,12 +176,12 @@ class BackgroundSaver:
         step: int,
         leaves: dict[str, Leaf],
         metrics: Mapping[str, float],
-        place: Place,
+        rank: RankContext,
         local: Mapping[str, Leaf],
     ) -> None:
         ranked: dict[str, Leaf] = {}
-        if place.members:
-            ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
+        if rank.members:
+            ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
         state = GroupState(step, leaves, Own(ranked, local))
         channel = self._processes.channel("save")
         with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):

@@ -1,7 +1,7 @@
-"""Random changes of examples, keyed by (seed, epoch, index).
+"""Random changes of examples.
 
-Owns the keys. Invariant: what happens to an example depends on the seed, the epoch, its index and
-nothing else: not on its batch, its row, the replica, the process or the order of asking.
+Invariant: the change of an example depends on the seed, the epoch and the index of the example, and not
+on its batch, its row, the replica, the process or the order in which batches are made.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perdure.data.example_trees import stack, unstack
 from perdure.data.permutation import finalise, fold
-from perdure.data.stacking import rows, stack
 from perdure.errors import DataError
 
 
@@ -22,10 +22,16 @@ from perdure.errors import DataError
 class Augment:
     """A random change of examples.
 
-    `fn(example, rng)` gets one example and a numpy Generator of its own. With `batched` it is
-    `fn(batch, keys)`: keys are uint32[rows, 2], one for each row, which is the data of a threefry key
-    of JAX (`jax.random.wrap_key_data(keys)`); it must treat each row by itself. `name` goes into the
-    recipe, by default the name of the function: change it when the function changes.
+    Args:
+        fn: `fn(example, rng)` returns the changed example; `rng` is a `numpy.random.Generator` for
+            this example alone. With `batched` it is `fn(batch, keys)`: `keys` is uint32[rows, 2], the
+            data of one threefry key of JAX per row (`jax.random.wrap_key_data(keys)`), and no row may
+            depend on another.
+        batched: whether `fn` takes whole batches.
+        name: the name of the change in the recipe, by default that of the function. Change it when the
+            function changes.
+
+    An exception in `fn` becomes a `DataError` that names the example.
     """
 
     fn: Callable[[Any, Any], Any]
@@ -33,12 +39,15 @@ class Augment:
     name: str | None = None
 
     def recipe(self) -> dict[str, str]:
-        """What decides the result: another numpy may draw other numbers from a Generator."""
+        """The fields of a recipe. Another NumPy may draw other numbers from a Generator."""
         name = self.name or getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
         return {"augment": name} if self.batched else {"augment": name, "numpy": np.__version__}
 
     def __call__(self, batch: Any, index: npt.NDArray[np.int64], key: tuple[int, int]) -> Any:
-        """`batch`, whose rows are the examples `index`; `key` is (seed, epoch)."""
+        """The changed batch.
+
+        `index` has the numbers of its examples (int64[rows]), and `key` is (seed, epoch).
+        """
         words = example_keys(index, key)
         if self.batched:
             halves = [words[:, 0] >> np.uint64(32), words[:, 0] & np.uint64(0xFFFFFFFF)]
@@ -50,7 +59,7 @@ class Augment:
                     f"{type(error).__name__}: {error}"
                 ) from error
         changed = []
-        for number, word, example in zip(index, words, rows(batch), strict=True):
+        for number, word, example in zip(index, words, unstack(batch), strict=True):
             try:
                 changed.append(self.fn(example, np.random.Generator(np.random.Philox(key=word))))
             except Exception as error:
@@ -61,7 +70,7 @@ class Augment:
 
 
 def example_keys(index: npt.NDArray[np.int64], key: tuple[int, int]) -> npt.NDArray[np.uint64]:
-    """uint64[rows, 2], 128 bits for each example. Within an epoch no two share the first word."""
+    """128 bits per example, uint64[rows, 2]. Within an epoch no two examples share the first word."""
     first = finalise(np.uint64(fold(key)) ^ index.astype(np.uint64))
     second = finalise(first + np.uint64(fold((*key, 1))))
     return np.stack([first, second], axis=-1)

@@ -1,7 +1,6 @@
 """Images from files: IDX (the format of MNIST and Fashion-MNIST), gzipped or not, and .npz.
 
-Owns the reading of these formats. Invariant: a file that is not exactly what its header says is
-refused with one DataError that names the path, what was expected, what was found and what to do.
+Invariant: a file that does not match its header is refused with a `DataError`.
 
 IDX, from http://yann.lecun.com/exdb/mnist/: two zero bytes, one byte for the element type, one byte
 for the number of axes, each axis as a big-endian 32-bit integer, then the elements, row-major and
@@ -29,26 +28,33 @@ Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
-# The order in which MNIST's two parts are put together: training examples first.
+# The two parts of MNIST in the order in which they are concatenated.
 _PARTS = ("train", "t10k")
 
 
 def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
-    """The array in an IDX file, in native byte order. Gzip is known by its first bytes."""
+    """The array in an IDX file, in native byte order; a gzipped file is recognized by its content.
+
+    Returns:
+        An array with the dtype and shape of the file's header.
+
+    Raises:
+        DataError: the file cannot be read, or does not match its header.
+    """
     path = Path(path)
     data = _content(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _TYPES:
         raise DataError(
             f"{path}: wrong magic number: an IDX file starts with 00 00, a type (08 to 0e) and a "
             f"number of axes; found {data[:4].hex(' ') or 'an empty file'}. Is this another format, "
-            "or an error page saved under this name? Download it again"
+            "or an error page saved under this name? Download it again."
         )
     dtype, axes = np.dtype(_TYPES[data[2]]), data[3]
     start = 4 + 4 * axes
     if len(data) < start:
         raise DataError(
             f"{path}: truncated: the header of {axes} axes needs {start} bytes, found {len(data)}. "
-            "Download the file again"
+            "Download the file again."
         )
     shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(axes))
     expected = start + math.prod(shape) * dtype.itemsize
@@ -56,25 +62,31 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
         what = "truncated" if len(data) < expected else "longer than its header says"
         raise DataError(
             f"{path}: {what}: shape {shape} of {dtype.name} needs {expected} bytes, found "
-            f"{len(data)}. Download the file again"
+            f"{len(data)}. Download the file again."
         )
     values = np.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
 
 
 def load_images(path: str | os.PathLike[str]) -> Images:
-    """Images uint8 [n, 28, 28] and labels [n] from a directory, an IDX file or an .npz.
+    """Images and labels in the format of MNIST.
 
-    A directory holds `*images-idx3-ubyte[.gz]` and `*labels-idx1-ubyte[.gz]`; where both `train-*`
-    and `t10k-*` are there, the training examples come first. Of an images file the labels are the
-    file beside it of the matching name. An .npz has x_train, y_train, x_test, y_test or images,
-    labels.
+    Args:
+        path: a directory with `*images-idx3-ubyte[.gz]` and `*labels-idx1-ubyte[.gz]` (`train-*` is
+            read before `t10k-*`), one such images file with its labels in the same directory, or an
+            .npz with x_train, y_train, x_test, y_test or images, labels.
+
+    Returns:
+        The images, uint8[n, 28, 28], and their labels, integers[n].
+
+    Raises:
+        DataError: a file is missing, damaged or of another format.
     """
     path = Path(path)
     if not path.exists():
         raise DataError(
             f"{path}: no such file or directory; expected a directory with IDX files, an "
-            "*images-idx3-ubyte[.gz] file or an .npz"
+            "*images-idx3-ubyte[.gz] file or an .npz."
         )
     if path.suffix == ".npz":
         return _from_npz(path)
@@ -90,14 +102,15 @@ def _content(path: Path) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); expected an IDX file"
+            f"{path}: cannot be read ({error.strerror}); expected an IDX file."
         ) from error
     zipped = data[:2] == _GZIP_MAGIC
     if not zipped:
         if path.suffix == ".gz":
             raise DataError(
                 f"{path}: not gzip: expected a file that starts with 1f 8b, as its name says; found "
-                f"{data[:2].hex(' ') or 'an empty file'}. Download it again, or take .gz off the name"
+                f"{data[:2].hex(' ') or 'an empty file'}. Download it again, or remove .gz from its "
+                f"name."
             )
         return data
     try:
@@ -105,18 +118,18 @@ def _content(path: Path) -> bytes:
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(
             f"{path}: truncated or damaged: expected one whole gzip stream; found {len(data)} bytes "
-            f"that do not decompress ({error}). Download the file again"
+            f"that do not decompress ({error}). Download the file again."
         ) from error
 
 
 def _image_files(directory: Path) -> list[Path]:
-    found: dict[str, Path] = {}
+    by_prefix: dict[str, Path] = {}
     for file in sorted(directory.iterdir()):
         match = _IMAGES.search(file.name)
-        # Of a file that is there both plain and gzipped, the plain one (it sorts first) is read.
-        if match and file.name[: match.start()] not in found:
-            found[file.name[: match.start()]] = file
-    if not found:
+        # If a file exists both plain and gzipped, the plain one is read; it sorts first.
+        if match and file.name[: match.start()] not in by_prefix:
+            by_prefix[file.name[: match.start()]] = file
+    if not by_prefix:
         raise DataError(
             f"{directory}: no IDX images: expected *images-idx3-ubyte or *images-idx3-ubyte.gz; "
             f"found {sorted(p.name for p in directory.iterdir())[:8]}"
@@ -126,21 +139,21 @@ def _image_files(directory: Path) -> list[Path]:
         part = prefix.rstrip("-.")
         return (_PARTS.index(part) if part in _PARTS else len(_PARTS), prefix)
 
-    return [found[prefix] for prefix in sorted(found, key=order)]
+    return [by_prefix[prefix] for prefix in sorted(by_prefix, key=order)]
 
 
 def _from_idx(path: Path) -> Images:
     match = _IMAGES.search(path.name)
     if not match:
         raise DataError(
-            f"{path}: expected a name that ends in images-idx3-ubyte or images-idx3-ubyte.gz, by "
-            "which the file with the labels is found; rename it, or give the directory"
+            f"{path}: expected a name that ends in images-idx3-ubyte or images-idx3-ubyte.gz, from "
+            "which the name of the labels file follows. Rename the file, or pass the directory."
         )
     prefix = path.name[: match.start()]
     names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in ("-", ".") for end in ("", ".gz")]
     labels = next((p for p in (path.with_name(name) for name in names) if p.exists()), None)
     if labels is None:
-        raise DataError(f"{path}: no labels beside it: expected {names[0]} or {names[1]}")
+        raise DataError(f"{path}: no labels in its directory: expected {names[0]} or {names[1]}.")
     return _checked(read_idx(path), read_idx(labels), f"{path}", f"{labels}")
 
 
@@ -150,7 +163,7 @@ def _from_npz(path: Path) -> Images:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
-            f"{path}: not a readable .npz ({error}); expected one written by numpy.savez"
+            f"{path}: not a readable .npz ({error}); expected one written by numpy.savez."
         ) from error
     pairs = [("x_train", "y_train"), ("x_test", "y_test")]
     if not all(name in arrays for pair in pairs for name in pair):
@@ -178,6 +191,6 @@ def _checked(images: Any, labels: Any, images_at: str, labels_at: str) -> Images
     if len(images) != len(labels):
         raise DataError(
             f"{images_at} holds {len(images)} images and {labels_at} {len(labels)} labels; expected "
-            "as many of one as of the other. Are the two files of one set?"
+            "the same number. Do the two files belong to the same set?"
         )
     return images, labels

@@ -1,15 +1,15 @@
 """A keyed pseudo-random permutation that is computed by index, without a table.
 
-Owns the shuffle of the examples. Invariant: for one key and one length, `permute` is a bijection of
-`range(length)` whose values depend on nothing else. It uses integer operations modulo 2**64 only, so
-that no release of numpy and no processor can change them: they are part of every recipe.
+Invariant: for a given key and length, `permute` is a bijection of `range(length)` that depends on
+nothing else. It uses only integer operations modulo 2**64, so that no release of NumPy and no processor
+changes the order of the examples.
 
 The algorithm is a balanced Feistel network (M. Luby and C. Rackoff, "How to construct pseudorandom
-permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), brought down to an arbitrary
-length by cycle walking (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), reduced to an arbitrary length
+by cycle walking (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
 2002). The round function is the finaliser of SplitMix64 (G. Steele, D. Lea and C. Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014; constants of S. Vigna's splitmix64.c).
-It mixes well and is no cipher: nothing here is secret.
+It mixes well, but is not a cipher.
 """
 
 from __future__ import annotations
@@ -31,30 +31,39 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def permute(index: npt.ArrayLike, length: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Where the permutation of `range(length)` under `key` sends each of `index`.
+    """The images of some indices under a permutation of `range(length)`.
 
-    Time and memory grow with the number of indices and not with `length` (1 to 2**40). Raises
-    DataError for a length or an index out of range.
+    Time and memory grow with the number of indices, not with `length`.
+
+    Args:
+        index: integers from 0 to `length - 1`, of any shape.
+        length: 1 to 2**40.
+        key: integers that choose the permutation, such as (seed, epoch).
+
+    Returns:
+        int64, with the shape of `index`.
+
+    Raises:
+        DataError: `length` or an index is out of range.
     """
     if not 1 <= length <= MAX_LENGTH:
-        raise DataError(f"a permutation needs a length from 1 to 2**40, got {length}")
-    wanted = np.asarray(index, dtype=np.int64)
-    if wanted.size and not (wanted.min() >= 0 and wanted.max() < length):
+        raise DataError(f"length of a permutation: expected from 1 to 2**40, found {length}.")
+    index = np.asarray(index, dtype=np.int64)
+    if index.size and not (index.min() >= 0 and index.max() < length):
         raise DataError(
-            f"index out of range: expected 0 to {length - 1}, "
-            f"found {wanted.min()} to {wanted.max()}"
+            f"index out of range: expected 0 to {length - 1}, found {index.min()} to {index.max()}."
         )
-    # Two halves of the same size; the domain is less than four times as large as the length.
+    # Two halves of the same size; the domain is less than four times the length.
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)
-    flat = _feistel(wanted.reshape(-1).astype(np.uint64), half, keys)
-    # A value outside is sent on until it falls inside. Each walk ends, because the network is a
-    # bijection whose cycles all that start inside must come back inside.
+    flat = _feistel(index.reshape(-1).astype(np.uint64), half, keys)
+    # Cycle walking: a value outside is mapped again until it is inside. This ends, because the network
+    # is a bijection, so that every cycle with a value inside returns to it.
     outside = np.flatnonzero(flat >= np.uint64(length))
     while outside.size:
         flat[outside] = _feistel(flat[outside], half, keys)
         outside = outside[flat[outside] >= np.uint64(length)]
-    return flat.astype(np.int64).reshape(wanted.shape)
+    return flat.astype(np.int64).reshape(index.shape)
 
 
 def _feistel(
@@ -62,7 +71,7 @@ def _feistel(
 ) -> npt.NDArray[np.uint64]:
     low = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
-    # The finaliser's high bits are its best mixed ones.
+    # The high bits of the finaliser are mixed best.
     take = np.uint64(64 - half)
     left, right = value >> shift, value & low
     for key in keys:
@@ -78,7 +87,7 @@ def _round_keys(key: tuple[int, ...]) -> tuple[np.uint64, ...]:
 
 
 def fold(key: tuple[int, ...]) -> int:
-    """64 bits of a tuple of integers; (1, 0), (0, 1) and (1,) give different ones."""
+    """A 64-bit hash of a tuple of integers; it depends on their order and number."""
     state = len(key)
     for part in key:
         state = _finalise((state + _GOLDEN) ^ (part & _MASK))
@@ -86,7 +95,7 @@ def fold(key: tuple[int, ...]) -> int:
 
 
 def finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser of every element: a bijection of 64 bits."""
+    """The finaliser of SplitMix64 for every element (uint64), a bijection."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
     return value ^ (value >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of giving a batch.
+"""Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of returning a batch.
 
-tf.data, Grain and Hugging Face datasets have a method of the same name as a dataset that is addressed
-by step. They also have `map`, which tells them apart.
+tf.data, Grain and Hugging Face datasets have a method with the same name as the datasets here. They are
+recognized by their method `map`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from perdure.errors import DataError
 
 
 def gives_batch_of_step(data: Any) -> bool:
-    """Whether `data.batch(step)` is the batch of a step."""
+    """Whether `data.batch(step)` returns the batch of a step."""
     return callable(getattr(data, "batch", None)) and not is_pipeline(data)
 
 
 def is_pipeline(data: Any) -> bool:
-    """Whether `data` is a pipeline object, as those of tf.data, Grain and Hugging Face datasets."""
+    """Whether `data` is an input pipeline of tf.data, Grain, Hugging Face datasets or the like."""
     return callable(getattr(data, "batch", None)) and callable(getattr(data, "map", None))
 
 
 def is_grain(data: Any, kind: Literal["MapDataset", "IterDataset"]) -> bool:
-    """Whether `data` is a dataset of Grain of this class. Does not import Grain."""
+    """Whether `data` is a Grain dataset of the class `kind`. Does not import Grain."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(data, getattr(grain, kind))
 
@@ -35,7 +35,7 @@ def refuse_pipeline(data: Any) -> None:
 
 
 def pipeline_error(data: Any) -> DataError:
-    """The error for a pipeline where a dataset addressed by step is needed, with what works instead."""
+    """The error for a pipeline in place of a dataset, with advice for its library."""
     name = f"{type(data).__module__}.{type(data).__qualname__}"
     if is_grain(data, "MapDataset"):
         advice = (
@@ -48,7 +48,7 @@ def pipeline_error(data: Any) -> DataError:
             "batch_size=128). A Trainer without a strategy takes the IterDataset itself."
         )
     elif callable(getattr(data, "__getitem__", None)):
-        advice = "It is addressed by index, so wrap it: perdure.data.Dataset(data, batch_size=128)."
+        advice = "It is read by index, so wrap it: perdure.data.Dataset(data, batch_size=128)."
     else:
         advice = (
             "It can only be read from its start. Read its examples into arrays for "
@@ -56,6 +56,6 @@ def pipeline_error(data: Any) -> DataError:
             "function of the step. (`fit` of Keras takes it, with perdure.keras.BackupAndRestore.)"
         )
     return DataError(
-        f"expected data that gives the batch of any step, found a pipeline of type {name}, whose "
+        f"expected a dataset with the batch of every step, found a pipeline of type {name}, whose "
         f"batch(n) sets a batch size. {advice}"
     )

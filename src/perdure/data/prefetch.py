@@ -1,7 +1,7 @@
-"""Batches made in the background, a bounded number of steps ahead.
+"""`Prefetch`: makes batches in background threads, a bounded number of steps ahead.
 
-Owns the threads. Invariant: a batch is what the dataset gives for its step, whether it was made ahead
-or when asked for; nothing is kept that says where the loop is.
+Invariant: a batch has the same bits whether it was made ahead or when it was asked for. No position of
+the loop is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from perdure.data.batches import Batches
+from perdure.data.dataset_base import DatasetBase
 from perdure.data.pipelines import refuse_pipeline
 from perdure.errors import DataError
 
@@ -20,26 +20,34 @@ _Key = tuple[int, int, int]
 
 
 class Prefetch:
-    """`dataset`, with the next `ahead` steps of every replica made by `threads` threads.
+    """A dataset whose next batches are made in background threads.
 
-    Whoever asks for a share of step n will ask for the same share of steps n+1 to n+ahead; an ask for
-    any other step is answered as well, only without a head start. An error is raised by the ask for
-    the step that it belongs to. The dataset is touched by these threads alone: with `threads=1` by
-    one, which a source needs that is not safe to read from several (a stream always gets one). Close
-    it, or use it in a `with` block.
+    When a replica asks for its batch of step n, those of steps n+1 to n+ahead are requested too. A
+    batch of any other step is made when it is asked for. An error is raised by the call for the step
+    that it belongs to. Use it in a `with` block, or call `close`.
+
+    Args:
+        dataset: only the background threads read it.
+        ahead: how many steps are made ahead, for each replica.
+        threads: how many threads read the dataset. Use 1 for a source that is not safe to read from
+            several threads; a `StreamDataset` always gets 1.
+
+    Raises:
+        DataError: `ahead` or `threads` is less than 1, or `dataset` is an input pipeline of another
+            library.
     """
 
-    def __init__(self, dataset: Batches, ahead: int = 2, *, threads: int = 2) -> None:
+    def __init__(self, dataset: DatasetBase, ahead: int = 2, *, threads: int = 2) -> None:
         if ahead < 1 or threads < 1:
             raise DataError(
-                f"ahead and threads must be at least 1, got ahead={ahead}, threads={threads}"
+                f"ahead, threads: expected at least 1, found ahead={ahead}, threads={threads}."
             )
         refuse_pipeline(dataset)
         self._dataset = dataset
         self._ahead = ahead
-        self._pool: _Workers | None = _Workers(1 if dataset.in_order else threads)
+        self._pool: _ThreadPool | None = _ThreadPool(1 if dataset.sequential else threads)
         self._lock = threading.Lock()
-        self._made: dict[_Key, Future[Any]] = {}
+        self._futures: dict[_Key, Future[Any]] = {}
 
     @property
     def batch_size(self) -> int:
@@ -54,37 +62,38 @@ class Prefetch:
         return self._dataset.num_examples
 
     def epoch(self, step: int) -> tuple[int, int]:
-        """(epoch, step within that epoch) of a global step."""
+        """As `DatasetBase.epoch`."""
         return self._dataset.epoch(step)
 
     def recipe(self) -> Mapping[str, str | int | bool]:
-        """That of the dataset: making batches ahead decides nothing."""
+        """The recipe of the dataset: prefetching does not change the result."""
         return self._dataset.recipe()
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
-        """`dataset.batch`; waits only if the batch is not made yet."""
+        """As `DatasetBase.batch`; waits only if the batch has not been made yet."""
         with self._lock:
             if self._pool is None:
-                raise DataError(f"step {step}: asked for a batch after Prefetch was closed")
-            # What the loop has passed, or jumped away from, is not asked for again.
-            for key in [k for k in self._made if not step <= k[0] <= step + self._ahead]:
-                self._made.pop(key).cancel()
-            wanted = self._request((step, replica, replicas))
-            del self._made[step, replica, replicas]  # the arrays are the caller's now
+                raise DataError(f"step {step}: asked for a batch after Prefetch was closed.")
+            # Batches of steps that the loop has passed, or jumped away from, are not needed any more.
+            for key in [k for k in self._futures if not step <= k[0] <= step + self._ahead]:
+                self._futures.pop(key).cancel()
+            future = self._request((step, replica, replicas))
+            del self._futures[step, replica, replicas]  # the arrays are the caller's now
             for later in range(step + 1, step + self._ahead + 1):
                 self._request((later, replica, replicas))
-        return wanted.result()
+        return future.result()
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for the batch in work and end the threads. Nothing that was not asked for is raised.
+        """Stop the threads, after the batches that they are making. May be called twice.
 
-        With `wait=False` a thread that still reads ends by itself, or with the process.
+        Errors of batches that were not asked for are not raised. With `wait=False` the call returns at
+        once, and a thread that still reads ends later, or with the process.
         """
         with self._lock:
             pool, self._pool = self._pool, None
-            for future in self._made.values():
+            for future in self._futures.values():
                 future.cancel()
-            self._made.clear()
+            self._futures.clear()
         if pool is not None:
             pool.end(wait=wait)
 
@@ -92,18 +101,18 @@ class Prefetch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # On the way out of a preempted run nobody waits for a read that may never come back.
+        # After an error or a preemption, do not wait for a read that may never return.
         self.close(wait=kind is None)
 
     def _request(self, key: _Key) -> Future[Any]:
         assert self._pool is not None
-        if key not in self._made:
-            self._made[key] = self._pool.submit(self._dataset.batch, *key)
-        return self._made[key]
+        if key not in self._futures:
+            self._futures[key] = self._pool.submit(self._dataset.batch, *key)
+        return self._futures[key]
 
 
-class _Workers:
-    """Threads that make batches, and do not keep Python from leaving, as an executor's would."""
+class _ThreadPool:
+    """Daemon threads: unlike those of an executor, they do not keep Python from exiting."""
 
     def __init__(self, count: int) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -131,5 +140,5 @@ class _Workers:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(make())
-                except BaseException as error:  # noqa: BLE001  # raised by the ask for this batch
+                except BaseException as error:  # noqa: BLE001  # raised by the call for this batch
                     future.set_exception(error)

@@ -1,8 +1,8 @@
-"""A dataset over sources that can only be read from their start.
+"""`StreamDataset`: batches from sources that can only be read from their start.
 
-Owns the virtual shards. Invariant: shard s gives the rows [s * k, (s + 1) * k) of every global batch,
-k = batch_size / shards, in the order of its stream. So the place in every stream is a function of the
-step, and a logical replica owns whole shards, whoever runs it.
+Invariant: virtual shard s has the rows [s * k, (s + 1) * k) of every global batch, with
+k = batch_size / shards, in the order of its stream. So the position in every stream is a function of
+the step, and a logical replica owns whole shards, whichever process runs it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,41 @@ import blake3
 import numpy as np
 
 from perdure.data.augment import Augment
-from perdure.data.batches import Batches, Share
-from perdure.data.stacking import digest, rows, stack
+from perdure.data.dataset_base import DatasetBase, ReplicaRows
+from perdure.data.example_trees import stack, unstack, update_hash
 from perdure.errors import DataError, TopologyError
 
 Open = Callable[[Any, int], Iterable[Any]]
 
 
-class StreamDataset(Batches):
+class StreamDataset(DatasetBase):
     """Batches of the examples of streams: iterators, generators, tar files, IterableDatasets.
 
-    `open(shard, epoch)` gives an iterable over the examples of one virtual shard, the same at every
-    call with the same arguments. `shards` names the virtual shards and says how many examples each has
-    in every epoch: {"train-000.tar": 1281, ...}. Given as a sequence of names they are counted, which
-    reads the whole of epoch 0 once. The number of shards is part of the recipe; the number of logical
-    replicas must divide it, and it must divide `batch_size`, the size of the *global* batch.
+    The number of virtual shards is part of the recipe. The number of logical replicas must divide it.
+    After a resume, every stream is read up to its position.
 
-    An epoch ends when its longest shard does. The rows of shards that ended before are padding: the
-    first example of the dataset, with weight 0; with `drop_remainder` the epoch ends with the last
-    batch that needs none. After a resume a stream is brought to its place by reading up to it, or by
-    its `skip(n)` if what `open` gives has one.
+    Args:
+        open: `open(shard, epoch)` returns an iterable over the examples of one virtual shard, the same
+            examples at every call with the same arguments. If the iterable has a method `skip(n)` that
+            returns an iterable from example n on, that is used instead of reading n examples.
+        shards: the names of the virtual shards and how many examples each has in every epoch:
+            {"train-000.tar": 1281, ...}. The examples of a sequence of names are counted, which reads
+            all of epoch 0 once.
+        batch_size: rows of the *global* batch, a multiple of the number of shards.
+        seed: decides what `augment` draws.
+        drop_remainder: whether an epoch ends with the last batch that all shards can fill. Otherwise
+            it ends with the longest shard, and the rows of the others are padding: the first example
+            of the dataset, with weight 0.
+        augment: a function (example, rng) or an `Augment`.
+        fingerprint: replaces the fingerprint that is computed from the shards: a name and version that
+            change whenever the data change.
+
+    Raises:
+        DataError: there are no shards or no examples, the batch size does not fit, or a stream that is
+            counted cannot be read.
     """
 
-    in_order = True
+    sequential = True
 
     def __init__(
         self,
@@ -53,89 +65,95 @@ class StreamDataset(Batches):
         super().__init__(batch_size, seed, augment, fingerprint)
         names = list(shards)
         if not names:
-            raise DataError("no shards: a stream needs at least one")
+            raise DataError("no shards: a stream needs at least one.")
         if batch_size % len(names):
             raise DataError(
-                f"a global batch of {batch_size} does not divide among {len(names)} virtual shards: "
-                f"each gives the same number of rows to every batch"
+                f"a global batch of {batch_size} does not divide among {len(names)} virtual shards, "
+                f"each of which has the same number of rows in every batch."
             )
-        self._per_step = batch_size // len(names)
+        self._rows_per_shard = batch_size // len(names)
         if isinstance(shards, Mapping):
             lengths = [int(shards[name]) for name in names]
         else:
             lengths = [_Shard(open, name).count() for name in names]
         if min(lengths) < 0 or sum(lengths) == 0:
-            raise DataError(f"the streams hold no examples: found the lengths {lengths}")
+            raise DataError(f"the streams hold no examples: found the lengths {lengths}.")
         self._shards = [
             _Shard(open, name, length) for name, length in zip(names, lengths, strict=True)
         ]
         self.drop_remainder = drop_remainder
         self.num_examples = sum(lengths)
         self.steps_per_epoch = (
-            min(lengths) // self._per_step if drop_remainder else -(-max(lengths) // self._per_step)
+            min(lengths) // self._rows_per_shard
+            if drop_remainder
+            else -(-max(lengths) // self._rows_per_shard)
         )
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"drop_remainder leaves no batch: a shard has {min(lengths)} examples and a batch "
-                f"takes {self._per_step} from each; use a smaller batch_size or drop_remainder=False"
+                f"takes {self._rows_per_shard} from each; use a smaller batch_size or "
+                f"drop_remainder=False."
             )
         self._offsets = np.cumsum([0, *lengths[:-1]])
         self._first: Any = None
 
     def close(self) -> None:
-        """Close the streams. The next batch opens them again."""
+        """Close the streams. The next call of `batch` opens them again."""
         for shard in self._shards:
             shard.close()
 
-    def _share(self, step: int, start: int, size: int) -> Share:
-        if size % self._per_step:
+    def _rows(self, step: int, start: int, size: int) -> ReplicaRows:
+        if size % self._rows_per_shard:
             raise TopologyError(
                 f"{len(self._shards)} virtual shards do not divide into "
-                f"{self.batch_size // size} logical replicas, each of which owns whole shards. The "
-                f"number of shards is part of the recipe: choose a multiple of the replicas"
+                f"{self.batch_size // size} logical replicas, each of which owns whole shards. Choose "
+                f"a number of shards that is a multiple of the replicas; it is part of the recipe."
             )
         first = self._reference()
         epoch, within = self.epoch(step)
-        at = within * self._per_step
+        position = within * self._rows_per_shard
         examples: list[Any] = []
         index = np.zeros(size, np.int64)
         weight = np.zeros(size, np.float32)
-        for place in range(0, size, self._per_step):
-            number = (start + place) // self._per_step
-            shard = self._shards[number]
-            found = shard.read(epoch, at, self._per_step)
-            index[place : place + len(found)] = self._offsets[number] + at + np.arange(len(found))
-            weight[place : place + len(found)] = 1
-            examples += found + [first] * (self._per_step - len(found))
+        for row in range(0, size, self._rows_per_shard):
+            number = (start + row) // self._rows_per_shard
+            read = self._shards[number].read(epoch, position, self._rows_per_shard)
+            filled = slice(row, row + len(read))
+            index[filled] = self._offsets[number] + position + np.arange(len(read))
+            weight[filled] = 1
+            examples += read + [first] * (self._rows_per_shard - len(read))
 
         def name(row: int) -> str:
-            shard, place = divmod(start + row, self._per_step)
-            return f"{self._shards[shard]}, example {at + place}"
+            number, offset = divmod(start + row, self._rows_per_shard)
+            return f"{self._shards[number]}, example {position + offset}"
 
-        return Share(stack(examples, first, name), index, weight)
+        return ReplicaRows(stack(examples, first, name), index, weight)
 
     def _reference(self) -> Any:
-        """The first example of epoch 0: what all others look like, and what pads."""
+        """The first example of epoch 0: the reference for all others, and the padding."""
         if self._first is None:
             shard = next(shard for shard in self._shards if shard.length)
             first = shard.read(0, 0, 1)
-            self._first = next(rows(stack(first, first[0], lambda _: f"{shard}, example 0")))
+            self._first = next(unstack(stack(first, first[0], lambda _: f"{shard}, example 0")))
         return self._first
 
-    def _own_fingerprint(self) -> str:
-        """Of the names and lengths of the shards, and of the first example."""
-        into = blake3.blake3()
+    def _compute_fingerprint(self) -> str:
+        """A hash of the names and lengths of the shards, and of the first example."""
+        hasher = blake3.blake3()
         for shard in self._shards:
-            into.update(f"{shard.name!r}\0{shard.length}\0".encode())
-        digest(self._reference(), into)
-        return f"streams:{len(self._shards)}:{self.num_examples}:{into.hexdigest()}"
+            hasher.update(f"{shard.name!r}\0{shard.length}\0".encode())
+        update_hash(hasher, self._reference())
+        return f"streams:{len(self._shards)}:{self.num_examples}:{hasher.hexdigest()}"
 
-    def _own_recipe(self) -> dict[str, str | int | bool]:
+    def _recipe_fields(self) -> dict[str, str | int | bool]:
         return {"shards": len(self._shards), "drop_remainder": self.drop_remainder}
 
 
 class _Shard:
-    """One stream, opened when it is first read, and the place that it has reached."""
+    """One virtual shard: its stream, opened at the first read, and the position of the stream.
+
+    The position is (epoch, number of the next example); None if the stream is closed.
+    """
 
     def __init__(self, open: Open, name: Any, length: int = 0) -> None:
         self.name, self.length = name, length
@@ -143,106 +161,111 @@ class _Shard:
         self._lock = threading.Lock()
         self._stream: Any = None
         self._iterator: Iterator[Any] = iter(())
-        self._place: tuple[int, int] | None = None
+        self._position: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"shard {self.name!r}"
 
-    def read(self, epoch: int, at: int, count: int) -> list[Any]:
-        """The examples [at, at + count) of an epoch, as far as the shard has them."""
-        stop = min(at + count, self.length)
-        if stop <= at:
+    def read(self, epoch: int, start: int, count: int) -> list[Any]:
+        """The examples [start, start + count) of an epoch, fewer at the end of the shard."""
+        stop = min(start + count, self.length)
+        if stop <= start:
             return []
         with self._lock:
             try:
-                self._go(epoch, at)
-                found = [self._next() for _ in range(at, stop)]
-                if stop == self.length and self._advance() is not _NOTHING:
+                self._seek(epoch, start)
+                examples = [self._next() for _ in range(start, stop)]
+                if stop == self.length and self._advance() is not _END:
                     raise DataError(
-                        f"{self}, epoch {epoch}: the stream goes on after {stop} examples. {_LENGTHS}"
+                        f"{self}, epoch {epoch}: the stream has more than {stop} examples. {_LENGTHS}"
                     )
-                return found
+                return examples
             except BaseException:
-                self._shut()  # where it stands is not known: the next ask starts anew
+                self._close()  # its position is not known, so the next read starts again
                 raise
 
     def count(self) -> int:
-        """How many examples the stream has in epoch 0."""
-        self._go(0, 0)
-        while self._advance() is not _NOTHING:
+        """Set the length to the number of examples in epoch 0, and return it."""
+        self._seek(0, 0)
+        while self._advance() is not _END:
             self.length += 1
-        self._shut()
+        self._close()
         return self.length
 
     def close(self) -> None:
         with self._lock:
-            self._shut()
+            self._close()
 
-    def _go(self, epoch: int, at: int) -> None:
-        """Bring the stream to its place; one that is beyond it, or can skip, starts again."""
-        if self._place == (epoch, at):
+    def _seek(self, epoch: int, example: int) -> None:
+        """Move the stream to an example. A stream that is past it, or can skip, is opened again."""
+        if self._position == (epoch, example):
             return
-        ahead = self._place is not None and self._place[0] == epoch and self._place[1] < at
-        if not ahead or hasattr(self._stream, "skip"):
-            self._shut()
-            self._start(epoch, at)
-        while self._place != (epoch, at):
+        before = (
+            self._position is not None
+            and self._position[0] == epoch
+            and self._position[1] < example
+        )
+        if not before or hasattr(self._stream, "skip"):
+            self._close()
+            self._start(epoch, example)
+        while self._position != (epoch, example):
             self._next()
 
-    def _start(self, epoch: int, at: int) -> None:
+    def _start(self, epoch: int, example: int) -> None:
+        """Open the stream, at `example` if it can skip and at its start otherwise."""
         try:
             stream: Any = self._open(self.name, epoch)
             if stream is self._stream and isinstance(stream, Iterator):
                 raise DataError(
-                    f"{self}, epoch {epoch}: open gave the same iterator as before, which is not at "
-                    f"its start. Open the stream anew in every call."
+                    f"{self}, epoch {epoch}: `open` returned the same iterator as before, which is not "
+                    f"at its start. Open the stream again in every call."
                 )
             self._stream = stream
-            skips = at > 0 and hasattr(stream, "skip")
-            self._iterator = iter(stream.skip(at) if skips else stream)
+            skips = example > 0 and hasattr(stream, "skip")
+            self._iterator = iter(stream.skip(example) if skips else stream)
         except DataError:
             raise
         except Exception as error:
             raise DataError(
                 f"{self}, epoch {epoch}: cannot be opened: {type(error).__name__}: {error}"
             ) from error
-        self._place = (epoch, at if skips else 0)
+        self._position = (epoch, example if skips else 0)
 
     def _next(self) -> Any:
         example = self._advance()
-        if example is _NOTHING:
-            assert self._place is not None
-            epoch, at = self._place
+        if example is _END:
+            assert self._position is not None
+            epoch, count = self._position
             raise DataError(
-                f"{self}, epoch {epoch}: the stream ended after {at} examples, expected "
+                f"{self}, epoch {epoch}: the stream ended after {count} examples, expected "
                 f"{self.length}. {_LENGTHS}"
             )
         return example
 
     def _advance(self) -> Any:
-        """The next example, or _NOTHING at the end."""
-        assert self._place is not None
-        epoch, at = self._place
+        """The next example, or `_END`."""
+        assert self._position is not None
+        epoch, number = self._position
         try:
-            example = next(self._iterator, _NOTHING)
+            example = next(self._iterator, _END)
         except Exception as error:
             raise DataError(
-                f"{self}, epoch {epoch}, example {at}: cannot be read: "
+                f"{self}, epoch {epoch}, example {number}: cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if example is not _NOTHING:
-            self._place = (epoch, at + 1)
+        if example is not _END:
+            self._position = (epoch, number + 1)
         return example
 
-    def _shut(self) -> None:
+    def _close(self) -> None:
         close = getattr(self._iterator, "close", None)
-        self._iterator, self._place = iter(()), None
+        self._iterator, self._position = iter(()), None
         if close is not None:
             close()
 
 
-_NOTHING = object()
+_END = object()
 _LENGTHS = (
-    "Every shard must have the number of examples that was given or counted, in every epoch; cut a "
-    "stream that has no fixed end with itertools.islice."
+    "Every shard must have the number of examples that was given or counted, in every epoch. Limit a "
+    "stream without a fixed end with itertools.islice."
 )

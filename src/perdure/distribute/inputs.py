@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from perdure.data.batches import share_size
+from perdure.data.dataset_base import rows_per_replica
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
@@ -60,7 +60,7 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """global_batch_size / V; TopologyError if it does not divide."""
-        return share_size(global_batch_size, self.num_replicas_in_sync)
+        return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import keras
 import numpy as np
 from keras.src import tree
 
-from perdure.data.sources import Arrays
+from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
 from perdure.keras import fit_inputs
 from perdure.keras.fit_environment import environment
 from perdure.keras.fit_internals import RunningFit
-from perdure.state.keras_state import named
+from perdure.state.keras_state import variables_by_path
 
 Description = dict[str, bool | int | float | str]
 
@@ -59,7 +59,7 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
     }
     variables = {
         f"variables.{path}": f"{each.dtype} {tuple(each.shape)}"
-        for path, each in named(model).items()
+        for path, each in variables_by_path(model).items()
     }
     return _flat(_renumbered(found)) | variables
 
@@ -77,7 +77,7 @@ def _content(data: Any) -> Any:
     if not all(hasattr(each, "__array__") or isinstance(each, (int, float)) for each in leaves):
         return type(data).__name__
     try:
-        return Arrays(tuple(np.asarray(each) for each in leaves)).fingerprint()
+        return ArraySource(tuple(np.asarray(each) for each in leaves)).fingerprint()
     except (PerdureError, TypeError, ValueError):
         return type(data).__name__
 

@@ -16,7 +16,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from perdure.data.sources import Arrays
+from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError, TrainError
 
 
@@ -201,7 +201,7 @@ def describe(adapter: Any) -> dict[str, Any]:
         for number, each in enumerate(arrays):
             found[f"{number}.shape"] = str(tuple(each.shape[1:]))
         with suppress(PerdureError, TypeError, ValueError):  # sparse: told apart by shape only
-            found["content"] = Arrays(tuple(np.asarray(each) for each in arrays)).fingerprint()
+            found["content"] = ArraySource(tuple(np.asarray(each) for each in arrays)).fingerprint()
     return found
 
 

@@ -18,7 +18,7 @@ from perdure.state import process_random
 
 def state(generators: Sequence[Any] = ()) -> dict[str, Any]:
     """All of them as plain values; `generators` are those of PyTorch that a data loader owns."""
-    shared = process_random.encoded(process_random.capture())
+    shared = process_random.encode(process_random.capture())
     return {
         "shared": {name: np.frombuffer(data, np.uint8) for name, data in shared.items()},
         "generators": [each.get_state().numpy().copy() for each in generators],
@@ -33,7 +33,7 @@ def restore(found: dict[str, Any], generators: Sequence[Any] = ()) -> None:
             "generators this one does not read. Finish the run with that release, or start again."
         )
     for name, data in found["shared"].items():
-        process_random.put_back(name, bytes(data))
+        process_random.restore_generator(name, bytes(data))
     if generators:
         torch = sys.modules["torch"]
         for each, words in zip(generators, found["generators"], strict=True):

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 
 from perdure.errors import StateError
-from perdure.state.keras_state import SEED, named, read, write
-from perdure.state.nested import flat, nest
+from perdure.state.keras_state import SEED, read_variable, variables_by_path, write_variables
+from perdure.state.paths import flatten_dict, unflatten_dict
 
 __all__ = ["Stateless"]
 
@@ -33,7 +33,7 @@ class Stateless:
             optimizer.build(model.trainable_variables)
         self._model = model
         self._optimizer = optimizer
-        self._variables = named(model)
+        self._variables = variables_by_path(model)
         # By identity: on PyTorch, `==` of variables is that of their values.
         trained = {id(variable) for variable in model.trainable_variables}
         self._trainable = [p for p, v in self._variables.items() if id(v) in trained]
@@ -42,21 +42,27 @@ class Stateless:
 
     def state(self) -> dict[str, Any]:
         """The values of the model and of the optimizer now, as a tree of arrays."""
-        state = {"model": nest({path: _copy(read(v)) for path, v in self._variables.items()})}
+        state = {
+            "model": unflatten_dict(
+                {path: _copy(read_variable(v)) for path, v in self._variables.items()}
+            )
+        }
         if self._optimizer is not None:
-            slots = named(self._optimizer)
-            state["optimizer"] = nest({path: _copy(read(v)) for path, v in slots.items()})
+            slots = variables_by_path(self._optimizer)
+            state["optimizer"] = unflatten_dict(
+                {path: _copy(read_variable(v)) for path, v in slots.items()}
+            )
         return state
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Put a state back into the model and the optimizer, to evaluate or to save with Keras."""
-        write(self._variables, flat(state["model"]))
+        write_variables(self._variables, flatten_dict(state["model"]))
         if self._optimizer is not None and "optimizer" in state:
-            write(named(self._optimizer), flat(state["optimizer"]))
+            write_variables(variables_by_path(self._optimizer), flatten_dict(state["optimizer"]))
 
     def trainable(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The trainable variables by path: what a loss is differentiated by."""
-        values = flat(state["model"])
+        values = flatten_dict(state["model"])
         if keras.backend.backend() == "torch":
             return {path: values[path].detach().requires_grad_() for path in self._trainable}
         return {path: values[path] for path in self._trainable}
@@ -75,7 +81,7 @@ class Stateless:
         `key` is the replica's: every seed generator of the model starts from it. The statistics are
         the non-trainable variables (of BatchNormalization) by path; return them as contributions.
         """
-        values = {**flat(state["model"]), **trainable, **self._seeded(key)}
+        values = {**flatten_dict(state["model"]), **trainable, **self._seeded(key)}
         model = self._model
         result = model.stateless_call(
             [values[self._paths[id(v)]] for v in model.trainable_variables],
@@ -97,17 +103,17 @@ class Stateless:
         if self._optimizer is None:
             raise StateError("apply needs an optimizer: Stateless(model, optimizer)")
         optimizer = self._optimizer
-        values = {**flat(state["model"]), **statistics}
-        slots = flat(state["optimizer"])
+        values = {**flatten_dict(state["model"]), **statistics}
+        slots = flatten_dict(state["optimizer"])
         trained = [self._paths[id(v)] for v in self._model.trainable_variables]
         new, changed = optimizer.stateless_apply(
-            [slots[path] for path in named(optimizer)],
+            [slots[path] for path in variables_by_path(optimizer)],
             [grads[path] for path in trained],
             [values[path] for path in trained],
         )
         values |= dict(zip(trained, new, strict=True))
-        slots = dict(zip(named(optimizer), changed, strict=True))
-        return {**state, "model": nest(values), "optimizer": nest(slots)}
+        slots = dict(zip(variables_by_path(optimizer), changed, strict=True))
+        return {**state, "model": unflatten_dict(values), "optimizer": unflatten_dict(slots)}
 
     def _seeded(self, key: Any) -> dict[str, Any]:
         """A state for each seed generator, a function of the replica's key."""

@@ -1,20 +1,22 @@
-"""Live objects <-> trees of leaves. One short adapter per framework, loaded only when used."""
+"""Live objects as trees of leaves, and back. Each framework has one adapter, loaded only when used."""
 
-from perdure.state.builtin import Beside, Members
+from perdure.state.builtin import AttributeState, StateWithExtras
 from perdure.state.iterator import is_positioned, position, reposition
+from perdure.state.leaf_spec import format_differences
 from perdure.state.partial import part_filter, part_names, restore_part
-from perdure.state.template import Template, differences, listed, template_of
-from perdure.state.tree import flatten, is_state, restore, snapshot, unflatten
+from perdure.state.template import Template, differences, template_of
+from perdure.state.tree_flatten import flatten, is_state, snapshot, unflatten
+from perdure.state.tree_restore import restore
 
 __all__ = [
-    "Beside",
-    "Members",
+    "AttributeState",
+    "StateWithExtras",
     "Template",
     "differences",
     "flatten",
+    "format_differences",
     "is_positioned",
     "is_state",
-    "listed",
     "part_filter",
     "part_names",
     "position",

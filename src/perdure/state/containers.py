@@ -1,4 +1,4 @@
-"""The values inside of an object's state as entries of a manifest, and back without the object.
+"""The values in an object's state as entries of a manifest, and back without the object.
 
 Plain containers (dict, list, tuple, ...) are rebuilt from their entry and their elements. An array is
 rebuilt as an array of the library that it came from.
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.builtin import key_name, leaf_array, scalar_text
+from perdure.state.leaf_values import leaf_array, scalar_text
+from perdure.state.paths import key_text
 from perdure.store.format import MAPPINGS, Container, escape, unescape
 from perdure.store.leaf import Leaf
 
@@ -27,9 +28,9 @@ _SEQUENCES: dict[type, str] = {
     frozenset: "frozenset",
 }
 _FACTORIES: dict[Any, str] = {
-    each: each.__name__ for each in (bool, dict, float, int, list, set, str, tuple)
+    factory: factory.__name__ for factory in (bool, dict, float, int, list, set, str, tuple)
 }
-_MAKE: dict[str, Callable[..., Any]] = {
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": Counter,
     "list": list,
@@ -37,19 +38,22 @@ _MAKE: dict[str, Callable[..., Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
-PLAIN = Container("dict")
-"""A dict whose keys are strings in code point order; it needs no entry."""
+SORTED_DICT = Container("dict")
+"""A dict whose keys are strings in code point order. It needs no entry."""
 
 
-def described(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
-    """The entry of a plain container and its elements by the part that they add to the path.
+def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
+    """The manifest entry of a plain container, and its elements by key.
 
-    None for every other value: a subclass has methods and fields that nobody else can rebuild.
+    Returns None for any other value, subclasses included: their methods and fields cannot be rebuilt.
+
+    Raises:
+        UnsupportedLeafError: the container has keys, elements or a factory that a manifest cannot hold.
     """
     kind = type(value)
     if kind is dict:
         if not value:
-            return PLAIN, ()
+            return SORTED_DICT, ()
         return Container("dict", keys=_keys(value)), _items(value)
     if kind is OrderedDict or kind is Counter:
         return Container(kind.__name__, keys=_keys(value)), _items(value)  # type: ignore[arg-type]
@@ -76,8 +80,16 @@ def described(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
     return None
 
 
-def made(container: Container, parts: Sequence[str], element: Callable[[Any, str], Any]) -> Any:
-    """The container of an entry; `element` gives the value for a key and its part of the path."""
+def build_container(
+    container: Container, parts: Sequence[str], element: Callable[[Any, str], Any]
+) -> Any:
+    """The container that an entry describes.
+
+    Args:
+        container: the entry of the manifest.
+        parts: the parts of the paths of its elements, escaped.
+        element: returns the value for a key (or position) and the part of its path.
+    """
     kind = container.kind
     if kind in MAPPINGS:
         keys = container.keys
@@ -85,19 +97,19 @@ def made(container: Container, parts: Sequence[str], element: Callable[[Any, str
             keys = sorted(unescape(part) for part in parts)
         items = {key: element(key, escape(str(key))) for key in keys}
         if kind == "defaultdict":
-            names: dict[Any, Any] = {name: factory for factory, name in _FACTORIES.items()}
-            return defaultdict(names.get(container.factory), items)
-        return items if kind == "dict" else _MAKE[kind](items)
+            factories: dict[Any, Any] = {name: factory for factory, name in _FACTORIES.items()}
+            return defaultdict(factories.get(container.factory), items)
+        return items if kind == "dict" else _CONSTRUCTORS[kind](items)
     values = [element(i, str(i)) for i in range(len(parts))]
     if kind == "deque":
         return deque(values, container.maxlen)
     if kind == "torch.Size":
         return sys.modules["torch"].Size(values)
-    return _MAKE[kind](values)
+    return _CONSTRUCTORS[kind](values)
 
 
-def array_class(value: Any) -> str:
-    """The class of an array, as an entry names it. The device of a tensor is part of it."""
+def array_class_name(value: Any) -> str:
+    """The name that an entry has for the class of an array. It includes the device of a tensor."""
     if isinstance(value, np.generic):
         return "numpy.generic"
     if isinstance(value, np.ndarray):
@@ -113,19 +125,21 @@ def array_class(value: Any) -> str:
 
 
 def array_template(name: str, leaf: Leaf, like: Any) -> Any:
-    """What an adapter loads `leaf` into to get an array of the class `name`.
+    """A target for `Adapter.load` that gives an array of the class `name`.
 
-    A tensor takes the device of `like`, the tensor that the object has there itself, if it has one.
+    A tensor takes the device of `like`, the present value of the object at that path, if that is a
+    tensor. Raises `StateError` if the library of the class has not been imported.
     """
     base, _, device = name.partition("@")
     if base.startswith("torch"):
         torch = _library("torch")
         if isinstance(like, torch.Tensor) and not like.is_meta:
-            place = like.device
+            target_device = like.device
         else:
             backend = getattr(torch, device, None) if device else None
-            place = device if backend is not None and backend.is_available() else "cpu"
-        tensor = torch.empty(0, dtype=getattr(torch, leaf.dtype), device=place)
+            available = backend is not None and backend.is_available()
+            target_device = device if available else "cpu"
+        tensor = torch.empty(0, dtype=getattr(torch, leaf.dtype), device=target_device)
         if base.startswith("torch.Parameter"):
             return torch.nn.Parameter(tensor, requires_grad=not base.endswith(".frozen"))
         return tensor.requires_grad_(base == "torch.requires_grad")
@@ -144,7 +158,7 @@ def array_template(name: str, leaf: Leaf, like: Any) -> Any:
 def _library(name: str) -> Any:
     if name not in sys.modules:
         raise StateError(
-            f"the checkpoint has an array of {name} here: import {name} before the restore."
+            f"the checkpoint has an array of {name} here. Import {name} before the restore."
         )
     return sys.modules[name]
 
@@ -162,4 +176,4 @@ def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
 
 
 def _items(value: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    return [(key if type(key) is str and key else key_name(key), value[key]) for key in value]
+    return [(key if type(key) is str and key else key_text(key), value[key]) for key in value]

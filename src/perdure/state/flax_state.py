@@ -1,4 +1,7 @@
-"""Flax NNX: modules (restored in place), their states, and variables without a `value` in the path."""
+"""The adapter of Flax NNX: modules (restored in place), their states, and variables.
+
+A variable adds no `value` to the path of its array.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ from typing import Any
 
 from flax import nnx
 
-from perdure.state.adapter import ContainersOnly, Node, Spec
+from perdure.state.adapter import ContainersOnly, Node
+from perdure.state.leaf_spec import LeafSpec
 
 _OBJECTS = getattr(nnx, "Pytree", nnx.Module)
 
 
 class FlaxState(ContainersOnly):
-    """See `perdure.state.adapter.Adapter`. Arrays inside are JAX's and left to its adapter."""
+    """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
 
-    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+    def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, nnx.Variable):
             return Node([("", value.get_value())], lambda new: value.replace(new[0]))
         if isinstance(value, nnx.State):
-            # `value[key]` would give a dict in it as another State.
+            # `value[key]` would wrap a dict inside in another State.
             return Node([("", value.raw_mapping)], lambda new: type(value)(new[0]))
         if isinstance(value, _OBJECTS):
             return Node(

@@ -1,4 +1,4 @@
-"""The group of processes that a framework says this process belongs to. Imports no framework."""
+"""The group of processes that a framework has initialized. Imports no framework."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FrameworkGroup:
-    """`engine` ("jax" or "torch") says that this is process `index` of `count`.
+    """This process is number `index` of `count`, according to `engine` ("jax" or "torch").
 
-    `address` is the host:port where its processes met, None where the framework does not know one.
+    `address` is the host:port of the group's rendezvous; None if the framework does not know it.
     """
 
     engine: str
@@ -21,14 +21,15 @@ class FrameworkGroup:
 
     @property
     def source(self) -> str:
-        """The module of the framework that says so."""
+        """The module of the framework that initialized the group."""
         return f"{self.engine}.distributed"
 
 
 def framework_group(engine: str | None = None) -> FrameworkGroup | None:
-    """The group that the program or its launcher has initialized already, None if there is none.
+    """The group that the program or its launcher has initialized already; None if there is none.
 
-    With `engine`, that of this framework; otherwise the larger one of the two.
+    Args:
+        engine: "jax" or "torch" for the group of that framework; None for the larger of both groups.
     """
     groups = [
         group
@@ -39,7 +40,7 @@ def framework_group(engine: str | None = None) -> FrameworkGroup | None:
 
 
 def innermost_store(store: Any) -> Any:
-    """The store of a torch process group without its wrappers, which may have a `host` and `port`."""
+    """The store of a torch process group without its wrappers. It may have a `host` and a `port`."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -47,7 +48,7 @@ def innermost_store(store: Any) -> Any:
 
 def _jax_group() -> FrameworkGroup | None:
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-    # Not jax.process_count(), which starts the devices.
+    # `jax.process_count()` would initialize the devices.
     if state is None or state.client is None:
         return None
     address = getattr(state, "coordinator_address", None)
@@ -59,6 +60,6 @@ def _torch_group() -> FrameworkGroup | None:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     store = innermost_store(dist.distributed_c10d._get_default_store())
-    host = getattr(store, "host", None)  # a store of files has none
+    host = getattr(store, "host", None)  # a file store has none
     address = None if host is None else f"{host}:{store.port}"
     return FrameworkGroup("torch", dist.get_rank(), dist.get_world_size(), address)

@@ -1,4 +1,4 @@
-"""Random generators as parts of a state: those of Python's `random` and of NumPy, restored in place."""
+"""Random generators of Python's `random` and of NumPy as members of a state, restored in place."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, Spec
+from perdure.state.adapter import Node
+from perdure.state.leaf_spec import LeafSpec
 
-_SEEDED_BY = "seed_sequence"
-# Before, NumPy could not put the seed sequence of a generator back, nor did its pickles have it.
-_SEEDS = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+_SEED_SEQUENCE = "seed_sequence"
+# Older releases of NumPy cannot restore the seed sequence of a generator.
+_RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 
-def generator_node(value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
-    """The node of a generator; None for another value."""
+def generator_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
+    """The node of a generator; None for a value that is no generator."""
     if isinstance(value, random.Random):
-        return Node([("", _python_state(value))], lambda new: _put_back_python(value, new[0]), True)
+        return Node([("", _python_state(value))], lambda new: _restore_python(value, new[0]), True)
     if isinstance(value, np.random.RandomState):
         children = value.get_state(legacy=False)
         return Node([("", children)], lambda new: value.set_state(new[0]), True)
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         bits = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
         children = dict(bits.state)
-        # What `spawn` makes depends on the seed, and on how many were spawned before.
+        # What `spawn` returns depends on the seed, and on how often it was called.
         seed = bits.seed_seq
-        seeded = _SEEDS and (stored is None or _SEEDED_BY in stored)
-        if seeded and isinstance(seed, np.random.SeedSequence):
-            children[_SEEDED_BY] = _seed_text(seed)
-        return Node([("", children)], lambda new: _put_back_numpy(bits, new[0]), True)
+        has_seed = _RESTORES_SEED and (stored is None or _SEED_SEQUENCE in stored)
+        if has_seed and isinstance(seed, np.random.SeedSequence):
+            children[_SEED_SEQUENCE] = _seed_text(seed)
+        return Node([("", children)], lambda new: _restore_numpy(bits, new[0]), True)
     return None
 
 
@@ -44,8 +45,8 @@ def _python_state(value: random.Random) -> dict[str, Any]:
             f"random.Random. Use one, or leave it out of the state."
         )
     version, words, gauss = value.getstate()
-    # The second of two normal numbers that are made together: always a float, so that the structure
-    # of the state does not depend on it.
+    # `gauss` is the second of two normal numbers that are drawn together, or None. It is stored as a
+    # float in both cases, so that the structure of the state does not change.
     return {
         "version": version,
         "words": np.array(words, np.uint32),
@@ -54,16 +55,16 @@ def _python_state(value: random.Random) -> dict[str, Any]:
     }
 
 
-def _put_back_python(target: random.Random, state: Any) -> None:
+def _restore_python(target: random.Random, state: Any) -> None:
     gauss = state["gauss"] if state["has_gauss"] else None
     target.setstate((state["version"], tuple(np.asarray(state["words"]).tolist()), gauss))
 
 
-def _put_back_numpy(bits: np.random.BitGenerator, state: Any) -> None:
+def _restore_numpy(bits: np.random.BitGenerator, state: Any) -> None:
     state = dict(state)
-    seeded_by = state.pop(_SEEDED_BY, None)
-    if seeded_by is not None:
-        bits.__setstate__((state, _seed_sequence(seeded_by)))  # pyright: ignore[reportAttributeAccessIssue]
+    seed = state.pop(_SEED_SEQUENCE, None)
+    if seed is not None:
+        bits.__setstate__((state, _seed_sequence(seed)))  # pyright: ignore[reportAttributeAccessIssue]
     else:
         bits.state = state
 

@@ -1,7 +1,7 @@
-"""The position of a `grain.DataLoader`, without the text of the data in it.
+"""The position of a `grain.DataLoader`, with hashes instead of the text of its data.
 
-Grain compares `repr(sampler)` and `repr(data_source)` when a position is put back, and so has both in
-every position; that of a list is all that it holds. Here their hashes take their place.
+Grain stores `repr(sampler)` and `repr(data_source)` in every position and compares them in
+`set_state`. The `repr` of a list is the text of all its elements, so hashes are stored instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _COMPARED = ("sampler", "data_source")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def shortened(state: bytes) -> bytes:
-    """`state` with hashes in place of the texts; any other position as it is."""
+def hash_texts(state: bytes) -> bytes:
+    """The position with hashes in place of the two texts; any other position unchanged."""
     position = _position(state)
     if position is None or not all(isinstance(position[name], str) for name in _COMPARED):
         return state
@@ -26,29 +26,30 @@ def shortened(state: bytes) -> bytes:
     return json.dumps({**position, **hashes}, sort_keys=True).encode()
 
 
-def completed(state: bytes, iterator: Any) -> bytes:
-    """What `shortened` gave, with the texts of `iterator` where they have the hashes of `state`.
+def restore_texts(state: bytes, iterator: Any) -> bytes:
+    """A position of `hash_texts` with the texts of `iterator`, which must have the same hashes.
 
-    Raises `StateError` where the sampler or the data source is another one.
+    Raises:
+        StateError: the sampler or the data source differs from the saved one.
     """
     position = _position(state)
     if position is None or not all(isinstance(position[name], dict) for name in _COMPARED):
         return state
-    own = _position(iterator.get_state()) or {}
+    present = _position(iterator.get_state()) or {}
     for name in _COMPARED:
-        text = own.get(name)
+        text = present.get(name)
         if not isinstance(text, str) or _hash(text) != position[name].get("blake3"):
             raise StateError(
                 f"the {name.replace('_', ' ')} of this grain.DataLoader is not the one that it was "
-                f"saved with: Grain tells them apart by `repr`, which gives {str(text)[:200]!r} here. "
-                f"Make it with the same arguments, shard options included."
+                f"saved with. Grain compares the `repr`, which is {str(text)[:200]!r} here. Create it "
+                f"with the same arguments and shard options."
             )
         position[name] = text
     return json.dumps(position).encode()
 
 
 def _position(state: bytes) -> dict[str, Any] | None:
-    """The position of a `grain.DataLoader`; None for another one."""
+    """The fields of a `grain.DataLoader`'s position; None for the position of another iterator."""
     try:
         position = json.loads(state)
     except ValueError:
@@ -58,5 +59,5 @@ def _position(state: bytes) -> dict[str, Any] | None:
 
 
 def _hash(text: str) -> str:
-    # An object without a `repr` of its own says where it lies, which is no property of the data.
+    # The default `repr` of an object has its address, which is no property of the data.
     return hash_bytes(_ADDRESS.sub("", text).encode(errors="backslashreplace"))

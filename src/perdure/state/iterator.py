@@ -1,7 +1,8 @@
-"""Iterators that say where they are: `get_state` and `set_state`, as Grain's have them.
+"""Iterators with a position: `get_state` and `set_state`, as in Grain.
 
-A position becomes one string, because its structure belongs to the iterator and changes as it runs.
-Invariant: a position comes back equal, with the type of every value in it, or is refused at the save.
+A position is stored as one string, because its structure belongs to the iterator and may change while
+it runs. Invariant: a position is restored equal, with the type of every value in it, or the save is
+refused.
 """
 
 from __future__ import annotations
@@ -10,32 +11,35 @@ import json
 from typing import Any
 
 from perdure.errors import StateError
-from perdure.state.grain_state import completed, shortened
+from perdure.state.grain_state import hash_texts, restore_texts
 
 
 def is_positioned(value: Any) -> bool:
-    """Whether this is an iterator that can be put back. Random generators have the same two verbs,
-    and no `__next__`."""
+    """Whether `value` is an iterator whose position can be restored.
+
+    Random generators have the same two methods, but no `__next__`.
+    """
     return (
         hasattr(value, "__next__") and hasattr(value, "set_state") and hasattr(value, "get_state")
     )
 
 
 def position(iterator: Any) -> str:
-    """Where the iterator is, as text.
+    """The position of an iterator as text.
 
-    Raises `StateError` for a position with values other than None, booleans, numbers, strings, bytes,
-    lists, tuples and dicts.
+    Raises:
+        StateError: the position has a value other than None, booleans, numbers, strings, bytes, lists,
+            tuples and dicts.
     """
     state = iterator.get_state()
     if isinstance(state, bytes):
-        state = shortened(state)
+        state = hash_texts(state)
         try:
             return f"b{state.decode()}"
         except UnicodeDecodeError:
             return f"x{state.hex()}"
     try:
-        return f"j{json.dumps(_encoded(state), sort_keys=True)}"
+        return f"j{json.dumps(_encode(state), sort_keys=True)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"the position of a {type(iterator).__qualname__} has no exact form in a checkpoint: "
@@ -45,39 +49,43 @@ def position(iterator: Any) -> str:
 
 
 def reposition(iterator: Any, text: str) -> Any:
-    """The iterator, put back."""
+    """Set an iterator to the position that `position` returned, and return the iterator.
+
+    Raises:
+        StateError: a `grain.DataLoader` has another sampler or data source than the saved one.
+    """
     kind, rest = text[:1], text[1:]
     if kind == "j":
-        iterator.set_state(json.loads(rest, object_hook=_decoded))
+        iterator.set_state(json.loads(rest, object_hook=_decode))
     else:
         state = rest.encode() if kind == "b" else bytes.fromhex(rest)
-        iterator.set_state(completed(state, iterator))
+        iterator.set_state(restore_texts(state, iterator))
     return iterator
 
 
-# What JSON has no type for is an object with one of these keys alone.
+# A value that JSON has no type for is an object with one of these keys and no other.
 _TUPLE, _BYTES, _DICT = "!tuple", "!bytes", "!dict"
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     kind = type(value)
     if kind in (type(None), bool, int, float, str):
         return value
     if kind is list:
-        return [_encoded(part) for part in value]
+        return [_encode(part) for part in value]
     if kind is tuple:
-        return {_TUPLE: [_encoded(part) for part in value]}
+        return {_TUPLE: [_encode(part) for part in value]}
     if kind is bytes:
         return {_BYTES: value.hex()}
     if kind is dict:
         if all(type(key) is str for key in value) and not value.keys() & {_TUPLE, _BYTES, _DICT}:
-            return {key: _encoded(part) for key, part in value.items()}
-        pairs = [[_encoded(key), _encoded(part)] for key, part in value.items()]
+            return {key: _encode(part) for key, part in value.items()}
+        pairs = [[_encode(key), _encode(part)] for key, part in value.items()]
         return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
     raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
-def _decoded(value: dict[str, Any]) -> Any:
+def _decode(value: dict[str, Any]) -> Any:
     if value.keys() == {_TUPLE}:
         return tuple(value[_TUPLE])
     if value.keys() == {_BYTES}:

@@ -1,4 +1,4 @@
-"""JAX: arrays, typed PRNG keys, abstract arrays as templates, and every registered pytree node."""
+"""The adapter of JAX: arrays, typed PRNG keys, abstract arrays as targets, registered pytree nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, NoVariables, Spec
-from perdure.state.builtin import array_leaf, key_words, leaf_array
+from perdure.state.adapter import Node, NoVariables
+from perdure.state.leaf_spec import LeafSpec
+from perdure.state.leaf_values import array_leaf, key_words, leaf_array
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
@@ -24,15 +25,15 @@ _BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
 
 
-def key_name(entry: Any) -> str:
-    """Readable name of one entry of a JAX key path."""
+def key_entry_text(entry: Any) -> str:
+    """The text of one entry of a JAX key path: a key, field name or position."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
 class JaxState(NoVariables):
     """See `perdure.state.adapter.Adapter`."""
 
-    def spec(self, value: Any) -> Spec | None:
+    def spec(self, value: Any) -> LeafSpec | None:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             return None
         if isinstance(value, jax.core.Tracer):
@@ -42,7 +43,7 @@ class JaxState(NoVariables):
         name = _dtype_name(value.dtype)
         if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
             raise _truncated(name, value.shape)
-        return Spec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
+        return LeafSpec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
         try:
@@ -51,7 +52,7 @@ class JaxState(NoVariables):
             if not isinstance(value, jax.Array) or not value.is_deleted():
                 raise
             raise UnsupportedLeafError(
-                "the data of this array are deleted, because it was given to a step that donates its "
+                "the data of this array are deleted, because it was passed to a step that donates its "
                 "arguments. Save the state that the step returned, or save before the step."
             ) from None
 
@@ -66,7 +67,7 @@ class JaxState(NoVariables):
             return _place(like, array, leaf.is_weak)
         if not isinstance(like, jax.Array):
             raise _truncated(array.dtype.name, leaf.shape)
-        with _enable_x64(True):  # the target is such an array too, made in a block like this one
+        with _enable_x64(True):  # the target is a 64-bit array too, made in such a block
             return _place(like, array, leaf.is_weak)
 
     def _leaf(self, value: Any) -> Leaf | None:
@@ -75,26 +76,26 @@ class JaxState(NoVariables):
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
             raise UnsupportedLeafError(
-                "an abstract array has no data; it serves only as a template."
+                "an abstract array has no data; it can only be part of a target."
             )
         dtype = spec.dtype
         if not dtype.startswith("key<") and value.weak_type:
             if dtype not in _WEAK:
                 raise UnsupportedLeafError(
-                    f"a weakly typed array of {dtype}; JAX has a public way to make one only for the "
-                    f"types of Python's numbers. Convert it: `x.astype(x.dtype)`."
+                    f"a weakly typed array of {dtype}, which JAX cannot create through its public "
+                    f"functions. Convert it: `x.astype(x.dtype)`."
                 )
             dtype = WEAK_PREFIX + dtype
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            # Its shards lie in several processes. A collective: every process saves at the same step.
+            # Its shards are in several processes. This is a collective: all processes save this step.
             value = multihost_utils.process_allgather(value, tiled=True)
         data = jax.random.key_data(value) if dtype.startswith("key<") else value
-        # On a CPU this shares the device buffer. The array then counts as referenced from outside,
-        # so that a step that donates it works on a copy and these bytes stay as they are.
+        # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
+        # step that donates the array works on a copy and these bytes do not change.
         words = array_leaf(np.asarray(data), frozen=True)
         return Leaf(dtype, spec.shape, words.data, frozen=True)
 
-    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+    def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if type(value) in _BUILTIN:
             return None
         children, treedef = jax.tree_util.tree_flatten_with_path(
@@ -103,7 +104,7 @@ class JaxState(NoVariables):
         if jax.tree_util.treedef_is_leaf(treedef) and len(children) == 1 and not children[0][0]:
             return None
         return Node(
-            [(key_name(path[0]), child) for path, child in children],
+            [(key_entry_text(path[0]), child) for path, child in children],
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
         )
 
@@ -111,13 +112,13 @@ class JaxState(NoVariables):
 def _place(like: Any, array: Any, weak: bool = False) -> Any:
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > array.ndim:
-        # Typed keys that are wrapped from words keep the spec of the words, which has a dimension more.
+        # Typed keys keep the spec of the words that they wrap, which have one dimension more.
         spec = PartitionSpec(*sharding.spec[: array.ndim])
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     if sharding is not None and not sharding.is_fully_addressable:
-        # Each process places the shards that are its own, whatever sharding they were saved from.
-        made = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
-        return _weakly_typed(made, sharding) if weak else made
+        # Each process places its own shards, whatever the sharding of the saved array was.
+        placed = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
+        return _weakly_typed(placed, sharding) if weak else placed
     if weak:
         array = _weakly_typed(array)
     if sharding is not None and getattr(like, "committed", True):
@@ -126,7 +127,7 @@ def _place(like: Any, array: Any, weak: bool = False) -> Any:
 
 
 def _weakly_typed(array: Any, sharding: Any = None) -> Any:
-    """The same bits as a weakly typed array: `at[...].set` keeps the type of what it writes into."""
+    """A weakly typed array with the same bits. `at[...].set` keeps the type of its target."""
 
     def weaken(values: Any) -> Any:
         return jnp.broadcast_to(jnp.asarray(zero), values.shape).at[...].set(values)
@@ -135,16 +136,16 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
     zero = _WEAK[dtype]
     with _enable_x64(dtype in _WIDE), jax.debug_nans(False):
         if sharding is None:
-            made = weaken(jnp.asarray(array))
+            weak = weaken(jnp.asarray(array))
         else:
-            made = jax.jit(weaken, out_shardings=sharding)(array)
-    if not made.weak_type or made.dtype != array.dtype:
+            weak = jax.jit(weaken, out_shardings=sharding)(array)
+    if not weak.weak_type or weak.dtype != array.dtype:
         raise UnsupportedLeafError(
-            f"expected JAX to make a weakly typed array of {dtype}, found {made.aval.str_short()}; "
-            f"JAX {jax.__version__} or one of its settings is not known here. Nothing can be resumed "
-            f"with these bits: convert the array before it is saved, with `x.astype(x.dtype)`."
+            f"expected JAX to make a weakly typed array of {dtype}, found {weak.aval.str_short()}; "
+            f"JAX {jax.__version__} or one of its settings is not supported here. This array cannot be "
+            f"restored with its type: convert it before the save, with `x.astype(x.dtype)`."
         )
-    return made
+    return weak
 
 
 def _truncated(dtype: str, shape: tuple[int, ...]) -> UnsupportedLeafError:
@@ -155,7 +156,7 @@ def _truncated(dtype: str, shape: tuple[int, ...]) -> UnsupportedLeafError:
     )
 
 
-# Where JAX computes with half of the bits, unless x64 is enabled.
+# dtypes that JAX truncates unless x64 is enabled, and what to.
 _WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -166,7 +167,7 @@ def _x64() -> bool:
 def _enable_x64(on: bool) -> Any:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(on)
-    # Where JAX had it until 0.7.
+    # JAX before 0.8.
     from jax.experimental import enable_x64  # type: ignore[attr-defined]
 
     return enable_x64(on)
@@ -174,13 +175,13 @@ def _enable_x64(on: bool) -> Any:
 
 @cache
 def _key_shape(impl: str) -> tuple[int, ...]:
-    """Words of one key."""
+    """The shape of the `uint32` words of one key."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
 @cache
 def _dtype_name(dtype: Any) -> str | None:
-    """Name of a dtype; None for typed keys."""
+    """The name of a dtype; None for typed keys."""
     return None if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.name
 
 

@@ -1,9 +1,9 @@
-"""Keras 3 on JAX, TensorFlow or PyTorch: layers, models, optimizers, metrics, seeds, variables.
+"""The adapter of Keras 3: layers, models, optimizers, metrics, seeds and variables, on any backend.
 
-All are restored in place. Owns their leaf paths: those of Keras, without the name of the object itself
-and without the numbers by which Keras tells apart all that a process has made (`dense_7`); siblings of
-one name are counted from the first (`dense`, `dense_1`). Invariant: the paths follow from how the
-object is built, not from what else was built before it, and are the same on every backend.
+All are restored in place. Their leaf paths are those of Keras, without the name of the object itself
+and without the numbers that Keras gives to all objects of a process (`dense_7`); siblings with the same
+name are numbered anew (`dense`, `dense_1`). Invariant: the paths depend on how the object is built, not
+on what was built before it, and are the same on every backend.
 """
 
 from __future__ import annotations
@@ -17,46 +17,40 @@ import keras
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import ContainersOnly, Node, Spec
-from perdure.state.nested import flat, nest
+from perdure.state.adapter import ContainersOnly, Node
+from perdure.state.leaf_spec import LeafSpec
+from perdure.state.paths import flatten_dict, join_part, unflatten_dict
 
-# uint32 on JAX, the same bits as int32 on PyTorch, and the same numbers as int64 on TensorFlow. A
-# checkpoint has one form.
+# The name of a variable that Keras keeps as uint32 on JAX, with the same bits as int32 on PyTorch, and
+# with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
 SEED = "seed_generator_state"
 
 
 class KerasState(ContainersOnly):
-    """See `perdure.state.adapter.Adapter`. Arrays inside are those of the backend."""
+    """See `perdure.state.adapter.Adapter`. The adapter of the backend takes the arrays."""
 
-    def node(self, value: Any, stored: Mapping[str, Spec] | None) -> Node | None:
+    def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, keras.Variable):
-            return Node(
-                [("", read(value))],
-                lambda new: write({"": value}, {"": new[0]}),
-                in_place=True,
-            )
+            return _variable_node(value)
         if isinstance(value, keras.random.SeedGenerator):
-            inner = value.state
-            return Node(
-                [("", read(inner))],
-                lambda new: write({"": inner}, {"": new[0]}),
-                in_place=True,
-            )
+            return _variable_node(value.state)
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
-            variables = named(value)
-            values = {path: read(variable) for path, variable in variables.items()}
+            variables = variables_by_path(value)
+            values = {path: read_variable(variable) for path, variable in variables.items()}
             return Node(
-                [("", nest(values))],
-                lambda new: write(variables, flat(new[0])),
+                [("", unflatten_dict(values))],
+                lambda new: write_variables(variables, flatten_dict(new[0])),
                 in_place=True,
             )
         return None
 
 
-def named(owner: Any) -> dict[str, Any]:
+def variables_by_path(owner: Any) -> dict[str, Any]:
     """The variables of a layer, model, optimizer or metric by path, in Keras' order.
 
-    Raises UnsupportedLeafError where they do not exist yet.
+    Raises:
+        UnsupportedLeafError: `owner` is not built, so that its variables do not exist yet, or wraps a
+            torch module with buffers, which Keras does not count among its variables.
     """
     if not getattr(owner, "built", True):
         how = (
@@ -67,20 +61,24 @@ def named(owner: Any) -> dict[str, Any]:
         raise UnsupportedLeafError(
             f"the Keras object {owner.name!r} is not built, so its variables do not exist yet: {how}."
         )
-    # On PyTorch a layer is a torch module. What Keras itself makes is a parameter there.
+    # On PyTorch a layer is a torch module, and every variable that Keras makes is a parameter of it.
     if buffers := [name for name, _ in getattr(owner, "named_buffers", tuple)()]:
         raise UnsupportedLeafError(
             f"the Keras object {owner.name!r} wraps a torch module with buffers ({buffers[0]}), which "
             "Keras does not count among its variables: they would be lost. Use Keras' own layer."
         )
     if isinstance(owner, keras.optimizers.Optimizer):
-        return _unique((_slot(owner, variable), variable) for variable in owner.variables)
-    return _unique((_below(variable.path, owner.name), variable) for variable in owner.variables)
+        return _unique((_slot_path(owner, variable), variable) for variable in owner.variables)
+    return _unique(
+        (_relative_path(variable.path, owner.name), variable) for variable in owner.variables
+    )
 
 
-def read(variable: Any) -> Any:
-    """The value of a variable, as an array of the backend (of NumPy on TensorFlow); a seed as two
-    words of uint32."""
+def read_variable(variable: Any) -> Any:
+    """The value of a variable as an array of the backend, on TensorFlow of NumPy.
+
+    The value of a seed is a uint32[2]. Raises `UnsupportedLeafError` for a seed of more than 32 bits.
+    """
     value = variable.value
     if keras.backend.backend() == "tensorflow":
         value = value.numpy()
@@ -90,15 +88,15 @@ def read(variable: Any) -> Any:
     if words.dtype == np.int64:
         if (words >> 32).any():
             raise UnsupportedLeafError(
-                f"the seed {words.tolist()} has more than 32 bits, which only TensorFlow takes: choose "
-                f"one below 2**32."
+                f"the seed {words.tolist()} has more than 32 bits, which only TensorFlow supports. "
+                f"Choose one below 2**32."
             )
         return words.astype(np.uint32)
     return words.view(np.uint32)
 
 
-def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Assign values by path; arrays of any framework."""
+def write_variables(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Assign values, which may be arrays of any framework, to the variables with the same paths."""
     for path, variable in variables.items():
         value = values[path]
         if variable.name == SEED:
@@ -108,46 +106,54 @@ def write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         variable.assign(value)
 
 
-def _below(path: str, name: str) -> str:
+def _variable_node(variable: Any) -> Node:
+    return Node(
+        [("", read_variable(variable))],
+        lambda new: write_variables({"": variable}, {"": new[0]}),
+        in_place=True,
+    )
+
+
+def _relative_path(path: str, name: str) -> str:
     return path.removeprefix(f"{name}/")
 
 
-def _slot(optimizer: Any, variable: Any) -> str:
-    """`momentum/dense/kernel` of what Keras calls `adam/sequential_dense_kernel_momentum`."""
-    name = _below(variable.path, optimizer.name)
+def _slot_path(optimizer: Any, variable: Any) -> str:
+    """`momentum/dense/kernel` for Keras' `adam/sequential_dense_kernel_momentum`."""
+    name = _relative_path(variable.path, optimizer.name)
     trained = [v.path for v in getattr(optimizer, "_trainable_variables", ())]
     owners = [path for path in trained if name.startswith(path.replace("/", "_") + "_")]
     if not owners:
         return name
     owner = max(owners, key=len)
-    # The model is what all of them start with, where it built its layers itself.
+    # All paths start with the model's name if it built its layers itself.
     models = {path.split("/")[0] if path.count("/") > 1 else "" for path in trained}
-    below = _below(owner, models.pop()) if len(models) == 1 else owner
-    return f"{name[len(owner) + 1 :]}/{below}"
+    variable_path = _relative_path(owner, models.pop()) if len(models) == 1 else owner
+    return f"{name[len(owner) + 1 :]}/{variable_path}"
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    taken: Counter[tuple[str, str]] = Counter()
-    given: dict[str, str] = {"": ""}
+    """The variables by path, with the names below each parent numbered anew."""
+    counts: Counter[tuple[str, str]] = Counter()
+    new_paths: dict[str, str] = {"": ""}
 
-    def fresh(parent: str, name: str) -> str:
+    def number(parent: str, name: str) -> str:
         base = re.sub(r"_\d+$", "", name)
-        number = taken[parent, base]
-        taken[parent, base] += 1
-        own = base if number == 0 else f"{base}_{number}"
-        return f"{parent}/{own}" if parent else own
+        count = counts[parent, base]
+        counts[parent, base] += 1
+        return join_part(parent, base if count == 0 else f"{base}_{count}")
 
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for path, variable in pairs:
         *parents, last = path.split("/")
-        at = whole = ""
+        new_parent = keras_parent = ""
         for part in parents:
-            whole = f"{whole}/{part}"
-            if whole not in given:
-                given[whole] = fresh(at, part)
-            at = given[whole]
-        found[fresh(at, last)] = variable
-    return found
+            keras_parent = f"{keras_parent}/{part}"
+            if keras_parent not in new_paths:
+                new_paths[keras_parent] = number(new_parent, part)
+            new_parent = new_paths[keras_parent]
+        variables[number(new_parent, last)] = variable
+    return variables
 
 
 ADAPTER = KerasState()

@@ -1,4 +1,4 @@
-"""`PerRank`: a part of the state that is not the same in every process of a group."""
+"""`PerRank`: a member of the state that differs between the processes of a group."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Node, Spec
+from perdure.state.adapter import Node
+from perdure.state.leaf_spec import LeafSpec
 
 _RANK = re.compile(r"rank([0-9]+)(?:/|$)")
 
 
 @dataclass(frozen=True, eq=False)
 class PerRank:
-    """A member of the state that each process of a group has for itself.
+    """A member of the state that has another value in each process of a group.
 
-    Every process saves its own `value`, as leaves `<path>/rank<process>/...` of the checkpoint, and
-    gets that one back. All other members must be equal in all processes. It is meant for what native
-    `DistributedDataParallel` keeps per process, such as the statistics of BatchNorm, and for data
-    iterators that read a shard each.
+    Each process saves its own `value` as leaves `<path>/rank<process>/...` of the checkpoint, and a
+    restore gives that value back to it. All other members must be equal in all processes. Use it for
+    what native `DistributedDataParallel` keeps per process, such as the statistics of BatchNorm, and
+    for data iterators that read one shard each.
 
-    A checkpoint of another number of processes raises `MismatchError`, because nobody can tell which
-    value belongs to which process, unless `on_change` says what to do: "rank0" gives the value of
-    process 0 to all, "keep" leaves `value` as the program made it.
+    Args:
+        value: the member, anything that a state may hold except another `PerRank`.
+        on_change: what a restore does if the checkpoint was saved by another number of processes:
+            "error" raises `MismatchError`, "rank0" gives the value of process 0 to all processes,
+            "keep" leaves `value` as the program created it.
+
+    Raises:
+        StateError: `on_change` is none of these.
     """
 
     value: Any
@@ -40,10 +46,10 @@ class PerRank:
 
 
 @dataclass
-class Place:
-    """The process that flattens or restores a state, and the `PerRank` members that it met.
+class RankContext:
+    """The process that flattens or restores a state, and the `PerRank` members of that state.
 
-    `members` has the rank that each of them stands for here, by path; None for one that is kept.
+    `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
     """
 
     index: int = 0
@@ -51,62 +57,63 @@ class Place:
     members: dict[str, int | None] = field(default_factory=dict)
 
     def owns(self, path: str) -> bool:
-        """Whether a leaf lies in a `PerRank` member."""
+        """Whether a leaf belongs to a `PerRank` member."""
         return bool(self.members) and any(
             _rank(path, member) is not None for member in self.members
         )
 
     def leaves_out(self, path: str) -> bool:
-        """Whether a stored leaf lies in a `PerRank` member and is that of another rank."""
+        """Whether a stored leaf belongs to a `PerRank` member and to another rank."""
         return bool(self.members) and any(
             (rank := _rank(path, member)) is not None and rank != chosen
             for member, chosen in self.members.items()
         )
 
 
-_place: ContextVar[Place | None] = ContextVar("place", default=None)
+_context: ContextVar[RankContext | None] = ContextVar("rank_context", default=None)
 
 
 @contextmanager
-def placed(index: int, count: int) -> Iterator[Place]:
-    """States that are flattened and restored inside are those of process `index` of `count`."""
-    token = _place.set(place := Place(index, count))
+def rank_context(index: int, count: int) -> Iterator[RankContext]:
+    """States that are flattened or restored inside are those of process `index` of `count`."""
+    context = RankContext(index, count)
+    token = _context.set(context)
     try:
-        yield place
+        yield context
     finally:
-        _place.reset(token)
+        _context.reset(token)
 
 
-def here() -> Place:
-    """The place of this process; that of a process by itself outside of `placed`."""
-    return _place.get() or Place()
+def current_rank_context() -> RankContext:
+    """The innermost `rank_context`; outside of any, that of a process without a group."""
+    return _context.get() or RankContext()
 
 
-def per_rank_node(member: PerRank, stored: Mapping[str, Spec] | None, path: str) -> Node:
-    """The node of a `PerRank` at `path`: one child, that of this process."""
-    place = here()
-    if place.owns(f"{path}/"):
-        raise UnsupportedLeafError("a PerRank inside of a PerRank; wrap the outer member alone.")
-    rank: int | None = place.index
+def per_rank_node(member: PerRank, stored: Mapping[str, LeafSpec] | None, path: str) -> Node:
+    """The node of a `PerRank` at `path`. Its only child is the value of this process."""
+    context = current_rank_context()
+    if context.owns(f"{path}/"):
+        raise UnsupportedLeafError("a PerRank inside a PerRank; wrap only the outer member.")
+    rank: int | None = context.index
     if stored is not None:
-        ranks = {int(found[1]) for name in stored if (found := _RANK.match(name))}
-        if ranks and len(ranks) != place.count:
+        ranks = {int(match[1]) for name in stored if (match := _RANK.match(name))}
+        if ranks and len(ranks) != context.count:
             if member.on_change == "error":
                 raise MismatchError(
                     f"{path or 'the state'}: this PerRank member was saved by {len(ranks)} processes, "
-                    f"and this run has {place.count}; nothing was changed. Resume with {len(ranks)} "
-                    f"processes, or say what to do: PerRank(value, on_change='rank0') gives the value "
-                    f"of process 0 to all, on_change='keep' leaves what the program made."
+                    f"and this run has {context.count}; nothing was changed. Resume with "
+                    f"{len(ranks)} processes, or choose: PerRank(value, on_change='rank0') gives the "
+                    f"value of process 0 to all, on_change='keep' leaves what the program created."
                 )
             rank = 0 if member.on_change == "rank0" else None
-    place.members[path] = rank
+    context.members[path] = rank
     if rank is None:
         return Node([], lambda _: member)
     return Node([(f"rank{rank}", member.value)], lambda new: PerRank(new[0], member.on_change))
 
 
 def _rank(path: str, member: str) -> int | None:
-    """The rank of a leaf that lies in `member`; None for a leaf elsewhere."""
+    """The rank of a leaf that belongs to `member`; None for any other leaf."""
     prefix = f"{member}/" if member else ""
-    found = _RANK.match(path, len(prefix)) if path.startswith(prefix) else None
-    return int(found[1]) if found else None
+    match = _RANK.match(path, len(prefix)) if path.startswith(prefix) else None
+    return int(match[1]) if match else None

@@ -1,8 +1,8 @@
-"""The random generators that all code of a process shares: Python's, NumPy's, PyTorch's, Keras's.
+"""The global random generators of a process: those of Python, NumPy, PyTorch and Keras.
 
-Code that draws from them (dropout in PyTorch, `random.shuffle`, `np.random.permutation`) makes them a
-part of the training state. Nothing here imports a framework: a generator counts once its framework is
-imported, and that of a device once the device is in use.
+Code that draws from them (dropout in PyTorch, `random.shuffle`, `np.random.permutation`) makes them
+part of the training state. Nothing here imports a framework: a generator is included once its framework
+has been imported, and that of a device once the device is in use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = {"python": "Python's random", "numpy": "numpy.random", "torch": "PyTorc
 
 
 class _GeneratorGroup(Protocol):
-    """What is asked of the processes of a group."""
+    """The attributes of a group of processes that are used here."""
 
     @property
     def index(self) -> int: ...
@@ -36,46 +36,59 @@ class _GeneratorGroup(Protocol):
     def is_chief(self) -> bool: ...
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """One generator in a checkpoint: its state, and whether anything was drawn from it in this run."""
+class GeneratorRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One generator in a checkpoint: its state, and whether this run has drawn from it."""
 
     drawn: bool
     state: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(dict[str, Record])
+_decoder = msgspec.msgpack.Decoder(dict[str, GeneratorRecord])
 
 
 class ProcessRandom:
-    """The shared generators of this process, for the manager that saves and restores them."""
+    """The global generators of this process, for the manager that saves and restores them."""
 
     def __init__(self) -> None:
         self._drawn: set[str] = set()
         self.begin()
 
     def begin(self) -> None:
-        """What is drawn from here on belongs to the run."""
-        self._before = encoded(capture())
+        """From now on, a generator whose state changes counts as drawn from."""
+        self._before = encode(capture())
 
     def capture(self) -> dict[str, Any]:
-        """The generators as they are now, for `leaves`. Takes some 50 microseconds."""
+        """The present states of the generators, for `leaves`. Takes about 50 microseconds."""
         return capture()
 
     def leaves(self, captured: Mapping[str, Any], process: int) -> dict[str, Leaf]:
-        """The local leaf of a checkpoint that holds them."""
-        states = encoded(captured)
-        # One that was not there before (PyTorch was imported since) may have been drawn from.
+        """The leaf that holds the captured states in the checkpoint of process number `process`."""
+        states = encode(captured)
+        # A generator without an earlier state (PyTorch was imported since) may have been drawn from.
         self._drawn |= {name for name in states if states[name] != self._before.get(name)}
         self._before = states
-        by_name = {name: Record(name in self._drawn, states[name]) for name in sorted(states)}
+        by_name = {
+            name: GeneratorRecord(name in self._drawn, states[name]) for name in sorted(states)
+        }
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
     def restore(self, local: Mapping[str, Leaf], group: _GeneratorGroup, where: str) -> list[str]:
-        """Put the generators back, as far as `local` has those of this process.
+        """Restore the generators of this process.
 
-        Returns warnings: at most one, for generators that were drawn from and could not be put back.
-        Raises `CorruptionError` for leaves that this did not write.
+        If the group has another size than the one that saved, only generators with the same state in
+        all processes are restored.
+
+        Args:
+            local: the leaves that `leaves` returned in each process of the group that saved.
+            group: the processes of this run.
+            where: names the checkpoint in messages.
+
+        Returns:
+            At most one warning, for generators that were drawn from and could not be restored.
+
+        Raises:
+            CorruptionError: a leaf cannot be decoded.
         """
         try:
             saved = records(local)
@@ -85,56 +98,67 @@ class ProcessRandom:
                 f"ManagerOptions(save_random_state=False), or an older step."
             ) from error
         same = saved.keys() == set(range(group.count))
-        own = saved[group.index] if same else _common(list(saved.values()))
-        lost = {name: why for name, record in own.items() if (why := put_back(name, record.state))}
-        self._drawn = {name for name, record in own.items() if record.drawn and name not in lost}
+        generators = saved[group.index] if same else _common(list(saved.values()))
+        failures: dict[str, str] = {}
+        for name, record in generators.items():
+            if (why := restore_generator(name, record.state)) is not None:
+                failures[name] = why
+        self._drawn = {
+            name for name, record in generators.items() if record.drawn and name not in failures
+        }
         self.begin()
-        reasons = [f"{_text(name)} ({why})" for name, why in lost.items() if own[name].drawn]
+        reasons = [
+            f"{_label(name)} ({why})" for name, why in failures.items() if generators[name].drawn
+        ]
         if not same and group.is_chief:
-            drawn = {name for each in saved.values() for name in each if each[name].drawn}
+            drawn = {name for by_name in saved.values() for name in by_name if by_name[name].drawn}
             why = f"saved by {len(saved)} processes, and this run has {group.count}"
-            reasons += [f"{_text(name)} ({why})" for name in sorted(drawn - own.keys())]
+            reasons += [f"{_label(name)} ({why})" for name in sorted(drawn - generators.keys())]
         if not reasons:
             return []
-        text = (
+        warning = (
             f"{where}: random generators that this run draws from were not restored: "
             f"{', '.join(reasons)}. Random numbers drawn from them after this resume differ from those "
-            f"of an uninterrupted run. Resume where it was saved, or draw from generators that are "
-            f"seeded by the step."
+            f"of an uninterrupted run. Resume on the machine and group where it was saved, or draw "
+            f"from generators that are seeded by the step."
         )
-        return [text]
+        return [warning]
 
 
-def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, Record]]:
-    """What the local leaves of a checkpoint say of the generators of each process."""
+def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, GeneratorRecord]]:
+    """The generators in the leaves of a checkpoint, by process number and name.
+
+    Raises:
+        ValueError: a leaf cannot be decoded.
+    """
     return {
-        int(found[1]): _decoder.decode(leaf.data)
+        int(match[1]): _decoder.decode(leaf.data)
         for path, leaf in local.items()
-        if (found := _LOCAL.fullmatch(path))
+        if (match := _LOCAL.fullmatch(path))
     }
 
 
 def capture() -> dict[str, Any]:
-    """The shared generators by name, as copies that `encoded` turns into bytes later."""
-    found: dict[str, Any] = {
+    """Copies of the present states by name, which `encode` turns into bytes later."""
+    states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (the generator that user code shares)
     }
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):  # not in the middle of its import
-        found["torch"] = torch.get_rng_state()
+    if torch is not None and hasattr(torch, "get_rng_state"):  # it is not being imported right now
+        states["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
-                found[f"torch cuda:{device}"] = torch.cuda.get_rng_state(device)
+                states[f"torch cuda:{device}"] = torch.cuda.get_rng_state(device)
         if torch.backends.mps.is_available():
-            found["torch mps"] = torch.mps.get_rng_state()
+            states["torch mps"] = torch.mps.get_rng_state()
     if (shared := _keras_generator()) is not None:
-        found["keras"] = shared
-    return found
+        states["keras"] = shared
+    return states
 
 
-def encoded(captured: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bytes of each generator: equal for equal states."""
+def encode(captured: Mapping[str, Any]) -> dict[str, bytes]:
+    """The bytes of each state; equal states have equal bytes."""
     states: dict[str, bytes] = {}
     for name, state in captured.items():
         if name == "python":
@@ -151,8 +175,8 @@ def encoded(captured: Mapping[str, Any]) -> dict[str, bytes]:
     return states
 
 
-def put_back(name: str, state: bytes) -> str | None:
-    """Put one generator back; gives the reason where it cannot be, and leaves it as it is."""
+def restore_generator(name: str, state: bytes) -> str | None:
+    """Restore one generator. If that fails, it is unchanged, and the reason is returned."""
     torch = sys.modules.get("torch")
     if name.startswith("torch") and torch is None:
         return "PyTorch is not imported; import it before the restore"
@@ -177,44 +201,46 @@ def put_back(name: str, state: bytes) -> str | None:
             else:
                 torch.set_rng_state(words)
         else:
-            return "this release of perdure does not know it"
+            return "this release of perdure does not support it"
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         return f"its state was refused: {error}"
     return None
 
 
-def _common(saved: Sequence[Mapping[str, Record]]) -> dict[str, Record]:
-    """Generators that went the same way in all of several processes, so that any number can continue
-    them. That of one process alone is not given to several: they would all draw the same numbers."""
+def _common(saved: Sequence[Mapping[str, GeneratorRecord]]) -> dict[str, GeneratorRecord]:
+    """The generators with the same state in all of several processes, for a group of another size.
+
+    The generator of a single process is not given to several: all would draw the same numbers.
+    """
     if len(saved) < 2:
         return {}
     first, *others = saved
     return {
-        name: Record(any(each[name].drawn for each in saved), record.state)
+        name: GeneratorRecord(any(by_name[name].drawn for by_name in saved), record.state)
         for name, record in first.items()
         if all(name in other and other[name].state == record.state for other in others)
     }
 
 
-def _text(name: str) -> str:
+def _label(name: str) -> str:
     return _NAMES.get(name, f"the generator of {name}")
 
 
 def _keras_generator() -> Any:
-    """The state of the generator that layers without a seed draw from; None where there is none."""
+    """The state of the generator that layers without a seed draw from; None if there is none."""
     if "keras" not in sys.modules:
         return None
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
-    from perdure.state.keras_state import read
+    from perdure.state.keras_state import read_variable
 
     shared = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     if shared is None:
         return None
     try:
-        return np.array(read(shared.state), np.uint64)
-    except UnsupportedLeafError:  # a seed of more than 32 bits, which TensorFlow alone takes
+        return np.array(read_variable(shared.state), np.uint64)
+    except UnsupportedLeafError:  # a seed of more than 32 bits on TensorFlow
         return np.asarray(shared.state.value).astype(np.uint64)
 
 
@@ -224,20 +250,20 @@ def _set_keras_generator(words: np.ndarray[Any, Any]) -> str | None:
     import keras
     from keras.src.random import seed_generator
 
-    from perdure.state.keras_state import write
+    from perdure.state.keras_state import write_variables
 
     variable = seed_generator.global_seed_generator().state
     if (words >> np.uint64(32)).any():
         if keras.backend.standardize_dtype(variable.dtype) != "int64":
-            return "its seed has more than 32 bits, which only TensorFlow takes"
+            return "its seed has more than 32 bits, which only TensorFlow supports"
         variable.assign(words.astype(np.int64))
     else:
-        write({"": variable}, {"": words.astype(np.uint32)})
+        write_variables({"": variable}, {"": words.astype(np.uint32)})
     return None
 
 
 def _packed(value: Any) -> Any:
-    """A state of NumPy's with plain values: integers of any size as text, arrays as their bytes."""
+    """A state of NumPy with plain values: integers of any size as text, arrays as their bytes."""
     if isinstance(value, dict):
         return {name: _packed(value[name]) for name in sorted(value)}
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""`SnapshotBuffer`: reused memory that snapshots of changing arrays are copied into.
+"""`SnapshotBuffer`: memory that is reused for the copies that a snapshot makes of changing arrays.
 
-The training loop stands still for such a copy, and a copy into pages that the process has not touched
-before takes several times as long. Invariant: only one snapshot at a time lives here.
+The training loop waits for these copies, and a copy into pages that the process has not touched before
+takes several times as long. Invariant: a buffer holds one snapshot at a time.
 """
 
 from __future__ import annotations
@@ -15,67 +15,69 @@ from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.pools import map_ahead, pool
 
 ALIGNMENT = 64
+"""Every copy of a large array starts at a multiple of this, which suits every dtype."""
+
 COPY_THREADS = 2
 PART_BYTES = 32 * 1024 * 1024
-"""From here on a copy is shared between threads, in parts of this size."""
+"""Copies of more bytes than this in all are shared between threads, in parts of this size."""
 
 SMALL_BYTES = 32 * 1024
-"""Arrays up to here are copied together, into memory of the allocator, which uses it again as well."""
+"""Arrays of at most this size are copied together, into memory of the allocator."""
 
 
 class SnapshotBuffer:
-    """Holds one snapshot at a time. Its memory grows to the largest one and stays until `release`."""
+    """Memory for one snapshot at a time. It grows to the largest one, and is kept until `release`."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
-    def hold(self, leaves: Mapping[str, Leaf]) -> Leaves:
-        """The same leaves, with a copy here of each that is not frozen.
+    def copy(self, leaves: Mapping[str, Leaf]) -> Leaves:
+        """The same leaves, with a copy in this buffer of each that is not frozen.
 
-        The copies of the call before are overwritten: nobody may use them any more.
+        The copies of the call before are overwritten, so nothing may use them any more.
         """
-        held = Leaves(leaves, containers_of(leaves))
-        changing = []
+        copied = Leaves(leaves, containers_of(leaves))
+        large = []
         small = []
         for path, leaf in leaves.items():
             if leaf.frozen:
                 continue
-            (small if len(leaf.data) <= SMALL_BYTES else changing).append((path, leaf))
+            (small if len(leaf.data) <= SMALL_BYTES else large).append((path, leaf))
         # In one call, because there may be very many.
-        together = memoryview(b"".join([leaf.data for _, leaf in small]))
-        at = 0
+        joined = memoryview(b"".join([leaf.data for _, leaf in small]))
+        offset = 0
         for path, leaf in small:
-            end = at + len(leaf.data)
-            held[path] = Leaf(leaf.dtype, leaf.shape, together[at:end], True)
-            at = end
-        # Each on a boundary that every dtype and every copy loop is content with.
-        needed = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in changing) * ALIGNMENT
-        if not needed:
-            return held
-        if self._memory is None or len(self._memory) < needed:
-            self._memory = None  # the old one first, or both would be there at once
-            self._memory = pages(needed)
+            end = offset + len(leaf.data)
+            copied[path] = Leaf(leaf.dtype, leaf.shape, joined[offset:end], True)
+            offset = end
+        size = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in large) * ALIGNMENT
+        if not size:
+            return copied
+        if self._memory is None or len(self._memory) < size:
+            self._memory = None  # freed first, so that both are never allocated at once
+            self._memory = pages(size)
         memory = memoryview(self._memory)
-        copies: list[tuple[memoryview, memoryview]] = []
-        at = 0
-        for path, leaf in changing:
-            target = memory[at : at + len(leaf.data)]
-            copies.append((target, leaf.data))
-            held[path] = Leaf(leaf.dtype, leaf.shape, target, True)
-            at += -(-len(target) // ALIGNMENT) * ALIGNMENT
-        _copy(copies)
-        return held
+        pairs: list[tuple[memoryview, memoryview]] = []
+        offset = 0
+        for path, leaf in large:
+            target = memory[offset : offset + len(leaf.data)]
+            pairs.append((target, leaf.data))
+            copied[path] = Leaf(leaf.dtype, leaf.shape, target, True)
+            offset += -(-len(target) // ALIGNMENT) * ALIGNMENT
+        _copy_pairs(pairs)
+        return copied
 
     def release(self) -> None:
-        """Give the memory back, as soon as nobody uses the last snapshot. May be called twice."""
+        """Free the memory once nothing uses the last snapshot. May be called twice."""
         self._memory = None
 
 
-def _copy(pairs: list[tuple[memoryview, memoryview]]) -> None:
+def _copy_pairs(pairs: list[tuple[memoryview, memoryview]]) -> None:
+    """Copy each source into its target, with several threads if there is much to copy."""
     parts = [
-        (target[at : at + PART_BYTES], source[at : at + PART_BYTES])
+        (target[start : start + PART_BYTES], source[start : start + PART_BYTES])
         for target, source in pairs
-        for at in range(0, len(source), PART_BYTES)
+        for start in range(0, len(source), PART_BYTES)
     ]
     if sum(len(source) for _, source in parts) <= PART_BYTES:
         for target, source in parts:

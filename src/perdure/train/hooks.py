@@ -15,7 +15,7 @@ import numpy as np
 
 from perdure.errors import TrainError
 from perdure.state import flatten, restore
-from perdure.state.builtin import Builtin, plain_value
+from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
 from perdure.store import Leaf
 from perdure.train.metrics import is_finite, scalars
 
@@ -183,11 +183,10 @@ class ReduceLROnPlateau(_Monitor):
         for path in self._paths(trainer):
             value = plain_value(leaves[path])
             smaller = float(value) * self._factor
-            new = smaller if isinstance(value, float) else np.asarray(smaller, value.dtype)
-            made = Builtin().leaf(new)
-            assert made is not None
+            is_float = isinstance(value, float)
+            new = scalar_leaf(smaller) if is_float else array_leaf(np.asarray(smaller, value.dtype))
             # Under the dtype that it had: it may be a weakly typed array of JAX.
-            leaves[path] = Leaf(leaves[path].dtype, (), made.data, frozen=True)
+            leaves[path] = Leaf(leaves[path].dtype, (), new.data, frozen=True)
         trainer.state = restore(trainer.state, leaves)
 
     def _paths(self, trainer: Trainer) -> list[str]:

@@ -24,7 +24,7 @@ from perdure.checkpoint import CheckpointManager, Processes
 from perdure.checkpoint.preemption import Interrupted
 from perdure.errors import TrainError
 from perdure.heartbeats import beat
-from perdure.state import Beside
+from perdure.state import StateWithExtras
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.hooks import Hook
 from perdure.train.interval import Timer
@@ -382,14 +382,14 @@ def open_manager(trainer: Trainer, source: BatchSource) -> CheckpointManager:
     )
 
 
-def whole(trainer: Trainer, source: BatchSource) -> Beside:
+def whole(trainer: Trainer, source: BatchSource) -> StateWithExtras:
     """What a checkpoint holds: the state, and beside it the hooks and the data that have a state."""
     extras: dict[str, Any] = {}
     if members := trainer.members:
         extras["hooks"] = members
     if isinstance(source, IteratorBatchSource):
         extras["data"] = source
-    return Beside(trainer.state, extras)
+    return StateWithExtras(trainer.state, extras)
 
 
 def _fetch(fetch: Callable[[int], Any], start: int, stop: int) -> list[Any]:

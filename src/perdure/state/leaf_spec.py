@@ -1,0 +1,124 @@
+"""dtypes and shapes of leaves, and the differences between a target and a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from perdure.errors import MismatchError
+from perdure.store.format import WEAK_PREFIX
+from perdure.store.leaf import Leaf
+
+MAX_LINES = 20
+
+
+class LeafSpec(NamedTuple):
+    """dtype name and shape of a leaf, known without reading its data.
+
+    Weak typing is left out: whether a JAX array is weakly typed can change while a program runs, so
+    the target does not decide it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> LeafSpec:
+        """The spec of a stored leaf."""
+        return cls(leaf.dtype.removeprefix(WEAK_PREFIX), leaf.shape)
+
+    def describe(self) -> str:
+        """`float32[3,4]`, or `int` for a scalar."""
+        return Leaf(self.dtype, self.shape, memoryview(b"")).describe().strip()
+
+
+class Difference(NamedTuple):
+    """A path at which a target and a checkpoint differ.
+
+    `expected` describes the leaf of the target and `stored` that of the checkpoint; None if there is
+    none. `reason` is set if the difference is not one of structure, dtype or shape.
+    """
+
+    path: str
+    expected: str | None = None
+    stored: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        path = self.path or "(the state itself)"
+        if self.reason:
+            return f"{path}: {self.reason}"
+        if self.stored is None:
+            return f"{path}: expected {self.expected}, the checkpoint has no such leaf"
+        if self.expected is None:
+            return f"{path}: the checkpoint has {self.stored}, the target no such leaf"
+        return f"{path}: expected {self.expected}, found {self.stored}"
+
+
+Check = Callable[[Mapping[str, Leaf]], list[Difference]]
+"""Takes the stored leaves of an object, by paths relative to it, and returns those that do not fit."""
+
+
+def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
+    """Whether a stored leaf can take a place in a target.
+
+    The specs are equal, or both are Python scalars, or the target has a Python number and the
+    checkpoint a zero-dimensional array of that kind: a counter that starts as `0` is an array after
+    the first compiled step.
+    """
+    kinds = {"py:int": ("int", "uint"), "py:float": ("float", "bfloat"), "py:bool": ("bool",)}
+    return (
+        expected == stored
+        or (expected.dtype.startswith("py:") and stored.dtype.startswith("py:"))
+        or (stored.shape == () and stored.dtype.startswith(kinds.get(expected.dtype, ("/",))))
+    )
+
+
+def mismatch_error(differences: Sequence[Difference], advice: str) -> MismatchError:
+    """The error for a target that differs from the checkpoint, with the differences and `advice`."""
+    leaves = "leaf" if len(differences) == 1 else "leaves"
+    return MismatchError(
+        f"the target and the checkpoint differ in {len(differences):,} {leaves}; nothing was "
+        f"changed:\n{format_differences(differences)}\n{advice}"
+    )
+
+
+def format_differences(differences: Sequence[Difference]) -> str:
+    """The differences as text, one per line.
+
+    At most `MAX_LINES` are shown, followed by the number of the others. If one prefix explains all of
+    them, the text is a single line about that prefix.
+    """
+    if (sentence := _common_prefix(differences)) is not None:
+        return f"  {sentence}"
+    lines = [f"  {difference}" for difference in differences[:MAX_LINES]]
+    if len(differences) > MAX_LINES:
+        lines.append(f"  and {len(differences) - MAX_LINES:,} more")
+    return "\n".join(lines)
+
+
+def _common_prefix(differences: Sequence[Difference]) -> str | None:
+    """A sentence, if the paths of one side are those of the other with the same parts inserted."""
+    target = sorted(line.path.split("/") for line in differences if line.stored is None)
+    stored = sorted(line.path.split("/") for line in differences if line.expected is None)
+    if any(line.reason for line in differences) or len(target) < 2 or len(target) != len(stored):
+        return None
+    if 2 * len(target) != len(differences):
+        return None
+    for shorter, longer, side in (
+        (target, stored, "only the checkpoint has"),
+        (stored, target, "only the target has"),
+    ):
+        extra = len(longer[0]) - len(shorter[0])
+        for depth in range(len(shorter[0])):
+            inserted = longer[0][depth : depth + extra]
+            if extra > 0 and longer == sorted(
+                [*path[:depth], *inserted, *path[depth:]] for path in shorter
+            ):
+                position = f" after `{'/'.join(shorter[0][:depth])}/`" if depth else ""
+                example = f"`{'/'.join(longer[0])}` and `{'/'.join(shorter[0])}`"
+                return (
+                    f"all {len(target):,} leaves differ by the prefix `{'/'.join(inserted)}/`"
+                    f"{position}, which {side}: {example}"
+                )
+    return None

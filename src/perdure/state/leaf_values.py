@@ -1,0 +1,184 @@
+"""Python scalars and NumPy arrays as leaves, and back, with exactly the same bits."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.leaf_errors import type_name
+from perdure.state.leaf_spec import LeafSpec
+from perdure.store.format import WEAK_PREFIX
+from perdure.store.leaf import Leaf
+
+# Below the limits of `sys.set_int_max_str_digits`, which cannot be set lower than 640 digits.
+_LONG_BITS = 2000
+_LONG_DIGITS = 600
+
+
+def _int_to_text(number: int) -> str:
+    """Decimal digits. `str` refuses numbers of more than 4,300 digits; `Decimal` is exact too."""
+    return str(number) if number.bit_length() < _LONG_BITS else str(Decimal(number))
+
+
+def _int_from_text(digits: str) -> int:
+    return int(digits) if len(digits) < _LONG_DIGITS else int(Decimal(digits))
+
+
+class ScalarType(NamedTuple):
+    """How the values of one Python type are stored: as a leaf of `dtype` whose data is text."""
+
+    dtype: str
+    to_text: Callable[[Any], str]
+    from_text: Callable[[str], Any]
+
+
+SCALARS: dict[type, ScalarType] = {
+    bool: ScalarType("py:bool", lambda x: "true" if x else "false", lambda text: text == "true"),
+    int: ScalarType("py:int", _int_to_text, _int_from_text),
+    float: ScalarType("py:float", repr, float),
+    complex: ScalarType("py:complex", repr, complex),
+    str: ScalarType("py:str", str, str),
+    bytes: ScalarType("py:bytes", bytes.hex, bytes.fromhex),
+    type(None): ScalarType("py:none", lambda _: "", lambda _: None),
+}
+_BY_DTYPE = {scalar.dtype: scalar for scalar in SCALARS.values()}
+_LITTLE = sys.byteorder == "little"
+# dtypes whose memory, in native byte order, a memoryview can show as the bytes of a checkpoint.
+BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
+
+
+def scalar_leaf(value: Any) -> Leaf:
+    """The leaf of a Python scalar, whose type must be in `SCALARS`."""
+    scalar = SCALARS[type(value)]
+    try:
+        data = scalar.to_text(value).encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeafError(f"the string {value!r} is not valid Unicode.") from None
+    return Leaf(scalar.dtype, (), memoryview(data), frozen=True)
+
+
+def scalar_text(value: Any) -> tuple[str, str]:
+    """dtype and text of a Python scalar; raises `TypeError` for any other value."""
+    if type(value) not in SCALARS:
+        raise TypeError(value)
+    scalar = SCALARS[type(value)]
+    return scalar.dtype, scalar.to_text(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a NumPy array or a Python number, with which any framework computes."""
+    return isinstance(value, (np.ndarray, np.generic, bool, int, float, complex))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a leaf's dtype name, including those of ml_dtypes (bfloat16, float8).
+
+    Raises:
+        UnsupportedLeafError: NumPy has no such dtype.
+    """
+    name = name.removeprefix(WEAK_PREFIX)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        try:
+            return np.dtype(getattr(ml_dtypes, name))
+        except AttributeError:
+            raise UnsupportedLeafError(
+                f"dtype {name!r} has no NumPy form here; restore into a template of the framework "
+                f"that wrote it."
+            ) from None
+
+
+def array_spec(array: np.ndarray[Any, Any] | np.generic) -> LeafSpec:
+    """dtype and shape; raises `UnsupportedLeafError` for an array that cannot be restored exactly."""
+    _check_array_type(array)
+    return LeafSpec(_dtype_name(array.dtype), array.shape)
+
+
+def array_leaf(array: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False) -> Leaf:
+    """The bytes of a NumPy array, row-major and little-endian, without a copy where possible.
+
+    Args:
+        array: an array or NumPy scalar of any shape and numeric dtype.
+        frozen: whether nobody will change the array, so that a save may use its memory later.
+
+    Raises:
+        UnsupportedLeafError: the dtype or the class of the array cannot be restored exactly.
+    """
+    _check_array_type(array)
+    frozen = frozen or isinstance(array, np.generic)
+    name = _dtype_name(array.dtype)
+    array = np.asarray(array)
+    if not array.size:
+        return Leaf(name, array.shape, memoryview(b""), True)
+    if not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous):
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        frozen = True  # a copy
+    return Leaf(name, array.shape, array.reshape(-1).view(np.uint8).data, frozen)
+
+
+def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:
+    """A NumPy array over the bytes of an array leaf, which are not copied."""
+    return np.frombuffer(leaf.data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
+
+
+def plain_value(leaf: Leaf) -> Any:
+    """A leaf without a target: a Python scalar or a NumPy array (of JAX keys the `uint32` words)."""
+    if leaf.is_scalar:
+        return _BY_DTYPE[leaf.dtype].from_text(leaf.text)
+    if leaf.dtype.startswith("key<"):
+        return key_words(leaf)
+    return leaf_array(leaf)
+
+
+def key_words(leaf: Leaf) -> np.ndarray[Any, Any]:
+    """The `uint32` words of typed PRNG keys, `[*shape, words of one key]`; 0 words without a key."""
+    words = np.frombuffer(leaf.data, np.uint32)
+    return words.reshape((*leaf.shape, words.size // max(1, math.prod(leaf.shape))))
+
+
+def same_bits(stored: Leaf, present: Leaf) -> bool:
+    """Whether two leaves are equal bit for bit; a number may have become another kind of number."""
+    if (stored.dtype, stored.shape) == (present.dtype, present.shape):
+        return len(stored.data) == len(present.data) and np.array_equal(
+            np.frombuffer(stored.data, np.uint8), np.frombuffer(present.data, np.uint8)
+        )
+    if stored.shape or present.shape or not (stored.is_scalar or present.is_scalar):
+        return False
+    with suppress(StateError, ValueError, TypeError):  # a value that is not a number differs
+        first, second = (np.asarray(plain_value(leaf)).item() for leaf in (stored, present))
+        numbers = (bool, int, float)
+        return isinstance(first, numbers) and isinstance(second, numbers) and first == second
+    return False
+
+
+def _check_array_type(value: np.ndarray[Any, Any] | np.generic) -> None:
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return
+    raise UnsupportedLeafError(
+        f"a {type_name(value)} would come back as a plain NumPy array. Expected numpy.ndarray or "
+        f"numpy.ma.MaskedArray: convert it with `numpy.array(x)`."
+    )
+
+
+@cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    numeric = dtype.kind in "biufc" or (
+        dtype.kind == "V" and dtype.names is None and dtype.num >= 256
+    )
+    if not numeric or (dtype.kind in "fc" and dtype.char in "gG"):
+        raise UnsupportedLeafError(
+            f"a NumPy array of dtype {dtype} has no exact form in a checkpoint; expected booleans, "
+            f"integers, floats or complex numbers of a fixed width. Convert it, or leave it out."
+        )
+    return dtype.name

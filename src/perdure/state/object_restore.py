@@ -1,0 +1,275 @@
+"""The states of objects with `load_state_dict`, built from the leaves of a checkpoint.
+
+The state that an object is given is the one that was stored, container by container. Its present
+state decides only the devices of arrays, and provides the live objects that a state may contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from perdure.errors import MismatchError, StateError
+from perdure.state.adapter_registry import leaf_adapter, load_leaf, loaded_adapters
+from perdure.state.containers import (
+    SORTED_DICT,
+    array_class_name,
+    array_template,
+    build_container,
+    describe_container,
+)
+from perdure.state.leaf_errors import PathInErrors, type_name
+from perdure.state.leaf_spec import Difference, LeafSpec
+from perdure.state.leaf_values import plain_value, same_bits
+from perdure.state.object_flatten import ObjectFlattener, read_state
+from perdure.state.paths import is_below, join_dotted, join_part, key_text
+from perdure.state.stateful import ModuleValues, Stateful
+from perdure.store.format import SCALAR_PREFIX, Container, children_of, unescape
+from perdure.store.leaf import Leaf, Leaves, containers_of
+
+_MISSING: Any = object()
+
+
+class ObjectStates:
+    """The leaves of a checkpoint, from which the states of objects are built and with which they are
+    compared.
+
+    `rebuild` restores a live object inside a state from its leaves, given the object and its path.
+    Reading the state of one object visits only the leaves below its path.
+    """
+
+    def __init__(self, leaves: Mapping[str, Leaf], rebuild: Callable[[Any, str], Any]) -> None:
+        self.leaves = leaves
+        self.containers = containers_of(leaves)
+        self._rebuild = rebuild
+        self._adapters = loaded_adapters()
+        self.missing: list[Difference] = []
+        """Objects for which the checkpoint has no state at all."""
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        """By path, the last part of the path of each child."""
+        return children_of([*self.leaves, *self.containers])
+
+    def leaf_paths(self, path: str) -> Iterator[str]:
+        """The paths of the leaves at `path` and below it."""
+        if path in self.leaves:
+            yield path
+        for part in self._parts.get(path, ()):
+            yield from self.leaf_paths(join_part(path, part))
+
+    def state(self, stateful: Stateful, path: str) -> Any:
+        """The state to load into the object at `path`.
+
+        An object without any stored state is added to `missing`.
+        """
+        present = read_state(stateful, path)
+        if isinstance(present, ModuleValues):
+            return self._module_values(present, path, stateful.arrays)
+        if leaf_adapter(present, self._adapters) is None and describe_container(present) is None:
+            return self._rebuild(present, path)  # the state is itself a live object
+        if path in self.containers or path in self.leaves:
+            return self._value(path, present, stateful.arrays, root=True)
+        state = self._undescribed(path, present, stateful.arrays)
+        if path not in self._parts and _has_leaves(present):
+            expected = f"the state of a {type_name(stateful.target)}"
+            self.missing.append(Difference(path, expected))
+        return state
+
+    def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
+        """dtype, shape and chunk hashes of every leaf of the object's present state, by path.
+
+        None if the state cannot be flattened.
+        """
+        leaves = Leaves()
+        try:
+            ObjectFlattener(self._adapters, leaves).flatten(stateful, path)
+        except StateError:
+            return None
+        return {
+            leaf_path: [leaf.dtype, str(leaf.shape), *leaf.hashes()]
+            for leaf_path, leaf in leaves.items()
+        }
+
+    def differences(self, stateful: Stateful, path: str) -> list[Difference]:
+        """How the object's present state differs from the stored one, sorted by path."""
+        present = _ComparedLeaves(self.leaves)
+        flattener = ObjectFlattener(self._adapters, present)
+        flattener.flatten(stateful, path)
+        differences = [
+            line
+            for line in present.differences
+            if line.stored is not None or line.reason or not _may_add(stateful, path, line.path)
+        ]
+        differences += [
+            Difference(leaf_path, None, self.leaves[leaf_path].describe())
+            for leaf_path in self.leaf_paths(path)
+            if leaf_path not in present and not is_below(leaf_path, flattener.live_paths)
+        ]
+        return sorted(differences, key=lambda line: line.path)
+
+    def _module_values(self, present: ModuleValues, path: str, arrays: str) -> dict[str, Any]:
+        undescribed = {} if self.containers else self._module_containers(present, path, arrays)
+        values = dict(undescribed.values())
+        for value_path, name in self._dotted_names(path, ""):
+            if not is_below(value_path, tuple(undescribed)):
+                values[name] = self._value(value_path, present.get(name, _MISSING), arrays)
+        return values
+
+    def _dotted_names(self, path: str, name: str) -> Iterator[tuple[str, str]]:
+        """Path and dotted name of each value of a module."""
+        for part in self._parts.get(path, ()):
+            child_path = join_part(path, part)
+            child_name = f"{name}.{unescape(part)}" if name else unescape(part)
+            if child_path in self.leaves or child_path in self.containers:
+                yield child_path, child_name
+            else:
+                yield from self._dotted_names(child_path, child_name)
+
+    def _value(self, path: str, like: Any, arrays: str, *, root: bool = False) -> Any:
+        """The value at `path`; its arrays have the class `arrays` unless an entry names another."""
+        entry = self.containers.get(path)
+        if entry is not None and entry.type is not None and not root:
+            return self._live(path, like, entry.type)
+        if entry is not None and entry.arrays is not None:
+            arrays = entry.arrays
+        if path in self.leaves:
+            return self._leaf(path, like, arrays)
+        return build_container(
+            entry or SORTED_DICT,
+            self._parts.get(path, ()),
+            lambda key, part: self._value(join_part(path, part), _child(like, key), arrays),
+        )
+
+    def _live(self, path: str, like: Any, stored_type: str) -> Any:
+        if (
+            like is _MISSING
+            or leaf_adapter(like, self._adapters)
+            or describe_container(like) is not None
+        ):
+            target = "nothing" if like is _MISSING else f"a {type_name(like)}"
+            raise MismatchError(
+                f"{path}: the state that was stored has a {stored_type}, and the target has {target}; "
+                f"nothing was changed. Give the target an object of that class, because only such an "
+                f"object can rebuild it."
+            )
+        return self._rebuild(like, path)
+
+    def _leaf(self, path: str, like: Any, arrays: str) -> Any:
+        leaf = self.leaves[path]
+        if leaf.is_scalar:
+            return plain_value(leaf)
+        with PathInErrors(path):
+            target = array_template(arrays, leaf, like)
+            if like is not _MISSING and _same_library(array_class_name(like), arrays):
+                with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target
+                    present = leaf_adapter(like, self._adapters)
+                    if present is not None and present[1] == LeafSpec.of(leaf):
+                        target = like
+            chosen = leaf_adapter(target, self._adapters)
+            assert chosen is not None
+            value = load_leaf(chosen[0], target, leaf)
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    # Checkpoints of format 2 and older do not describe containers. Their values get the containers
+    # that the present state of the object has.
+
+    def _module_containers(
+        self, present: ModuleValues, path: str, arrays: str
+    ) -> dict[str, tuple[str, Any]]:
+        """Name and value of the containers among the values of a module, by path."""
+        values = {}
+        for name, value in present.items():
+            if describe_container(value) is not None:
+                value_path = join_dotted(path, name)
+                values[value_path] = (name, self._undescribed(value_path, value, arrays))
+        return values
+
+    def _undescribed(self, path: str, like: Any, arrays: str) -> Any:
+        """The value at `path`, in containers such as those of `like`."""
+        if path in self.leaves:
+            present = None if like is _MISSING else leaf_adapter(like, self._adapters)
+            if present is not None and not present[1].dtype.startswith(SCALAR_PREFIX):
+                arrays = array_class_name(like)
+            return self._leaf(path, like, arrays)
+        parts = self._parts.get(path, [])
+        described = None if like is _MISSING else describe_container(like)
+        if described is not None:
+            entry = described[0]
+        elif like is not _MISSING and leaf_adapter(like, self._adapters) is None:
+            return self._rebuild(like, path)
+        else:
+            numbered = set(parts) == {str(i) for i in range(len(parts))}
+            entry = Container("list" if numbered else "dict")
+        if isinstance(like, Mapping):
+            entry = msgspec.structs.replace(entry, keys=_undescribed_keys(like, parts))
+        return build_container(
+            entry,
+            parts,
+            lambda key, part: self._undescribed(join_part(path, part), _child(like, key), arrays),
+        )
+
+
+class _ComparedLeaves(Leaves):
+    """Compares each leaf that is added with the stored one, and keeps none of the bytes."""
+
+    def __init__(self, stored: Mapping[str, Leaf]) -> None:
+        super().__init__()
+        self._stored = stored
+        self.differences: list[Difference] = []
+
+    def __setitem__(self, path: str, leaf: Leaf) -> None:
+        super().__setitem__(path, Leaf(leaf.dtype, leaf.shape, memoryview(b"")))
+        stored = self._stored.get(path)
+        if stored is None:
+            self.differences.append(Difference(path, leaf.describe(), None))
+        elif not same_bits(stored, leaf):
+            before, after = stored.describe(), leaf.describe()
+            after = "other bits" if before == after else after
+            reason = f"stored {before}, the object has {after} after the load"
+            self.differences.append(Difference(path, reason=reason))
+
+
+def _undescribed_keys(like: Mapping[Any, Any], parts: Sequence[str]) -> tuple[Any, ...]:
+    """The keys of a stored mapping: those of `like`, then the others, as numbers if all of `like`
+    are. A key without leaves stays if `like` has a container there, which may have been empty."""
+    texts = [unescape(part) for part in parts]
+    keys = {key_text(key): key for key in like}
+    numbers = not any(isinstance(key, str) for key in like)
+    for text in texts:
+        if text not in keys:
+            keys[text] = int(text) if numbers and text.isdigit() else text
+    stored = set(texts)
+    return tuple(
+        key for text, key in keys.items() if text in stored or _is_container(like.get(key))
+    )
+
+
+def _same_library(first: str, second: str) -> bool:
+    """Whether two array classes differ at most in the device."""
+    return first.partition("@")[0] == second.partition("@")[0]
+
+
+def _may_add(stateful: Stateful, path: str, leaf_path: str) -> bool:
+    return stateful.may_add(leaf_path[len(path) :].removeprefix("/"))
+
+
+def _child(like: Any, key: Any) -> Any:
+    try:
+        return like[key] if isinstance(like, (Mapping, Sequence)) else _MISSING
+    except (KeyError, IndexError, TypeError):
+        return _MISSING
+
+
+def _is_container(value: Any) -> bool:
+    return value is not None and describe_container(value) is not None
+
+
+def _has_leaves(value: Any) -> bool:
+    described = describe_container(value)
+    return described is None or any(_has_leaves(child) for _, child in described[1])

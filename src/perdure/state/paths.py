@@ -1,0 +1,102 @@
+"""Leaf paths, and nested dicts whose keys are the parts of paths.
+
+A path joins the keys from the root to a leaf with `/`. A `/` or `%` inside a key is escaped
+(`perdure.store.format.escape`), so that every part of a path is one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.leaf_errors import add_path
+from perdure.store.format import escape, unescape
+
+
+def key_text(key: object) -> str:
+    """The text of a mapping's key; raises `UnsupportedLeafError` for a key that cannot be in a path."""
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
+        return str(key)
+    raise UnsupportedLeafError(
+        f"a mapping has the key {key!r}; expected a non-empty string or an integer, because keys "
+        f"become leaf paths."
+    )
+
+
+def join_key(path: str, key: str) -> str:
+    """The path of the child `key`, which is escaped here. An empty key adds nothing."""
+    if not key:
+        return path
+    if key.isalnum():
+        part = key
+    else:
+        part = escape(key)
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            error = UnsupportedLeafError(
+                f"the key or name {key!r} is not valid Unicode; rename it, because keys become "
+                f"leaf paths."
+            )
+            add_path(error, path)
+            raise error from None
+    return join_part(path, part)
+
+
+def join_part(path: str, part: str) -> str:
+    """The path of a child by the part of its path, which is escaped already."""
+    return f"{path}/{part}" if path else part
+
+
+def join_dotted(path: str, name: str) -> str:
+    """The path of a value with a dotted name, such as the `0.weight` of a torch module."""
+    if "/" not in name and "%" not in name:
+        return join_part(path, name.replace(".", "/"))
+    for key in name.split("."):
+        path = join_key(path, key)
+    return path
+
+
+def split_path(path: str) -> list[str]:
+    """The keys of a path, no longer escaped."""
+    return [unescape(part) for part in path.split("/")]
+
+
+def is_below(path: str, ancestors: Sequence[str]) -> bool:
+    """Whether `path` is one of `ancestors` or lies below one."""
+    return any(path == ancestor or path.startswith(f"{ancestor}/") for ancestor in ancestors)
+
+
+def insert(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set the value at `keys` in nested dicts, and make the dicts that are missing."""
+    *parents, last = keys
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def lookup(tree: Any, keys: Sequence[str]) -> Any:
+    """The value at `keys` in nested mappings."""
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
+def unflatten_dict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"dense/kernel": v}` as `{"dense": {"kernel": v}}`. Names are split at `/`, not unescaped."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        insert(tree, name.split("/"), value)
+    return tree
+
+
+def flatten_dict(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `unflatten_dict`; every name gets `prefix` in front."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            values.update(flatten_dict(value, f"{prefix}{key}/"))
+        else:
+            values[prefix + key] = value
+    return values

@@ -1,0 +1,204 @@
+"""Torch modules as objects with a state: strict in names, dtypes and shapes, restored in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from perdure.errors import StateError
+from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.leaf_values import same_bits
+from perdure.state.paths import join_dotted
+from perdure.state.stateful import ModuleValues, Stateful, copy_state
+from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
+from perdure.store.leaf import Leaf
+
+_WRAPPERS = {
+    torch.nn.DataParallel: "module",
+    torch.nn.parallel.DistributedDataParallel: "module",
+}
+_MODULE_VERBS = (
+    "state_dict",
+    "load_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+)
+_MODULE_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class ModuleState(Stateful):
+    """A torch module. Its tied weights stay tied."""
+
+    arrays = "torch"
+
+    def read(self) -> ModuleValues:
+        state = self.target.state_dict()
+        full_names = _full_names(self.target, state)
+        return ModuleValues({name: state[full] for name, full in full_names.items()})
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        present = self.target.state_dict()
+        full_names = _full_names(self.target, present)
+        if self.can_fail and any(isinstance(value, LAZY) for value in present.values()):
+            raise StateError(
+                "a lazy module with extra state or code of its own for loading cannot get its earlier "
+                "state back if the restore fails later. Run one forward pass before the restore."
+            )
+        values = type(present)({full_names.get(name, name): state[name] for name in state})
+        # The versions of the module's code. With older ones, the code would convert the values.
+        if (versions := getattr(present, "_metadata", None)) is not None:
+            values._metadata = versions  # type: ignore[attr-defined]
+        for name, tensor in self.target.state_dict(keep_vars=True).items():
+            if name in values and has_shared_elements(tensor):
+                copy_into(tensor, values[name])
+                values[name] = tensor  # PyTorch skips the copy of a tensor onto itself
+        self.target.load_state_dict(values)
+
+    def check(self) -> Check:
+        return _check_module(self.read(), whole=not self.can_fail)
+
+    def backup(self) -> Callable[[], object]:
+        before, load_before = copy_state(self.read()), super().backup()
+
+        def undo() -> None:
+            try:
+                load_before()
+            finally:  # the module's own code may have converted the values
+                present = self.target.state_dict(keep_vars=True)
+                for name, full in _full_names(self.target, present).items():
+                    if isinstance(value := before.get(name), torch.Tensor):
+                        copy_into(present[full], value)
+
+        return undo
+
+    @property
+    def can_fail(self) -> bool:  # type: ignore[override]
+        """False if only code of PyTorch takes part in a load, and copies nothing but tensors."""
+        return not _has_standard_load(self.target) or not _have_separate_memory(
+            self.target.state_dict()
+        )
+
+
+def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names in a module's state, by the same name without the parts of wrappers (DDP,
+    `torch.compile`)."""
+    cuts: list[tuple[str, str]] = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        if (inner := _inner_name(part)) is not None:
+            cuts.append((f"{name}." if name else "", f"{inner}."))
+    if not cuts:
+        return {name: name for name in state}
+    full_names = {}
+    for full in state:
+        name = full
+        for prefix, inner in sorted(cuts, reverse=True):  # the innermost first
+            if name.startswith(prefix + inner):
+                name = prefix + name[len(prefix + inner) :]
+        full_names[name] = full
+    return full_names
+
+
+def _inner_name(module: torch.nn.Module) -> str | None:
+    for wrapper, inner in _WRAPPERS.items():
+        if isinstance(module, wrapper):
+            return inner
+    kind = type(module)  # compared by name, because the import of `torch._dynamo` is slow
+    compiled = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
+    return "_orig_mod" if compiled else None
+
+
+def _has_standard_load(module: torch.nn.Module) -> bool:
+    """Whether a load runs only code of PyTorch: no methods, attributes or hooks of the user's."""
+    for part in module.modules():
+        for verb in _MODULE_VERBS:
+            if not _is_from_torch(getattr(type(part), verb)) or verb in vars(part):
+                return False
+        for hooks in _MODULE_HOOKS:
+            if not all(_is_from_torch(hook) for hook in getattr(part, hooks, {}).values()):
+                return False
+    return True
+
+
+def _is_from_torch(function: Any) -> bool:
+    function = getattr(function, "hook", function)
+    return str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def _have_separate_memory(state: Mapping[str, Any]) -> bool:
+    """Whether all values are tensors, and two of them are equal views or share no memory."""
+    views: dict[int, tuple[Any, ...]] = {}
+    for value in state.values():
+        if not isinstance(value, torch.Tensor):
+            return False
+        if isinstance(value, LAZY) or value.is_meta or not value.numel():
+            continue
+        view = (value.data_ptr(), value.shape, value.stride())
+        if views.setdefault(value.untyped_storage().data_ptr(), view) != view:
+            return False
+    return True
+
+
+def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
+    """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal."""
+    expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
+    tied: dict[int, list[str]] = {}
+    on_meta = []
+    for name, value in state.items():
+        path = join_dotted("", name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
+            expected[path] = tensor_spec(value)
+            if value.is_meta:
+                on_meta.append(path)
+            elif value.numel():
+                tied.setdefault(value.data_ptr(), []).append(path)
+        elif isinstance(value, torch.Tensor):
+            expected[path] = None
+    tied_groups = [paths for paths in tied.values() if len(paths) > 1]
+
+    def check(stored: Mapping[str, Leaf]) -> list[Difference]:
+        reason = "is on the meta device; call `module.to_empty(device=...)` first"
+        lines = [Difference(path, reason=reason) for path in on_meta]
+        lines += _spec_differences(expected, stored, whole=whole)
+        for first, *others in tied_groups:
+            for path in others:
+                if (
+                    first in stored
+                    and path in stored
+                    and not same_bits(stored[first], stored[path])
+                ):
+                    reason = f"is one tensor with {first} in the target, the checkpoint has two"
+                    lines.append(Difference(path, reason=reason))
+        return lines
+
+    return check
+
+
+def _spec_differences(
+    expected: Mapping[str, LeafSpec | None], stored: Mapping[str, Leaf], *, whole: bool
+) -> list[Difference]:
+    lines = []
+    for path, spec in expected.items():
+        leaf = stored.get(path)
+        if leaf is None:
+            if whole:
+                lines.append(
+                    Difference(path, "a tensor" if spec is None else spec.describe(), None)
+                )
+        elif spec is not None and spec != LeafSpec.of(leaf):
+            lines.append(Difference(path, spec.describe(), leaf.describe()))
+    if whole:
+        lines += [
+            Difference(path, None, leaf.describe())
+            for path, leaf in stored.items()
+            if path not in expected
+        ]
+    return lines

@@ -1,0 +1,264 @@
+"""Restores a target from the leaves of a checkpoint.
+
+Invariant: nothing is changed before the whole target has been compared with the checkpoint and every
+new value has been built. Then either all objects are changed, or none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
+from perdure.state.adapter import Node
+from perdure.state.adapter_registry import leaf_adapter, load_leaf, loaded_adapters, node_of
+from perdure.state.containers import array_template
+from perdure.state.leaf_errors import PathInErrors, type_name
+from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, mismatch_error
+from perdure.state.leaf_values import is_plain, same_bits
+from perdure.state.object_restore import ObjectStates
+from perdure.state.paths import join_key
+from perdure.state.per_rank import current_rank_context, rank_context
+from perdure.state.stateful import Stateful
+from perdure.state.template import differences, template_of
+from perdure.store.format import Arrays
+from perdure.store.leaf import Leaf
+
+_REBUILD_ADVICE = "Build the target with the code that saved it, or restore without a target."
+_DTYPE_ADVICE = (
+    " Where only the dtype of an array differs, the program may have changed it after the target was "
+    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
+    "`like=jax.eval_shape(step, state, batch)`)."
+)
+
+
+def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
+    """A state with the structure of `like` and the bits of `leaves`.
+
+    Containers and arrays are new. Modules, optimizers, parameters and other objects are changed in
+    place. An object with `load_state_dict` is given the state that was stored, whatever its present
+    one looks like, and has to return the same bits afterwards.
+
+    Args:
+        like: the target. It decides structure, array class, device and sharding; its values are not
+            read.
+        leaves: the leaves of a checkpoint by path.
+
+    Raises:
+        MismatchError: target and checkpoint differ in structure, dtype or shape; the message lists the
+            differences by leaf path. Or an object returned another state than it was given.
+        StateError: an object did not take its state; the message starts with its path.
+
+    After an error the target is what it was before, unless the message names an object whose earlier
+    state could not be loaded again.
+    """
+    specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+    present = current_rank_context()
+    with rank_context(present.index, present.count) as ranks:
+        template = template_of(like, specs)
+    # Of a `PerRank` member, only the leaves of this process are compared.
+    own_leaves = {path: leaf for path, leaf in leaves.items() if not ranks.leaves_out(path)}
+    _raise_mismatch(differences(template, own_leaves))
+    return _Restore(leaves, specs).run(like)
+
+
+class _Change(NamedTuple):
+    """A change in place: the new state of an object, or the new children of a node."""
+
+    path: str
+    node: Node | Stateful
+    new: Any
+
+    def apply(self) -> None:
+        if isinstance(self.node, Node):
+            with PathInErrors(self.path, "its value could not be set"):
+                self.node.rebuild(self.new)
+            return
+        name = type_name(self.node.target)
+        with PathInErrors(self.path, f"a {name} did not take the state that was stored"):
+            self.node.load(self.new)
+
+
+class _Backup(NamedTuple):
+    """The state of an object before its change."""
+
+    path: str
+    node: Stateful
+    digests: dict[str, list[str]] | None
+    undo: Callable[[], object]
+
+
+class _Restore:
+    """One restore: builds all new values, then changes the objects of the target in place."""
+
+    def __init__(self, leaves: Mapping[str, Leaf], specs: Mapping[str, LeafSpec]) -> None:
+        self._leaves = leaves
+        self._specs = specs
+        self._adapters = loaded_adapters()
+        self._objects = ObjectStates(leaves, self._build_inside_object)
+        self._changes: list[_Change] = []
+
+    def run(self, like: Any) -> Any:
+        restored = self._build(like, "")
+        if lines := self._objects.missing + self._conflicts():
+            raise mismatch_error(lines, _REBUILD_ADVICE)
+        self._apply_changes()
+        return restored
+
+    def _build(self, like: Any, path: str) -> Any:
+        """The new value for `like`; a change in place is added to `_changes`."""
+        with PathInErrors(path):
+            if (leaf := leaf_adapter(like, self._adapters)) is not None:
+                if is_plain(like) and (entry := self._objects.containers.get(path)) is not None:
+                    return self._load_as(entry.arrays, like, path)
+                value = load_leaf(leaf[0], like, self._leaves[path])
+                if (variable := leaf[0].variable(like)) is None:
+                    return value
+                self._changes.append(_Change(path, variable, value))
+                return like
+            node = node_of(like, path, self._adapters, self._specs)
+        if isinstance(node, Stateful):
+            self._changes.append(_Change(path, node, self._objects.state(node, path)))
+            return node.target
+        children = [self._build(child, join_key(path, key)) for key, child in node.children]
+        if node.in_place:
+            self._changes.append(_Change(path, node, children))
+            return like
+        with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
+            return node.rebuild(children)
+
+    def _build_inside_object(self, like: Any, path: str) -> Any:
+        """The new value for a live object inside the state of another object.
+
+        It is compared with the checkpoint as strictly as outside of objects.
+        """
+        leaves = {
+            leaf_path: self._leaves[leaf_path] for leaf_path in self._objects.leaf_paths(path)
+        }
+        _raise_mismatch(differences(template_of(like, self._specs, path), leaves))
+        return self._build(like, path)
+
+    def _load_as(self, array_class: Arrays | None, like: Any, path: str) -> Any:
+        """The leaf at `path`, for which the target has a NumPy array or a number, and the run that
+        saved it had an array of `array_class`.
+
+        The next operation then has the same bits as in the uninterrupted run. The array is of NumPy if
+        this process has not imported the framework, or the framework cannot hold the dtype (JAX
+        without x64).
+        """
+        leaf = self._leaves[path]
+        if (
+            array_class is not None
+            and array_class.partition("@")[0].partition(".")[0] in sys.modules
+        ):
+            target = array_template(array_class, leaf, like)
+            with suppress(UnsupportedLeafError):
+                if (adapter := leaf_adapter(target, self._adapters)) is not None:
+                    return load_leaf(adapter[0], target, leaf)
+        adapter = leaf_adapter(like, self._adapters)
+        assert adapter is not None
+        return load_leaf(adapter[0], like, leaf)
+
+    def _conflicts(self) -> list[Difference]:
+        """Objects that the target has twice, and for which the checkpoint has two different states."""
+        first_paths: dict[int, str] = {}
+        conflicts = []
+        for change in self._changes:
+            if isinstance(change.node, Stateful):
+                first = first_paths.setdefault(id(change.node.target), change.path)
+                if first != change.path and not self._same_leaves(first, change.path):
+                    reason = f"is one object with {first} in the target, the checkpoint has two"
+                    conflicts.append(Difference(change.path, reason=reason))
+        return conflicts
+
+    def _same_leaves(self, first: str, second: str) -> bool:
+        """Whether the checkpoint has the same leaves below two paths."""
+        one, other = (
+            {
+                leaf_path[len(path) :]: self._leaves[leaf_path]
+                for leaf_path in self._objects.leaf_paths(path)
+            }
+            for path in (first, second)
+        )
+        return one.keys() == other.keys() and all(same_bits(one[p], other[p]) for p in one)
+
+    def _apply_changes(self) -> None:
+        """Change the objects in place: all of them, or none.
+
+        Objects whose load may fail come first, each after a backup of its state. The others (modules,
+        generators) cannot fail, so that no copy of a model is needed.
+        """
+        fallible: list[_Change] = []
+        safe: list[_Change] = []
+        for change in self._changes:
+            can_fail = isinstance(change.node, Stateful) and change.node.can_fail
+            (fallible if can_fail else safe).append(change)
+        backups: list[_Backup] = []
+        begun: list[str] = []
+        try:
+            for change in fallible:
+                backups.append(self._back_up(change))
+                change.apply()
+            self._compare(fallible)
+            for change in safe:
+                begun.append(change.path)
+                change.apply()
+            self._compare(safe)
+        except BaseException as error:
+            mixed = begun + self._undo(backups)
+            if isinstance(error, StateError):
+                outcome = "Every object has the state that it had before."
+                if mixed:
+                    outcome = (
+                        f"These hold a mixture of old and new values: {', '.join(mixed)}. Restore "
+                        f"again before you continue training."
+                    )
+                error.args = (f"{error} {outcome}",)
+            raise
+
+    def _back_up(self, change: _Change) -> _Backup:
+        assert isinstance(change.node, Stateful)
+        with PathInErrors(change.path, "a copy of its present state could not be made"):
+            digests = self._objects.digests(change.node, change.path)
+            return _Backup(change.path, change.node, digests, change.node.backup())
+
+    def _undo(self, backups: Sequence[_Backup]) -> list[str]:
+        """Load the earlier states. Returns the paths of the objects that did not take theirs."""
+        failed = []
+        for backup in reversed(backups):
+            try:
+                backup.undo()
+                if self._objects.digests(backup.node, backup.path) != backup.digests:
+                    failed.append(backup.path)
+            except BaseException:  # noqa: BLE001 - the first error is raised, and names this path
+                failed.append(backup.path)
+        return failed
+
+    def _compare(self, changes: Sequence[_Change]) -> None:
+        """Raise `MismatchError` if an object does not return the state that it was given."""
+        for change in changes:
+            if not isinstance(change.node, Stateful):
+                continue
+            if lines := self._objects.differences(change.node, change.path):
+                name = type_name(change.node.target)
+                raise MismatchError(
+                    f"{change.path}: a {name} took the state that was stored, and returns another "
+                    f"one:\n{format_differences(lines)}\n"
+                    f"`state_dict` has to return what `load_state_dict` was given."
+                )
+
+
+def _raise_mismatch(lines: Sequence[Difference]) -> None:
+    """Raise `MismatchError` if there are differences."""
+    if not lines:
+        return
+    dtype_only = any(
+        line.expected
+        and line.stored
+        and line.expected != line.stored
+        and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
+        for line in lines
+    )
+    raise mismatch_error(lines, _REBUILD_ADVICE + (_DTYPE_ADVICE if dtype_only else ""))

@@ -14,14 +14,9 @@ from helpers import make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store import Leaf, MemoryStorage, Run, verify_run
-from perdure.store.format import (
-    CHUNK_BYTES,
-    Manifest,
-    fingerprint,
-    hash_bytes,
-    item_bytes,
-    manifest_name,
-)
+from perdure.store.format import CHUNK_BYTES, hash_bytes, manifest_name
+from perdure.store.manifest import Manifest, fingerprint
+from perdure.store.manifest_check import item_bytes
 
 Document = dict[str, Any]
 STEP = 7

@@ -30,8 +30,9 @@ from perdure.errors import (
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
-from perdure.store.format import PACKS, RecipeValue, hash_bytes
+from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
+from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
 from perdure.store.writer import Held, Written
 

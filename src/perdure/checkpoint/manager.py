@@ -62,7 +62,7 @@ from perdure.state.per_rank import Place, placed
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf, Loaded, Run, Storage
-from perdure.store.format import RecipeValue
+from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own
 from perdure.store.urls import name_at_step, split_step
 

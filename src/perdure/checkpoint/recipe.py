@@ -18,7 +18,7 @@ import msgspec
 from perdure.checkpoint.arguments import is_text, shown
 from perdure.errors import ArgumentError, RecipeMismatchError
 from perdure.process_group import Processes
-from perdure.store.format import RecipeValue
+from perdure.store.manifest import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]
 

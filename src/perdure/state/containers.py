@@ -16,8 +16,9 @@ import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.builtin import key_name, leaf_array, scalar_text
-from perdure.store.format import MAPPINGS, Container, escape, unescape
+from perdure.store.format import escape, unescape
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import MAPPINGS, Container
 
 _SEQUENCES: dict[type, str] = {
     list: "list",

@@ -36,8 +36,9 @@ from perdure.state.walk import (
     node_of,
     type_name,
 )
-from perdure.store.format import SCALAR_PREFIX, Container, children_of, unescape
+from perdure.store.format import SCALAR_PREFIX, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import Container
 
 _MISSING: Any = object()
 # Where two values are compared, a conversion that fails means that they differ.

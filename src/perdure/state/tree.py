@@ -30,9 +30,10 @@ from perdure.state.walk import (
     node_of,
     type_name,
 )
-from perdure.store.format import Arrays, Container, unescape
+from perdure.store.format import unescape
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import Arrays, Container
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from perdure.store.format import Manifest
 from perdure.store.garbage_collection import Collected, CollectPlan, PruneRequest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
+from perdure.store.manifest import Manifest
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
 from perdure.store.run import Loaded, Run

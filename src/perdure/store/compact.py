@@ -14,22 +14,10 @@ import msgspec
 
 from perdure.store.codec import is_intact
 from perdure.store.failures import DamagedChunk, is_gone
-from perdure.store.format import (
-    CHUNK_BYTES,
-    PACKS,
-    Chunk,
-    LeafRecord,
-    Manifest,
-    PackedChunk,
-    PackRecord,
-    array_record,
-    decode_manifest,
-    encode_manifest,
-    encode_pack_tail,
-    format_of,
-    manifest_name,
-    pack_name,
-)
+from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
+from perdure.store.manifest import Chunk, LeafRecord, Manifest, PackRecord, array_record, format_of
+from perdure.store.manifest_json import decode_manifest, encode_manifest
+from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
 from perdure.store.storage import Storage
 from perdure.store.writer import BLOCK, LARGE_BYTES, Held

@@ -17,19 +17,16 @@ from typing import Any, NamedTuple
 from perdure.errors import CorruptionError
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
-    HEAD_BYTES,
     MANIFESTS,
     PACKS,
     PINS,
     QUARANTINE,
     TEMP_SUFFIX,
-    Manifest,
-    PackRecord,
-    decode_manifest,
-    encode_manifest,
     manifest_name,
     step_of,
 )
+from perdure.store.manifest import Manifest, PackRecord
+from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
 from perdure.store.storage import Storage, VersionedStorage
 from perdure.store.writer import Held
 

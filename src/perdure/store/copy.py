@@ -36,10 +36,11 @@ from perdure.store.compact import (
     relocated_size,
 )
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import MAX_STEP, PACKS, Manifest, pack_name
+from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
+from perdure.store.manifest import Manifest
 from perdure.store.run import Run
 from perdure.store.storage import Storage
 from perdure.store.writer import Held

@@ -16,7 +16,8 @@ from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
 from perdure.store.contents import Contents, note_removed, reason_name
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
+from perdure.store.format import PACKS, manifest_name, pack_step
+from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 
 DEAD_SHARE = 0.5

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, Container, chunk_spans, hash_bytes
+from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
+from perdure.store.manifest import Container
 
 
 # `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.

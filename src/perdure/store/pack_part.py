@@ -16,16 +16,9 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.format import (
-    SCALAR_PREFIX,
-    Chunk,
-    LeafRecord,
-    PackRecord,
-    array_record,
-    chunk_spans,
-    hash_bytes,
-)
+from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
+from perdure.store.manifest import Chunk, LeafRecord, PackRecord, array_record
 from perdure.store.storage import Storage
 from perdure.store.writer import Held, Written, write_pack
 

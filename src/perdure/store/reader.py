@@ -19,8 +19,9 @@ from perdure.errors import StepNotFoundError
 from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
 from perdure.store.codec import decode
 from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
+from perdure.store.format import CHUNK_BYTES, PACKS, hash_bytes
 from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Chunk, LeafRecord, Manifest
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from perdure.store.format import Chunk, LeafRecord, Manifest, pack_step
+from perdure.store.format import pack_step
+from perdure.store.manifest import Chunk, LeafRecord, Manifest
 
 PASS_SAVES = 512
 

@@ -15,7 +15,9 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store.contents import committed_steps, quarantined, reason_name, set_aside
-from perdure.store.format import MANIFESTS, QUARANTINE, Manifest, decode_manifest, manifest_name
+from perdure.store.format import MANIFESTS, QUARANTINE, manifest_name
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import decode_manifest
 from perdure.store.storage import Storage
 
 

@@ -48,7 +48,6 @@ from perdure.store.contents import (
 from perdure.store.drill import drilled_clock
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import (
-    HEAD_BYTES,
     LOCK,
     MANIFESTS,
     MARKER,
@@ -57,19 +56,9 @@ from perdure.store.format import (
     PINS,
     QUARANTINE,
     TEMP_SUFFIX,
-    Manifest,
-    RecipeValue,
-    check_encoded,
-    checked_fingerprint,
     chunk_spans,
-    decode_manifest,
-    encode_manifest,
-    encode_marker,
-    fingerprint,
-    format_of,
     manifest_name,
     pin_name,
-    plain_metrics,
     time_text,
 )
 from perdure.store.free_space import ensure_free_space
@@ -82,6 +71,9 @@ from perdure.store.garbage_collection import (
 )
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of, plain_metrics
+from perdure.store.manifest_check import checked_fingerprint
+from perdure.store.manifest_json import HEAD_BYTES, check_encoded, decode_manifest, encode_manifest
 from perdure.store.reread import Cursor
 from perdure.store.rollback import (
     RolledBack,
@@ -91,7 +83,7 @@ from perdure.store.rollback import (
     returning,
     rolled_back,
 )
-from perdure.store.run_marker import is_run_directory
+from perdure.store.run_marker import encode_marker, is_run_directory
 from perdure.store.storage import LostLock, Storage, create_whole
 from perdure.store.urls import open_storage
 from perdure.store.writer import Held, Written, write_pack

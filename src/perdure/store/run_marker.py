@@ -8,19 +8,43 @@ from __future__ import annotations
 import itertools
 import os
 
+import msgspec
+from msgspec import Struct
+
 from perdure.errors import CorruptionError, NotARunError, StoreError
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
+    FORMAT,
     LOCK,
     MARKER,
     TEMP_SUFFIX,
-    decode_manifest,
-    decode_marker,
+    Natural,
+    check_version,
+    decode_json,
     manifest_name,
 )
 from perdure.store.local import LocalStorage
+from perdure.store.manifest_json import decode_manifest
 from perdure.store.storage import Storage
+
+
+class Marker(Struct, frozen=True):
+    """Says that a directory is a run directory, and which reader it needs."""
+
+    format: Natural
+    created: str
+
+
+def encode_marker(created: str) -> bytes:
+    """Contents of `perdure.json`."""
+    return msgspec.json.encode(Marker(format=FORMAT, created=created)) + b"\n"
+
+
+def decode_marker(data: bytes, where: str) -> Marker:
+    """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
+    check_version(data, where)
+    return decode_json(data, Marker, where)
 
 
 def is_run_directory(

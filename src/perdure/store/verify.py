@@ -13,19 +13,9 @@ from dataclasses import dataclass, field
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
 from perdure.store.codec import decode
 from perdure.store.failures import read_error
-from perdure.store.format import (
-    MANIFESTS,
-    PACKS,
-    TEMP_SUFFIX,
-    TRAILER_BYTES,
-    Chunk,
-    Manifest,
-    PackedChunk,
-    decode_pack_index,
-    hash_bytes,
-    index_span,
-    step_of,
-)
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes, step_of
+from perdure.store.manifest import Chunk, Manifest
+from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
 
 

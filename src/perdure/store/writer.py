@@ -28,17 +28,15 @@ from perdure.store.format import (
     CHUNK_BYTES,
     PACKS,
     SCALAR_PREFIX,
-    Chunk,
-    LeafRecord,
-    PackRecord,
     chunk_spans,
-    encode_pack_tail,
     hash_bytes,
     hash_each,
     pack_name,
 )
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import Chunk, LeafRecord, PackRecord
+from perdure.store.pack_index import encode_pack_tail
 from perdure.store.pools import map_ahead, pool
 from perdure.store.storage import AdoptingSink, Sink, Storage
 

@@ -348,7 +348,7 @@ def test_an_outage_during_a_save_costs_only_that_save(
         with Run(through(s3, proxy, url, retries=1)) as run:
             with pytest.raises(SaveError, match="saving step 2 failed") as caught:
                 run.save(2, make_leaves(2, (size,)))
-            assert "Every earlier checkpoint is as it was" in str(caught.value)
+            assert "Every earlier checkpoint is unchanged" in str(caught.value)
             down[0], where = False, "nowhere"
             run.save(2, make_leaves(2, (size,)))
         assert proxy.fired
@@ -549,7 +549,7 @@ def test_two_writers_without_a_lock_commit_one_step_once(s3: ObjectServer) -> No
 
     def attempt(seed: int) -> str:
         run = run_on_url(s3, url)
-        run._writing = True  # the lock is what is left out
+        run._session.holds_lock = True  # the lock is what is left out
         try:
             run.save(2, make_leaves(seed))
         except (LockedError, StoreError) as error:

@@ -11,7 +11,8 @@ from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
-from perdure.store.run import Loaded, Run
+from perdure.store.restore import Loaded
+from perdure.store.run import Run
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, VerifyReport, verify_run
 

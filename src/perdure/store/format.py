@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Annotated, TypeVar
 
@@ -101,6 +101,13 @@ def time_text(seconds: float) -> str:
 def seconds_of(text: str) -> int:
     """Seconds since 1970 of a `time_text`; raises `ValueError` for what is not a date."""
     return int(datetime.fromisoformat(text).timestamp())
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Steps as an error lists them: all of up to 8, else the first and the last three."""
+    if len(steps) <= 8:
+        return ", ".join(map(str, steps))
+    return f"{steps_text(steps[:3])} ... {steps_text(steps[-3:])} ({len(steps)})"
 
 
 def chunk_spans(nbytes: int) -> list[tuple[int, int]]:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
-from perdure.store.contents import Contents, note_removed, reason_name
+from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
+from perdure.store.quarantine import reason_name
+from perdure.store.removal_notes import note_removed
 from perdure.store.storage import Storage
 
 DEAD_SHARE = 0.5

@@ -31,7 +31,7 @@ from perdure.store import (
     Leaf,
     LocalStorage,
     MemoryStorage,
-    Request,
+    PruneRequest,
     Run,
     fork_run,
     repair,
@@ -69,7 +69,7 @@ class Case:
 
 
 def collect(run: Run, steps: set[int]) -> None:
-    run.execute(run.plan(Request(frozenset(steps), MAX_STEP, 0, everywhere=True)))
+    run.execute(run.plan(PruneRequest(frozenset(steps), MAX_STEP, 0, everywhere=True)))
 
 
 def damage(path: Path) -> None:

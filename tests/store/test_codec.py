@@ -21,7 +21,7 @@ from perdure.errors import CorruptionError, NoGoodCheckpointError, StoreError
 from perdure.store import (
     Leaf,
     MemoryStorage,
-    Request,
+    PruneRequest,
     Run,
     copy_run,
     repair,
@@ -225,7 +225,7 @@ def test_compaction_moves_stored_bytes_as_they_are(
         for step, leaves in sharing_states().items():
             run.save(step, repeated(leaves))
         without_zstd(monkeypatch)  # moving needs no library
-        plan = run.plan(Request(frozenset({1}), MAX_STEP, 0, everywhere=True))
+        plan = run.plan(PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True))
         assert plan.compact
         size = {pack.name: pack.stat().st_size for pack in (tmp_path / "packs").iterdir()}
         run.execute(plan)
@@ -254,7 +254,7 @@ def test_compaction_of_packs_that_hold_a_chunk_in_both_forms_keeps_the_smaller(
     pack.write_bytes(whole)
     with run_on(tmp_path) as run:
         assert [run.manifest(step).format for step in (2, 4)] == [FORMAT, CODEC_FORMAT]
-        plan = run.plan(Request(frozenset({1, 3}), MAX_STEP, 0, everywhere=True))
+        plan = run.plan(PruneRequest(frozenset({1, 3}), MAX_STEP, 0, everywhere=True))
         assert len(plan.compact) == 2
         run.execute(plan)
         assert [run.manifest(step).format for step in (2, 4)] == [CODEC_FORMAT, CODEC_FORMAT]
@@ -336,7 +336,7 @@ def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
         whole = pack.read_bytes()
         pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
         (damaged,) = copy_run(tmp_path / "here", MemoryStorage())
-    assert (damaged.outcome, "found other bytes" in damaged.reason) == ("damaged", True)
+    assert (damaged.outcome, "do not match their seal" in damaged.reason) == ("damaged", True)
     (copied,) = [data for name, data in there.objects.items() if name.startswith("packs/")]
     assert copied == whole
     assert contents(Run(there).load(1).leaves) == contents(state)

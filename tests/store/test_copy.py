@@ -27,7 +27,7 @@ from perdure.errors import (
 from perdure.store import (
     LocalStorage,
     MemoryStorage,
-    Request,
+    PruneRequest,
     Run,
     copy_run,
     fork_run,
@@ -65,7 +65,7 @@ def flip(path: Path, at: int = 100) -> None:
 def squeeze(place: Any, *steps: int) -> None:
     """Delete steps and compact what can be compacted."""
     with Run(place) as run:
-        run.execute(run.plan(Request(frozenset(steps), MAX_STEP, 0, everywhere=True)))
+        run.execute(run.plan(PruneRequest(frozenset(steps), MAX_STEP, 0, everywhere=True)))
 
 
 # ---------------------------------------------------------------- copies
@@ -300,7 +300,7 @@ def test_a_fork_is_a_run_of_its_own_that_takes_little_room(here: Path, tmp_path:
     assert fork_run(here, 3, fork).step == 3, "repeated"
     with run_on(fork) as run:
         run.save(4, make_leaves(40))
-        squeeze_steps = Request(frozenset({3}), MAX_STEP, 0, everywhere=True)
+        squeeze_steps = PruneRequest(frozenset({3}), MAX_STEP, 0, everywhere=True)
         run.execute(run.plan(squeeze_steps))
     assert check_run(fork).good == (4,)
     assert {path: path.read_bytes() for path in here.rglob("*.pack")} == before

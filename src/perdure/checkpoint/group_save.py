@@ -34,7 +34,8 @@ from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
-from perdure.store.writer import Held, Written
+from perdure.store.record_builder import Held
+from perdure.store.writer import Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
 R = TypeVar("R")

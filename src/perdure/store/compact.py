@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from perdure.store.codec import is_intact
-from perdure.store.failures import DamagedChunk, is_gone
+from perdure.store.chunk_read import Readable, read_chunks
+from perdure.store.failures import DamagedChunk
 from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
-from perdure.store.manifest import Chunk, LeafRecord, Manifest, PackRecord, array_record, format_of
+from perdure.store.manifest import Chunk, Manifest, PackRecord, format_of
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import BLOCK, LARGE_BYTES, Held
+from perdure.store.writer import BLOCK, LARGE_BYTES
 
 READ_THREADS = 2
 READ_AHEAD = 4
@@ -30,25 +30,17 @@ LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
 
 
-class Readable(Protocol):
-    """The part of a `Storage` that chunks are read through."""
-
-    where: str
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
-
-
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
     """For each of `packs`, the chunks that the manifests read from it."""
     live: dict[str, LiveChunks] = {name: {} for name in packs}
     for manifest in manifests:
-        here = [live.get(pack.name) for pack in manifest.packs]
-        if all(found is None for found in here):
+        by_number = [live.get(pack.name) for pack in manifest.packs]
+        if all(chunks is None for chunks in by_number):
             continue
         for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
-                if (found := here[chunk.pack]) is not None:
-                    found[chunk.offset] = (chunk.hash, chunk.length, size)
+                if (chunks := by_number[chunk.pack]) is not None:
+                    chunks[chunk.offset] = (chunk.hash, chunk.length, size)
     return live
 
 
@@ -167,7 +159,7 @@ def copy_chunks(
                     reads,
                     READ_AHEAD,
                 ):
-                    sink.write(memoryview(data))
+                    sink.write(data)
                     for chunk in chunks:
                         places[chunk[0]] = Held(name, size, chunk[1])
                         size += chunk[1]
@@ -205,24 +197,17 @@ def relocated(
 
     `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
     """
-    numbers: dict[str, int] = {}
+    builder = RecordBuilder()
 
-    def moved(leaf: LeafRecord) -> LeafRecord:
-        if leaf.text is not None:
-            return leaf
-        chunks = []
-        for chunk in leaf.chunks:
-            at = place(manifest.packs[chunk.pack].name, chunk)
-            number = numbers.setdefault(at.pack, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
-        return array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
+    def moved(chunk: Chunk) -> Held:
+        return place(manifest.packs[chunk.pack].name, chunk)
 
-    leaves = tuple(map(moved, manifest.leaves))
-    local = tuple(map(moved, manifest.local))
+    leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.leaves)
+    local = tuple(builder.moved(leaf, moved) for leaf in manifest.local)
     return msgspec.structs.replace(
         manifest,
         format=format_of(leaves, manifest.containers, local),
-        packs=tuple(PackRecord(name=name, size=size(name)) for name in numbers),
+        packs=tuple(builder.packs(size)),
         leaves=leaves,
         local=local,
     )
@@ -256,33 +241,15 @@ def _reads(
     return reads
 
 
-def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> bytearray:
-    """Chunks that follow each other in a pack, verified."""
-    where = f"{source.where}/{PACKS}{name} at offset {offset}"
-    data = bytearray(sum(length for _, length, _ in chunks))
-    view = memoryview(data)
+def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> memoryview:
+    """`read_chunks`, with `UnreadChunk` for a failure that is neither damage nor an outage."""
     try:
-        got = source.read_into(PACKS + name, offset, view)
+        return read_chunks(source, name, offset, chunks)
     except ConnectionError:
-        # An outage is no damage; the caller stops, and may come back.
-        raise
+        raise  # the caller stops, and may come back
     except OSError as error:
-        if is_gone(error):
-            raise DamagedChunk(f"{where}: no such file.", name, offset) from error
-        raise UnreadChunk(f"{where}: cannot be read: {error}.", name) from error
-    at = 0
-    for digest, length, size in chunks:
-        if not is_intact(view[at : at + length], digest, size):
-            here = offset + at
-            wrong = "other bytes" if at + length <= got else f"only {max(0, got - at)} bytes"
-            raise DamagedChunk(
-                f"{source.where}/{PACKS}{name} at offset {here}: expected hash {digest}, found "
-                f"{wrong}.",
-                name,
-                here,
-            )
-        at += length
-    return data
+        place = f"{source.where}/{PACKS}{name} at offset {offset}"
+        raise UnreadChunk(f"{place}: cannot be read: {error}.", name) from error
 
 
 def rewrite(

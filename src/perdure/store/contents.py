@@ -26,8 +26,8 @@ from perdure.store.format import (
 from perdure.store.manifest import Manifest, PackRecord
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
 from perdure.store.quarantine import damage_notes, is_set_aside
+from perdure.store.record_builder import Held
 from perdure.store.storage import Storage, VersionedStorage
-from perdure.store.writer import Held
 
 
 @dataclass(frozen=True)

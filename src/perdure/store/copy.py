@@ -41,9 +41,9 @@ from perdure.store.free_space import BYTES_PER_SAVE
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
+from perdure.store.record_builder import Held
 from perdure.store.run import Run
 from perdure.store.storage import Storage
-from perdure.store.writer import Held
 
 LINK_SHARE = 0.5
 """A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""

@@ -99,10 +99,10 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
     if held.unknown:
         why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
         return CollectPlan(request, steps, held_back=why)
-    if blind := sorted(held.unreadable.keys() - gone):
+    if unreadable := sorted(held.unreadable.keys() - gone):
         why = (
-            f"the manifest of step {blind[0]} cannot be read and may need any pack: "
-            f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
+            f"the manifest of step {unreadable[0]} cannot be read and may need any pack: "
+            f"{held.unreadable[unreadable[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}

@@ -157,16 +157,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return sum(places.values())
 
 
-def array_record(
-    path: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk], nbytes: int
-) -> LeafRecord:
-    """The record of an array of `nbytes` bytes."""
-    record = LeafRecord(path, dtype, shape, tuple(chunks))
-    if record.stored_nbytes == nbytes:
-        return record
-    return msgspec.structs.replace(record, size=nbytes)
-
-
 def format_of(
     leaves: Iterable[LeafRecord],
     containers: Mapping[str, Container] | None = None,

@@ -8,6 +8,7 @@ durable, makes all of it visible, or none.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +19,10 @@ from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
 from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
-from perdure.store.manifest import Chunk, LeafRecord, PackRecord, array_record
+from perdure.store.manifest import Chunk, LeafRecord
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import Held, Written, write_pack
+from perdure.store.writer import Written, write_pack
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,48 +127,53 @@ def write_pack_part(
     )
 
 
-def assemble(leaves: Mapping[str, Leaf], shares: Sequence[PackPart]) -> Written:
-    """What the manifest lists, from the shares of all processes."""
-    placed = {number: at for share in shares for number, at in share.chunks.items()}
-    sizes = {name: size for share in shares for name, size in share.packs.items()}
-    names: dict[str, int] = {}
-    chunks: dict[str, list[Chunk]] = {path: [] for path in leaves}
-    for number, (path, data) in enumerate(_chunks(leaves)):
-        if number not in placed:
-            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
-        digest, pack, offset, length = placed[number]
-        if length > len(data):
-            raise CorruptionError(
-                f"leaf {path!r}: chunk {number} has {len(data)} bytes here and {length} in the process "
-                f"that wrote it."
-            )
-        chunks[path].append(Chunk(digest, names.setdefault(pack, len(names)), offset, length))
-    records = [
-        LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text)
-        if leaf.is_scalar
-        else array_record(path, leaf.dtype, leaf.shape, chunks[path], len(leaf.data))
-        for path, leaf in sorted(leaves.items())
-    ]
-    located = {at[0]: Held(*at[1:]) for at in placed.values()}
+def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
+    """What the manifest lists, from the parts of all processes."""
+    placed = {number: chunk for part in parts for number, chunk in part.chunks.items()}
+    sizes = {name: size for part in parts for name, size in part.packs.items()}
+    located: dict[str, Held] = {}
+    builder = RecordBuilder()
+    numbers = itertools.count()
+    state: list[LeafRecord] = []
+    for path, leaf in sorted(leaves.items()):
+        if leaf.is_scalar:
+            state.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
+            continue
+        chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
+        located.update(chunks)
+        size = len(leaf.data)
+        digests = [digest for digest, _ in chunks]
+        places = [held for _, held in chunks]
+        state.append(builder.array(path, leaf.dtype, leaf.shape, size, digests, places))
     local: list[LeafRecord] = []
-    for share in shares:
-        packs_of_share = list(share.packs)
+    for part in parts:
+        packs = list(part.packs)
 
-        def numbered(chunk: Chunk, packs: Sequence[str] = packs_of_share) -> Chunk:
-            pack = packs[chunk.pack]
-            located[chunk.hash] = Held(pack, chunk.offset, chunk.length)
-            number = names.setdefault(pack, len(names))
-            return Chunk(chunk.hash, number, chunk.offset, chunk.length)
+        def place(chunk: Chunk, packs: Sequence[str] = packs) -> Held:
+            held = Held(packs[chunk.pack], chunk.offset, chunk.length)
+            located[chunk.hash] = held
+            return held
 
-        for gathered, own in ((records, share.ranked), (local, share.local)):
-            gathered += [
-                msgspec.structs.replace(record, chunks=tuple(map(numbered, record.chunks)))
-                for record in own
-            ]
-    for gathered in (records, local):
-        gathered.sort(key=lambda record: record.path)
-    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
-    return Written(records, packs, located, local)
+        state += [builder.moved(record, place) for record in part.ranked]
+        local += [builder.moved(record, place) for record in part.local]
+    for records in (state, local):
+        records.sort(key=lambda record: record.path)
+    return Written(state, builder.packs(sizes.__getitem__), located, local)
+
+
+def _placed(
+    placed: Mapping[int, tuple[str, str, int, int]], path: str, number: int, nbytes: int
+) -> tuple[str, Held]:
+    """Hash and place of a chunk of `nbytes` bytes, by its number."""
+    if number not in placed:
+        raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
+    digest, pack, offset, length = placed[number]
+    if length > nbytes:
+        raise CorruptionError(
+            f"leaf {path!r}: chunk {number} has {nbytes} bytes here and {length} in the process that "
+            f"wrote it."
+        )
+    return digest, Held(pack, offset, length)
 
 
 def leaf_digests(

@@ -17,9 +17,9 @@ from functools import partial
 
 from perdure.errors import StepNotFoundError
 from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
-from perdure.store.codec import decode
+from perdure.store.chunk_read import chunk_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, PACKS, hash_bytes
+from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Chunk, LeafRecord, Manifest
 from perdure.store.storage import Storage, StreamingStorage
@@ -29,8 +29,8 @@ HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
 STREAM_BYTES = 256 * 1024 * 1024
 """At most so much by one request of an object store: each has to end before its time is up."""
 
-LOOSE_BYTES = 32 * 1024 * 1024
-"""The same for what does not go straight into its leaf: it takes memory of its own until the end."""
+BUFFERED_BYTES = 32 * 1024 * 1024
+"""The same for bytes that are not read in place: they take memory of their own until the end."""
 
 VERIFY_BYTES = 64 * 1024 * 1024
 
@@ -45,8 +45,8 @@ class _Read:
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = field(default_factory=list)
     nbytes: int = 0
 
-    def straight(self) -> bool:
-        """Whether the bytes go where they are to stay: one chunk that is stored as it is."""
+    def in_place(self) -> bool:
+        """Whether the bytes are read into their leaf: one chunk that is stored as it is."""
         _, chunk, target = self.parts[0]
         return len(self.parts) == 1 and chunk.length == len(target)
 
@@ -118,7 +118,7 @@ def load_records(
             for read, check in zip(span, _fetch(storage, manifest, span), strict=True):
                 if failed.is_set():
                     break
-                if read.straight():
+                if read.in_place():
                     pending.append(hashers.submit(check))
                 else:  # at once, because what waits holds memory of its own
                     check()
@@ -244,16 +244,16 @@ def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
     share = -(-sum(read.nbytes for read in reads) // storage.streams)
     most = min(max(share, CHUNK_BYTES), STREAM_BYTES)
     spans: list[list[_Read]] = []
-    room = loose = 0
+    room = buffered = 0
     place = (-1, -1)
     for read in reads:
         chunk = read.parts[0][1]
-        if place != (chunk.pack, chunk.offset) or room <= 0 or loose <= 0:
+        if place != (chunk.pack, chunk.offset) or room <= 0 or buffered <= 0:
             spans.append([])
-            room, loose = most, LOOSE_BYTES
+            room, buffered = most, BUFFERED_BYTES
         spans[-1].append(read)
         room -= read.nbytes
-        loose -= 0 if read.straight() else read.nbytes
+        buffered -= 0 if read.in_place() else read.nbytes
         place = (chunk.pack, chunk.offset + read.nbytes)
     return spans
 
@@ -265,7 +265,7 @@ def _fetch(
     record, first, _ = span[0].parts[0]
     name = PACKS + manifest.packs[first.pack].name
     memory = [
-        read.parts[0][2] if read.straight() else memoryview(bytearray(read.nbytes)) for read in span
+        read.parts[0][2] if read.in_place() else memoryview(bytearray(read.nbytes)) for read in span
     ]
     try:
         if isinstance(storage, StreamingStorage):
@@ -285,26 +285,19 @@ def _fetch(
         raise read_error(error, place) from error
 
 
-def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, got: int) -> None:
-    """Compare every chunk of a read with its hash; raises `CorruptionError`."""
-    straight = job.straight()
-    at = 0
-    for record, chunk, target in job.parts:
-        part = data[at : at + chunk.length]
-        wrong = None
-        if at + chunk.length > got:
-            found = max(0, got - at)
-            wrong = f"expected {chunk.length} bytes, found {found}; the pack is cut short"
-        elif len(part) != len(target):
-            wrong = decode(part, chunk.hash, target)
-        elif (digest := hash_bytes(part)) != chunk.hash:
-            wrong = f"expected hash {chunk.hash}, found {digest}"
-        elif not straight:
-            target[:] = part
-        if wrong is not None:
+def _check(storage: Storage, manifest: Manifest, read: _Read, data: memoryview, got: int) -> None:
+    """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
+    in_place = read.in_place()
+    start = 0
+    for record, chunk, target in read.parts:
+        stored = data[start : start + chunk.length]
+        fault = chunk_fault(
+            stored, got - start, chunk.hash, len(target), None if in_place else target
+        )
+        if fault is not None:
             place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
-            raise DamagedChunk(f"{place}: {wrong}.", pack, chunk.offset)
-        at += chunk.length
+            raise DamagedChunk(f"{place}: {fault}.", pack, chunk.offset)
+        start += chunk.length
 
 
 def _place(storage: Storage, manifest: Manifest, record: LeafRecord, chunk: Chunk) -> str:

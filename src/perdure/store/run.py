@@ -29,6 +29,7 @@ from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.quarantine import quarantined
+from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes, Removed
 from perdure.store.restore import (
     Loaded,
@@ -44,7 +45,6 @@ from perdure.store.run_marker import is_run_directory
 from perdure.store.saving import Saver, WriteChunks
 from perdure.store.storage import LostLock, Storage
 from perdure.store.urls import open_storage
-from perdure.store.writer import Held
 from perdure.store.writer_session import WriterSession, leftovers
 
 

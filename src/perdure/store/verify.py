@@ -8,12 +8,13 @@ read is reported as such and not as damaged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
-from perdure.store.codec import decode
-from perdure.store.failures import read_error
-from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes, step_of
+from perdure.store.chunk_read import read_chunks
+from perdure.store.failures import DamagedChunk, read_error
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
@@ -113,12 +114,12 @@ class Packs:
         if name in self.damaged:
             # Its index may be what is damaged; a restore reads without it, and so does this.
             try:
-                data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
-            except FileNotFoundError:
-                raise CorruptionError(f"{where} needs {name}, which is missing.") from None
-            if _wrong(data, chunk.hash, size) is None:
+                _read_chunk(self.run, name, chunk.offset, wanted)
                 self._good[name][chunk.offset] = wanted
                 return
+            except DamagedChunk as error:
+                if _is_missing(error):
+                    raise CorruptionError(f"{where} needs {name}, which is missing.") from None
         raise CorruptionError(
             f"{where}: {name} does not hold chunk {chunk.hash} at offset {chunk.offset}."
         )
@@ -137,18 +138,18 @@ class Packs:
         self.sizes[name] = size
         good = self._good.setdefault(name, {})
         try:
-            for at, chunk in _read_pack(self.run, PACKS + name, size):
+            for offset, chunk in _read_pack(self.run, name, size):
                 if isinstance(chunk, CorruptionError):
                     self.damaged.setdefault(name, str(chunk))
                 elif isinstance(chunk, UnreachableError):
                     self.unread.setdefault(name, str(chunk))
                 else:
-                    good[at] = chunk
-        except FileNotFoundError:
-            # Deleted by a prune while it was read.
-            del self.sizes[name]
+                    good[offset] = chunk
         except CorruptionError as error:
-            self.damaged.setdefault(name, str(error))
+            if _is_missing(error):  # deleted by a prune while it was read
+                del self.sizes[name]
+            else:
+                self.damaged.setdefault(name, str(error))
         except UnreachableError as error:
             self.unread.setdefault(name, str(error))
         self.chunks += len(good)
@@ -188,7 +189,7 @@ def examine(run: Run) -> Findings:
     bad: dict[int, str] = {}
     unread: dict[int, str] = {}
     needed: set[str] = set()
-    blind = False
+    unreadable = False
     for step in sorted({*before, *run.steps()}):
         manifest, error = _judge(run, step, packs)
         if error is not None:
@@ -197,7 +198,7 @@ def examine(run: Run) -> Findings:
             good.append(step)
         if manifest is not None:
             needed |= {pack.name for pack in manifest.packs}
-        blind |= manifest is None and error is not None
+        unreadable |= manifest is None and error is not None
     held = run.contents()
     for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
@@ -209,7 +210,7 @@ def examine(run: Run) -> Findings:
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
-    if not blind and not held.unknown:
+    if not unreadable and not held.unknown:
         problems += [
             Problem(PACKS + name, "no checkpoint needs this pack", False)
             for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
@@ -267,50 +268,60 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
 
 
 def _read_pack(
-    run: Run, name: str, size: int
-) -> Iterator[tuple[int, PackedChunk | CorruptionError | UnreachableError]]:
+    run: Run, pack: str, size: int
+) -> Iterator[tuple[int, PackedChunk | DamagedChunk | UnreachableError]]:
     """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
 
-    Raises `CorruptionError` if the index is damaged, `UnreachableError` if it cannot be read.
+    Raises `CorruptionError` if the index is damaged or the pack is gone, `UnreachableError` if the
+    index cannot be read.
     """
-    where = f"{run.where}/{name}"
-    trailer = _read(run, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
+    where = f"{run.where}/{PACKS}{pack}"
+    trailer = _read(run, pack, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, where)
-    chunks = decode_pack_index(_read(run, name, start, length), trailer, start, where)
-    at = 0
-    for number, chunk in enumerate(chunks):
-        digest, length, nbytes = chunk
+    offset = 0
+    for chunk in decode_pack_index(_read(run, pack, start, length), trailer, start, where):
         try:
-            wrong = _wrong(_read(run, name, at, length), digest, nbytes)
+            _read_chunk(run, pack, offset, chunk)
+        except DamagedChunk as error:
+            if _is_missing(error):
+                raise
+            yield offset, error
         except UnreachableError as error:
-            yield at, error
+            yield offset, error
         else:
-            if wrong is None:
-                yield at, chunk
-            else:
-                yield at, CorruptionError(f"{where}: chunk {number} at offset {at}: {wrong}.")
-        at += length
+            yield offset, chunk
+        offset += chunk[1]
 
 
-def _wrong(stored: bytes, digest: str, size: int) -> str | None:
-    """What is wrong with a stored chunk; None when a restore could use it."""
-    if len(stored) == size:
-        found = hash_bytes(stored)
-        return None if found == digest else f"expected hash {digest}, found {found}"
-    return decode(memoryview(stored), digest, memoryview(bytearray(size)))
+def _read_chunk(run: Run, pack: str, offset: int, chunk: PackedChunk) -> None:
+    """Raise unless a restore could use the chunk at this place."""
+    with _as_unreachable(run, pack, offset):
+        read_chunks(run.storage, pack, offset, [chunk], decoded=True)
 
 
-def _read(run: Run, name: str, offset: int, length: int) -> bytes:
-    target = bytearray(length)
-    try:
-        got = run.storage.read_into(name, offset, memoryview(target))
-    except (ConnectionError, FileNotFoundError):
-        # An outage is no damage. A file that is gone may have been pruned; the caller knows.
-        raise
-    except OSError as error:
-        raise read_error(error, f"{run.where}/{name} at offset {offset}") from error
+def _read(run: Run, pack: str, offset: int, length: int) -> bytes:
+    """A part of a pack that is no chunk."""
+    data = bytearray(length)
+    with _as_unreachable(run, pack, offset):
+        got = run.storage.read_into(PACKS + pack, offset, memoryview(data))
     if got != length:
         raise CorruptionError(
-            f"{run.where}/{name}: expected {length} bytes at offset {offset}, found {got}."
+            f"{run.where}/{PACKS}{pack}: expected {length} bytes at offset {offset}, found {got}."
         )
-    return bytes(target)
+    return bytes(data)
+
+
+@contextmanager
+def _as_unreachable(run: Run, pack: str, offset: int) -> Iterator[None]:
+    """Turn the failure of a read into a `StoreError`; an outage stops the whole check."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise read_error(error, f"{run.where}/{PACKS}{pack} at offset {offset}") from error
+
+
+def _is_missing(error: CorruptionError) -> bool:
+    """Whether a pack is gone, rather than damaged."""
+    return isinstance(error.__cause__, FileNotFoundError)

@@ -18,8 +18,6 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.direct import copy_bytes
@@ -35,9 +33,10 @@ from perdure.store.format import (
 )
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import Chunk, LeafRecord, PackRecord
+from perdure.store.manifest import LeafRecord, PackRecord
 from perdure.store.pack_index import encode_pack_tail
 from perdure.store.pools import map_ahead, pool
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
@@ -60,14 +59,6 @@ BLOCK = 4096
 
 GATHER_BYTES = 256 * 1024
 """So much of small chunks is handed to the storage at once."""
-
-
-class Held(Struct, frozen=True, gc=False):
-    """Where a chunk already lies."""
-
-    pack: str
-    offset: int
-    length: int
 
 
 class Written(NamedTuple):
@@ -343,27 +334,20 @@ def _records(
     storage: Storage,
     written: WrittenPack,
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
-    names: dict[str, int] = {}
+    builder = RecordBuilder()
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
         if leaf.dtype.startswith(SCALAR_PREFIX):
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
-        chunks = []
-        left = len(leaf.data)
-        for digest in digests:
-            at = located.get(digest) or known[digest]
-            if at.pack not in names:
-                names[at.pack] = len(names)
-            chunks.append(Chunk(digest, names[at.pack], at.offset, at.length))
-            left -= at.length
-        size = len(leaf.data) if left else None
-        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
-    packs = []
-    for name in names:
+        places = [located.get(digest) or known[digest] for digest in digests]
+        size = len(leaf.data)
+        records.append(builder.array(path, leaf.dtype, leaf.shape, size, digests, places))
+
+    def pack_size(name: str) -> int:
         try:
-            size = written.size if name == written.name else storage.size(PACKS + name)
+            return written.size if name == written.name else storage.size(PACKS + name)
         except FileNotFoundError as error:
             raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
-        packs.append(PackRecord(name=name, size=size))
-    return records, packs
+
+    return records, builder.packs(pack_size)

@@ -159,7 +159,9 @@ def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_t
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
     other = Run(LocalStorage(place) if isinstance(place, Path) else storage)
-    other._session.holds_lock = other._session._ready = True  # a second writer, as if there were no lock
+    other._session.holds_lock = other._session._ready = (
+        True  # a second writer, as if there were no lock
+    )
     execute_prune(other, plan_prune(other, 3, Retention()))
     run.save(5, sharing_states()[4])
     execute_prune(run, plan_prune(run, None, Retention()))

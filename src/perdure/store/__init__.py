@@ -1,4 +1,4 @@
-"""Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
+"""Storing checkpoints: run directories on disks and in buckets. Knows no framework for training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perdure.store.cloud import CloudStorage
     from perdure.store.copy import Copied, copy_run, fork_run
 
-# Resolved on first use: a directory needs none of them, and `perdure ls` stays quick.
+# Imported at first use, because listing a directory needs none of them.
 _HOMES = {
     "CloudOptions": "perdure.store.bucket",
     "CloudStorage": "perdure.store.cloud",

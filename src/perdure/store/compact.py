@@ -1,7 +1,7 @@
-"""Copying verified chunks into a new pack, for a compaction and for copies of a checkpoint.
+"""Copying verified chunks into a new pack, for compactions and copies of checkpoints.
 
 Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
-the same fingerprint. The old packs are not touched here; the caller removes them afterwards.
+the same fingerprint. The old packs stay; the caller deletes them afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from perdure.store.writer import BLOCK, LARGE_BYTES
 
 READ_THREADS = 2
 READ_AHEAD = 4
-"""Reads under way while a pack is written; each holds at most CHUNK_BYTES."""
+"""Reads in progress while a pack is written; each takes at most CHUNK_BYTES of memory."""
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
@@ -93,7 +93,7 @@ def compact(
 
 
 def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
-    """Each chunk once, as it takes the least room: it may lie encoded here and as it is there."""
+    """Each chunk once, in its smallest form: one pack may have it encoded and another one plain."""
     chunks: dict[str, PackedChunk] = {}
     for name in live:
         for chunk in live[name].values():
@@ -110,7 +110,7 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
 
 
 class UnreadChunk(Exception):
-    """A chunk that should be copied cannot be read; it may well be good."""
+    """A chunk that is to be copied cannot be read. It need not be damaged."""
 
     def __init__(self, message: str, pack: str) -> None:
         super().__init__(message)
@@ -258,9 +258,11 @@ def rewrite(
     bad: Collection[tuple[str, int]],
     known: Mapping[str, Held],
 ) -> tuple[dict[int, Manifest], list[int]]:
-    """Let manifests read the chunks at `bad` places, (pack, offset), from where `known` has them.
+    """Let manifests read the chunks at the `bad` places, (pack, offset), from `known` places instead.
 
-    Returns the new manifests by step, durable, and the steps that still need a chunk at such a place.
+    Returns:
+        The new manifests by step, which are durable, and the steps that still need a chunk at a bad
+        place.
     """
     renewed: dict[int, Manifest] = {}
     left: list[int] = []
@@ -273,7 +275,8 @@ def rewrite(
         }
         places = {digest: known[digest] for digest in needed if digest in known}
         if places:
-            sizes = {at.pack: storage.size(PACKS + at.pack) for at in places.values()}
+            packs = {place.pack for place in places.values()}
+            sizes = {pack: storage.size(PACKS + pack) for pack in packs}
 
             def moved(name: str, chunk: Chunk, places: Mapping[str, Held] = places) -> Held | None:
                 return places.get(chunk.hash) if (name, chunk.offset) in bad else None
@@ -290,9 +293,10 @@ def _replace(
     moved: Callable[[str, Chunk], Held | None],
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Replace a manifest by one that reads chunks from where `moved` says that they lie now.
+    """Replace a manifest by one with chunks at other places; durable on return.
 
-    `sizes` has the bytes of each pack that it may name.
+    `moved` returns the new place of a chunk, or None if it stays; `sizes` has the bytes of each pack
+    that may be named for the first time.
     """
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 

@@ -1,8 +1,8 @@
-"""What a run directory holds, as plans and deduplication need it; no chunk is read for it.
+"""The contents of a run directory, for plans and deduplication: manifests and names, but no chunks.
 
-The writer remembers the manifests that it read or wrote. Invariant: nothing is deleted because of what
-is remembered. A fresh snapshot compares each remembered manifest with the digest in its file, and reads
-those that differ.
+The writer remembers the manifests that it read or wrote. Invariant: nothing is deleted because of a
+remembered manifest. A fresh snapshot compares each one with the digest in its file, and reads those
+that differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Known(NamedTuple):
 
 
 class Catalog:
-    """Reads a run directory's manifests, each of them again only when it has changed."""
+    """The manifests of a run directory; each is read again only if it has changed."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -76,12 +76,12 @@ class Catalog:
         """Packs in which damage was found, with the reason: by this process, or by an earlier writer
         that left a note. No save depends on a chunk in them."""
         self.suspects: set[str] = set()
-        """Those of them whose chunks were not all looked at since."""
+        """Damaged packs whose other chunks have not been checked since."""
         self.bad: dict[tuple[str, int], str] = {}
         """(pack, offset) of chunks that this process found damaged, with the reason."""
 
     def forget(self) -> None:
-        """Read everything again: another writer was there, or an operation stopped in the middle."""
+        """Forget everything, after another writer or an operation that stopped in the middle."""
         self._held = None
         self._notes_read = False
         self._known = {}
@@ -107,7 +107,7 @@ class Catalog:
         self.damaged[pack] = reason
         self.suspects.add(pack)
         if self._held is not None:
-            self._held = {digest: at for digest, at in self._held.items() if at.pack != pack}
+            self._held = {digest: held for digest, held in self._held.items() if held.pack != pack}
 
     def add(self, manifest: Manifest, head: bytes, located: Mapping[str, Held]) -> None:
         """Note a new checkpoint: its manifest, the first bytes of its file, and its new chunks."""
@@ -132,10 +132,10 @@ class Catalog:
         self._held = None
 
     def held(self) -> dict[str, Held]:
-        """Chunks of readable checkpoints whose packs were there in full when they were last looked at,
-        and are not known as damaged.
+        """Places of the chunks of readable checkpoints, by hash.
 
-        `agrees` says afterwards whether those that were used still are.
+        Their packs had their full size when they were last looked at, and are not known to be damaged.
+        `agrees` tells afterwards whether the packs that were used still have that size.
         """
         if self._held is None:
             manifests = self._read(fresh=False)
@@ -144,7 +144,7 @@ class Catalog:
         return self._held
 
     def agrees(self, packs: Iterable[PackRecord]) -> bool:
-        """Whether packs, with the sizes that they have now, are what `held` took them for."""
+        """Whether packs have the sizes that `held` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
     def contents(self, *, fresh: bool) -> Contents:
@@ -168,7 +168,7 @@ class Catalog:
         versions = self._versions(QUARANTINE)
         for name, version in versions.items():
             if name.endswith(".json") and is_set_aside(name):
-                try:  # compared in any case: a name there may be removed, and given again
+                try:  # always compared: a name there may be removed and used again
                     whole[name] = self._manifest(name, version, None, fresh=True)
                 except ConnectionError:
                     raise
@@ -208,7 +208,7 @@ class Catalog:
             except FileNotFoundError:
                 continue
             except ConnectionError:
-                # Nobody answers: the next manifest would not be there either.
+                # There is no answer, so the next manifest could not be read either.
                 raise
             except OSError as error:
                 self._unread[step] = self._unknown[step] = f"{where}: cannot be read: {error}."
@@ -247,7 +247,7 @@ class Catalog:
         return dict.fromkeys(self._storage.list(prefix), "")
 
     def _size(self, pack: str) -> int:
-        """Bytes of a pack that is listed; packs never change."""
+        """Bytes of a pack that is listed. They are remembered, because packs never change."""
         if pack not in self._sizes:
             self._sizes[pack] = self._storage.size(PACKS + pack)
         return self._sizes[pack]

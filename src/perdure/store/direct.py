@@ -88,7 +88,7 @@ class StagedWriter:
             self._offset += len(piece)
 
     def finish(self) -> int:
-        """Write the rest; returns the descriptor once every byte is in the file, which is not synced."""
+        """Write the rest; returns the descriptor of the file, which is complete and not yet synced."""
         total = self._offset + self._filled
         if self._current is not None:
             # O_DIRECT writes whole blocks; the file is cut back to its true length below.

@@ -19,14 +19,14 @@ from perdure.errors import CorruptionError, FormatVersionError
 
 FORMAT = 1
 CODEC_FORMAT = 2
-"""Of manifests and packs with encoded chunks; all others stay as every reader knows them."""
+"""The format of manifests and packs with encoded chunks. Others keep format 1."""
 STRUCTURE_FORMAT = 3
-"""Of manifests with `containers` or `local` leaves. The newest format of all."""
+"""The format of manifests with `containers` or `local` leaves, the newest one."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"
 WEAK_PREFIX = "weak:"
-"""Before the dtype of a weakly typed JAX array, which gives way to the other type in arithmetic."""
+"""Precedes the dtype of a weakly typed JAX array, which takes the other type in arithmetic."""
 
 MARKER = "perdure.json"
 LOCK = "lock"
@@ -39,7 +39,7 @@ MAX_STEP = 10**12 - 1
 
 _MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-# A pattern of its own for every chunk would take longer than all the rest of reading a manifest, so
+# Matching a pattern for each chunk would take longer than all other work of reading a manifest, so
 # `check_hashes` looks at all of them at once.
 Hash = Annotated[str, Meta(min_length=64, max_length=64)]
 T = TypeVar("T")
@@ -112,11 +112,11 @@ def steps_text(steps: Sequence[int]) -> str:
 
 def chunk_spans(nbytes: int) -> list[tuple[int, int]]:
     """(start, stop) of every chunk of a leaf of `nbytes` bytes; none for an empty leaf."""
-    return [(at, min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)]
+    return [(start, min(start + CHUNK_BYTES, nbytes)) for start in range(0, nbytes, CHUNK_BYTES)]
 
 
 def children_of(paths: Iterable[str]) -> dict[str, list[str]]:
-    """The last parts of the paths below each path, in the order in which they are met first."""
+    """The last parts of the paths below each path, in the order of their first occurrence."""
     children: dict[str, dict[str, None]] = {}
     for path in paths:
         while path:
@@ -140,12 +140,16 @@ def unescape(part: str) -> str:
 
 
 def check_hashes(hashes: Iterable[str], where: str) -> None:
-    """Raise unless all of them, of the right length already, are lower-case hexadecimal."""
-    if found := "".join(hashes).encode(errors="replace").translate(None, b"0123456789abcdef"):
-        raise CorruptionError(f"{where}: expected hexadecimal hashes, found {found[:9]!r} in them.")
+    """Raise `CorruptionError` unless all hashes are lower-case hexadecimal; lengths are not checked."""
+    digits = b"0123456789abcdef"
+    if others := "".join(hashes).encode(errors="replace").translate(None, digits):
+        raise CorruptionError(
+            f"{where}: expected hexadecimal hashes, found {others[:9]!r} in them."
+        )
 
 
 def check_version(data: bytes, where: str, newest: int = CODEC_FORMAT) -> int:
+    """The format that JSON states; raises `FormatVersionError` if it is above `newest`."""
     version = decode_json(data, _Header, where).format
     if version > newest:
         raise FormatVersionError(
@@ -156,6 +160,7 @@ def check_version(data: bytes, where: str, newest: int = CODEC_FORMAT) -> int:
 
 
 def decode_json(data: bytes, kind: type[T], where: str) -> T:
+    """Decode JSON by its schema; raises `CorruptionError` if it does not fit."""
     try:
         return msgspec.json.decode(data, type=kind)
     # msgspec's own errors, UnicodeDecodeError, and values nested deeper than Python's stack

@@ -1,9 +1,9 @@
-"""Deleting checkpoints and giving back the room of what nobody needs: a plan, then its execution.
+"""Deleting checkpoints, and packs that are no longer needed: first a plan, then its execution.
 
-Invariant: at any instant every checkpoint that stays is readable. A manifest goes before its packs;
-a pack goes only when no manifest that stays, and no quarantined one, reads from it; a pack that is
-mostly dead goes only when its live chunks are durable elsewhere and every manifest names them there.
-While a manifest is unreadable no pack goes. Nothing else is ever deleted.
+Invariant: at any instant every checkpoint that stays is readable. A manifest is deleted before its
+packs; a pack only if no manifest that stays, and none in quarantine, reads from it; a pack that is
+mostly dead only when its live chunks are durable elsewhere and every manifest names them there.
+While a manifest is unreadable no pack is deleted. Nothing else is ever deleted.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from perdure.store.removal_notes import note_removed
 from perdure.store.storage import Storage
 
 DEAD_SHARE = 0.5
-"""A pack is compacted when more than this share of its bytes would be given back."""
+"""A pack is compacted when that would free more than this share of its bytes."""
 
 SPARE_BYTES = 1024 * 1024
-"""Room that a compaction leaves, for the manifests that it replaces and for whoever else writes."""
+"""A compaction leaves this much free space, for the manifests that it replaces and for others."""
 
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """What shall be deleted: the input of a plan.
+    """What to delete: the input of a plan.
 
-    `orphans_to`: packs that no manifest mentions go too when the step of their save is not above it;
-    later ones may belong to a save in progress. `compact_from`: packs that are mostly dead are
-    compacted when that gives back at least so many bytes; None leaves them. `everywhere` looks at
-    every pack for that, otherwise only at those that a checkpoint being deleted reads from.
-    `quarantined` are names of manifests in quarantine that go.
+    Attributes:
+        steps: The checkpoints to delete; those that are not there are ignored.
+        orphans_to: Packs that no manifest mentions are deleted if the step of their save is not above
+            this one. Later ones may belong to a save in progress.
+        compact_from: Packs that are mostly dead are compacted if that frees at least so many bytes;
+            None compacts nothing.
+        everywhere: Consider every pack for compaction, and not only those that a checkpoint being
+            deleted reads from.
+        quarantined: Names of manifests in quarantine to delete.
     """
 
     steps: frozenset[int] = frozenset()
@@ -49,12 +53,19 @@ class PruneRequest:
 
 @dataclass(frozen=True)
 class CollectPlan:
-    """What will happen, in this order: manifests of `steps` and those of `quarantined` go, then `packs`
-    and `orphans`; then the live chunks of `compact` are copied into one new pack, the manifests of
-    `rewrite` are replaced by ones that read from there, and the packs of `compact` go.
+    """What will be done, in the order of the attributes.
 
-    `freed` bytes are given back, `copied` of them are written again first. `held_back` says why
-    packs that nobody needs stay.
+    Attributes:
+        request: The request that was planned.
+        steps: Steps whose manifests are deleted, then those of `quarantined`.
+        packs: Packs that are deleted because no remaining manifest reads from them.
+        orphans: Packs that are deleted because no manifest ever named them.
+        compact: Packs whose live chunks are copied into one new pack; they are deleted at the end.
+        rewrite: Steps whose manifests are replaced by ones that read from the new pack.
+        freed: Bytes that all this frees, less those that are `copied`.
+        copied: Bytes of the new pack.
+        held_back: Why packs stay that seem not to be needed; None if there are none.
+        quarantined: Names of manifests in quarantine that are deleted.
     """
 
     request: PruneRequest
@@ -76,9 +87,14 @@ class CollectPlan:
 
 @dataclass(frozen=True)
 class Collected:
-    """What an execution did: manifests that were replaced, and packs that were left uncompacted
-    because a chunk in them is damaged or cannot be read, or because there is no room for the copy,
-    with the reason."""
+    """What an execution did beside deleting.
+
+    Attributes:
+        replaced: The manifests that were replaced, by step.
+        left: Packs that were not compacted, with the reason: a chunk in them is damaged or cannot be
+            read, or there is no space for the copy.
+        damaged: The damage that was found.
+    """
 
     replaced: Mapping[int, Manifest]
     left: Mapping[str, str]
@@ -86,7 +102,7 @@ class Collected:
 
 
 def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
-    """The consequences of a request. Raises `StoreError` when it names a pinned step."""
+    """Decide what a request deletes, from a snapshot; raises `StoreError` if it names a pinned step."""
     present = held.manifests.keys() | held.unreadable.keys()
     gone = request.steps & present
     if refused := sorted(gone & held.pinned):
@@ -141,7 +157,7 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in plan.quarantined:
-        with suppress(OSError):  # a full disk must not keep what would give room back
+        with suppress(OSError):  # a full disk must not prevent the deletion that frees space
             note_removed(storage, held.quarantined[name])
         storage.delete(name)
         storage.delete(reason_name(name))
@@ -151,7 +167,7 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
         return Collected({}, {})
     free = storage.free_bytes()
     if free is not None and plan.copied + SPARE_BYTES > free:
-        # Compaction can wait: on a disk that is nearly full it must not be what fails.
+        # Compaction can wait. It must not be what fills a disk.
         why = (
             f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
         )
@@ -185,7 +201,7 @@ def _mostly_dead(
         return {}
     chosen = {}
     for name, live in live_chunks(kept.values(), candidates).items():
-        # What a pack of its live chunks alone would take: so a pack just compacted is never chosen.
+        # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.
         spared = held.packs[name] - relocated_size({name: live})
         if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:
             chosen[name] = live

@@ -30,8 +30,8 @@ Arrays = Annotated[
 RecipeValue = str | int | float | bool
 
 
-# `gc=False`: they refer to nothing that could refer back, and a state of many small leaves makes so
-# many of them that the collector would run again and again in the middle of a save.
+# `gc=False`: they are never part of a cycle, and a state of many small leaves makes so many of them
+# that the collector would run several times during a save.
 class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """At most CHUNK_BYTES of one leaf: its hash, and where its stored bytes lie."""
 
@@ -50,27 +50,29 @@ class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     chunks: tuple[Chunk, ...] = ()
     text: str | None = None
     size: Natural | None = None
-    """Bytes of the leaf where some of its chunks are encoded, so that their lengths do not say it."""
+    """Bytes of the leaf, if some of its chunks are encoded and their lengths add up to less."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array, or of the text of a scalar."""
         if self.text is not None:
             return len(self.text.encode())
         return self.stored_nbytes if self.size is None else self.size
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that its chunks take, those included that other leaves share."""
+        """Bytes that its chunks take in packs, including those that other leaves share."""
         chunks = self.chunks
         return chunks[0].length if len(chunks) == 1 else sum(chunk.length for chunk in chunks)
 
     def sizes(self) -> list[int]:
-        """Bytes of each chunk once it is decoded."""
+        """Bytes of each decoded chunk."""
         if self.size is None:
             return [chunk.length for chunk in self.chunks]
         return [stop - start for start, stop in chunk_spans(self.size)]
 
     def hashes(self) -> list[str]:
+        """The hash of each chunk; for a scalar the hash of its text."""
         if self.text is not None:
             return [hash_bytes(self.text.encode())]
         chunks = self.chunks
@@ -85,11 +87,17 @@ class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """What the state of an object has at one path, so that the value can be built without the object.
+    """The type of the value at one path in the state of an object, so that it can be built again.
 
-    `keys` has the keys of a mapping in their order; a mapping without it has the keys of its paths,
-    as strings in code point order. `arrays` is the class of the arrays here and below. `type` names a
-    class whose values only a live object of that class can rebuild.
+    Attributes:
+        kind: The type of the container; "array" for a leaf; "object" for a value that only a live
+            object of the class `type` can rebuild.
+        keys: The keys of a mapping in their order. A mapping without it has the keys of its paths, as
+            strings in code point order.
+        arrays: The class of the arrays at this path and below it.
+        factory: The default factory of a `defaultdict`.
+        maxlen: The greatest length of a `deque`.
+        type: The name of a class, for "object".
     """
 
     kind: Literal[
@@ -114,16 +122,25 @@ class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
 
 MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
-"""The kinds of containers that have keys. Others have numbered elements, or are no containers."""
+"""The kinds of containers that have keys. Others have numbered elements or no elements."""
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one checkpoint is made of. Its file is the commit.
+    """One checkpoint. The creation of its file is the commit.
 
-    `containers` describes the states of objects with `load_state_dict`, by path. It is covered by the
-    digest and not by the fingerprint. `local` are leaves that belong to one process and not to the
-    state, such as its random generators. They are no part of the fingerprint; in all else they are
-    leaves like the others.
+    Attributes:
+        format: The lowest format that can express this manifest.
+        step: The step of the checkpoint.
+        created: When it was saved, in UTC.
+        fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
+        recipe: Fields that describe how the state was made.
+        metrics: Numbers by name; None stands for NaN and infinities.
+        packs: The packs that it reads from.
+        leaves: The leaves of the state, sorted by path.
+        containers: The types of the states of objects with `load_state_dict`, by path. The digest of
+            the file covers them, the fingerprint does not.
+        local: Leaves that belong to one process and not to the state, such as its random generators.
+            They are not part of the fingerprint.
     """
 
     format: Natural
@@ -138,7 +155,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     local: tuple[LeafRecord, ...] = ()
 
     def every_leaf(self) -> tuple[LeafRecord, ...]:
-        """The leaves of the state and the local ones: all records that refer to chunks."""
+        """The leaves of the state and the local ones."""
         return (*self.leaves, *self.local) if self.local else self.leaves
 
     @property
@@ -148,7 +165,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that its chunks take in its packs, each of them counted once."""
+        """Bytes that its chunks take in packs, each chunk counted once."""
         places = {
             (chunk.pack, chunk.offset): chunk.length
             for leaf in self.every_leaf()
@@ -174,7 +191,7 @@ def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]])
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as a manifest holds them: JSON has no NaN and no infinity, so those become null."""
+    """Metrics as a manifest has them: NaN and infinities become None, because JSON lacks them."""
     return {
         name: number if math.isfinite(number := float(value)) else None
         for name, value in metrics.items()

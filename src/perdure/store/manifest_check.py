@@ -1,11 +1,11 @@
-"""Whether the parts of a manifest fit together: packs, paths, shapes, places of chunks, containers."""
+"""Checking that the parts of a manifest fit together: packs, paths, shapes, chunks, containers."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 
 import msgspec
@@ -44,11 +44,14 @@ _SCALAR_TEXT = {
 def checked_fingerprint(
     version: int, packs: Sequence[PackRecord], leaves: Sequence[LeafRecord], where: str
 ) -> str:
-    """The fingerprint of a manifest, once its packs, paths, shapes and places fit together.
+    """The fingerprint of a manifest whose packs, paths, shapes and chunks fit together.
 
-    A digest shows only that a file is as its writer left it. After this check the sizes in it can be
-    trusted: no leaf needs other memory than its shape says, no path hides another one, and no chunk
-    lies outside of its pack. Raises `CorruptionError` otherwise.
+    The digest of a file only shows that it is as its writer left it. After this check its sizes can be
+    trusted: no leaf needs more memory than its shape says, no path hides another one, and no chunk lies
+    outside its pack.
+
+    Raises:
+        CorruptionError: The parts do not fit together.
     """
     if len({pack.name for pack in packs}) < len(packs):
         raise CorruptionError(f"{where}: a pack is listed twice.")
@@ -56,7 +59,7 @@ def checked_fingerprint(
     paths = []
     # A model has many leaves and few shapes: each distinct combination is checked once.
     shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
-    # The chunk that ends last in a pack stands for all others there.
+    # For each pack, the end of the chunk that ends last.
     ends = [0] * len(packs)
     path = ""
     try:
@@ -95,16 +98,17 @@ def checked_fingerprint(
 
 
 def _check_paths(paths: list[str], where: str) -> None:
-    """Raise unless the paths are sorted, and each of them is a place of its own in a tree."""
+    """Raise unless the paths are sorted and are those of different leaves of a tree."""
     if sorted(paths) != paths:
         raise CorruptionError(f"{where}: the leaves are not sorted by path.")
     # With a slash at its end, a path comes directly before all paths below it.
     closed = sorted([f"{path}/" for path in paths])
     if any(map(str.startswith, closed[1:], closed)):
-        at = next(at for at, path in enumerate(closed[1:]) if path.startswith(closed[at]))
+        pairs = pairwise(closed)
+        upper, lower = next(pair for pair in pairs if pair[1].startswith(pair[0]))
         raise CorruptionError(
-            f"{where}: {closed[at][:-1]!r} is the path of a leaf, and {closed[at + 1][:-1]!r}, of "
-            f"another leaf, is the same or lies below it."
+            f"{where}: {upper[:-1]!r} is the path of a leaf, and {lower[:-1]!r}, of another leaf, is "
+            f"the same or lies below it."
         )
     joined = "".join(closed[1:] if paths[:1] == [""] else closed)
     if joined.startswith("/") or "//" in joined:
@@ -112,7 +116,7 @@ def _check_paths(paths: list[str], where: str) -> None:
 
 
 def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
-    """Raise unless one leaf is a scalar whose text can be read, or an array cut by the rules."""
+    """Raise unless a leaf is a scalar with a valid text, or an array cut into chunks by the rules."""
     if leaf.text is not None or leaf.dtype.startswith(SCALAR_PREFIX):
         form = _SCALAR_TEXT.get(leaf.dtype)
         text = leaf.text
@@ -127,7 +131,7 @@ def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
         raise CorruptionError(f"{where}: leaf {leaf.path!r} {wrong}.")
     lengths = [chunk.length for chunk in leaf.chunks]
     size = sum(lengths) if leaf.size is None else leaf.size
-    # Counted first: the spans of a size that is not true could take all memory.
+    # The count comes first, because the spans of a wrong size could take all memory.
     fits = -(-size // CHUNK_BYTES) == len(lengths)
     if fits:
         sizes = [stop - start for start, stop in chunk_spans(size)]
@@ -147,12 +151,12 @@ def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
 
 
 def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
-    """Whether an array of this dtype and shape takes so many bytes."""
+    """Whether an array of this dtype and shape takes this number of bytes."""
     if len(shape) > MAX_DIMENSIONS:
         return False
     count = math.prod(shape)
     if dtype.startswith("key<"):
-        # How many words a key has is up to its implementation.
+        # The implementation of a key decides how many words it has.
         row = count * _KEY_WORD_BYTES
         return nbytes % row == 0 and nbytes > 0 if row else not nbytes
     item = item_bytes(dtype)
@@ -160,9 +164,9 @@ def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a dtype by its name; None for a name that says no width.
+    """Bytes of one element of a dtype by its name; None for a name without a width.
 
-    An element narrower than a byte takes one (docs/FORMAT.md).
+    An element of less than a byte takes a whole one (docs/FORMAT.md).
     """
     match = _DTYPE.search(dtype)
     if match is None:
@@ -171,7 +175,7 @@ def item_bytes(dtype: str) -> int | None:
 
 
 def check_containers(manifest: Manifest, where: str) -> None:
-    """Raise unless the containers and the leaves are one tree."""
+    """Raise unless the containers and the leaves make up one tree."""
     leaves = {leaf.path for leaf in manifest.leaves}
     children = children_of([*leaves, *manifest.containers])
     wrong = [

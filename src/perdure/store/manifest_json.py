@@ -29,7 +29,7 @@ HEAD_BYTES = _DIGEST_BYTES
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Canonical JSON of a manifest, its own digest first."""
+    """The canonical JSON of a manifest, which begins with its digest."""
     body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
     return _DIGEST_HEAD + hash_bytes(body).encode() + b'",' + body[1:]
 
@@ -37,39 +37,45 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
     """Raise `CorruptionError` unless `data` reads back as `manifest`, by the rules of a reader.
 
-    Its digest and its fingerprint are not computed a second time: both were made from these values.
-    Nor are the digits of hashes that equal those of `manifest`.
+    The digest, the fingerprint and the digits of hashes are not checked again, because they were made
+    from these values.
     """
     body = b"{" + data[_DIGEST_BYTES:]
     try:
         same = msgspec.json.decode(body, type=Manifest) == manifest
     except ValueError:
-        same = _manifest(body, where) == manifest  # says what is wrong
+        same = _manifest(body, where) == manifest  # raises the error that names the cause
     if not same:
         raise CorruptionError(
-            f"{where}: it does not read back as it was made; nothing was written."
+            f"{where}: decoding it gives other values than were encoded; nothing was written."
         )
 
 
 def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:
-    """The manifest in `data`, checked; `where` names the file in errors.
+    """Decode and check a manifest.
 
-    Raises `CorruptionError` for anything but the exact bytes that were committed,
-    `FormatVersionError` for an intact manifest of a newer format.
+    Args:
+        data: The bytes of the file.
+        where: The name of the file, for errors.
+        step: The step that it must have; any step by default.
+
+    Raises:
+        CorruptionError: The bytes are not exactly those that were committed.
+        FormatVersionError: The manifest is intact and has a newer format.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptionError(
             f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
         )
     body = b"{" + data[_DIGEST_BYTES:]
-    found = data[:_DIGEST_BYTES]
+    head = data[:_DIGEST_BYTES]
     expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
-    if found != expected:
-        why = (
-            "is empty" if not data else f"begins with {found[:24]!r} and does not match its digest"
+    if head != expected:
+        fault = (
+            "is empty" if not data else f"begins with {head[:24]!r} and does not match its digest"
         )
         raise CorruptionError(
-            f"{where}: a manifest of {len(data)} bytes {why}; "
+            f"{where}: a manifest of {len(data)} bytes {fault}; "
             f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
             f"restore an older step meanwhile."
         )
@@ -89,7 +95,7 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     if manifest.local:
         if manifest.format < STRUCTURE_FORMAT:
             raise CorruptionError(
-                f"{where}: it has local leaves, which format {manifest.format} does not know."
+                f"{where}: it has local leaves, which format {manifest.format} does not have."
             )
         checked_fingerprint(manifest.format, manifest.packs, manifest.local, where)
     actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)

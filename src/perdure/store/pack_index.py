@@ -25,21 +25,21 @@ TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
 
 
 class PackIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a pack holds, in order and without gaps from offset 0: (hash, stored length)."""
+    """The chunks of a pack, in order and without gaps from offset 0: (hash, stored length)."""
 
     format: Natural
     chunks: tuple[tuple[Hash, Natural], ...]
 
 
 class EncodedPackIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """The same of a pack with encoded chunks: (hash, stored length, size once decoded)."""
+    """The chunks of a pack with encoded chunks: (hash, stored length, size once decoded)."""
 
     format: Natural
     chunks: tuple[tuple[Hash, Natural, Natural], ...]
 
 
 PackedChunk = tuple[str, int, int]
-"""Hash, stored length, size: equal to the length for a chunk that is stored as it is."""
+"""Hash, stored length, and size once decoded; both are equal for a chunk that is not encoded."""
 
 
 def encode_pack_tail(
@@ -71,9 +71,11 @@ def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
 def decode_pack_index(
     index: bytes, trailer: bytes, start: int, where: str
 ) -> tuple[PackedChunk, ...]:
-    """What a pack holds whose chunks end at byte `start`, checked against its trailer.
+    """Decode the index of a pack whose chunks end at byte `start`, and check it by the trailer.
 
-    Raises `CorruptionError`, and `FormatVersionError` for a pack of a newer format.
+    Raises:
+        CorruptionError: The index is damaged, or does not fit the pack.
+        FormatVersionError: The pack has a newer format.
     """
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")

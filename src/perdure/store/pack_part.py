@@ -1,9 +1,8 @@
-"""One checkpoint written by several processes: who writes which chunk, and how it becomes one.
+"""Writing one checkpoint from several processes, each of which holds the whole state.
 
-Every process holds the whole state. Chunk i of the state, in path order, is written by process
-i mod P; what belongs to one process alone (its `Own` leaves) is written by that one; the chief puts
-the shares together. Nothing here commits: the manifest, written by the chief after all shares are
-durable, makes all of it visible, or none.
+Chunk i of the state, in path order, is written by process i mod P; the leaves that only one process has
+(`Own`) are written by that one. The chief puts the parts together. Nothing here commits: the manifest,
+which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +25,15 @@ from perdure.store.writer import Written, write_pack
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process wrote: its chunks by number, each as (hash, pack, offset, length).
+    """What one process wrote.
 
-    `state` is the hash of the whole state as this process holds it. `ranked` and `local` are the
-    records of its own leaves, whose chunks count the packs in the order of `packs`.
+    Attributes:
+        state: The hash of the whole state as this process holds it.
+        chunks: Its chunks by number, each as (hash, pack, offset, length).
+        packs: The packs that it reads from, with their bytes.
+        ranked: The records of its own leaves that are part of the state. Their chunks number the packs
+            in the order of `packs`.
+        local: The records of its own leaves that are not.
     """
 
     state: str
@@ -41,10 +45,11 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Own:
-    """The leaves that one process has and the others have not, by path.
+    """The leaves that only one process has, by path.
 
-    `ranked` are part of the state (members wrapped in `PerRank`), `local` are not (its random
-    generators).
+    Attributes:
+        ranked: Leaves that are part of the state (members wrapped in `PerRank`).
+        local: Leaves that are not, such as those of its random generators.
     """
 
     ranked: Mapping[str, Leaf] = field(default_factory=dict)
@@ -52,7 +57,7 @@ class Own:
 
 
 class RemoteLeaf(Struct, frozen=True, gc=False):
-    """A leaf of another process: what a fingerprint needs of it, without its bytes."""
+    """A leaf of another process without its bytes, for a fingerprint."""
 
     path: str
     dtype: str
@@ -72,7 +77,7 @@ class RemoteLeaf(Struct, frozen=True, gc=False):
 
 
 class OwnRows(Struct, frozen=True):
-    """The `Own` leaves of one process, for the others."""
+    """The `Own` leaves of one process, as the others get them."""
 
     ranked: tuple[RemoteLeaf, ...]
     local: tuple[RemoteLeaf, ...]
@@ -98,7 +103,10 @@ def write_pack_part(
     encode: Encode | None = None,
     own: Own | None = None,
 ) -> PackPart:
-    """Write the chunks that are this process's and that `known` lacks; durable on return."""
+    """Write the chunks of this process that `known` lacks; durable on return.
+
+    `process` is the number of this process, `count` that of all processes.
+    """
     own = own or Own()
     mine = {
         # Names that sort as the numbers do, and before all others.
@@ -179,9 +187,9 @@ def _placed(
 def leaf_digests(
     leaves: Mapping[str, Leaf], hashed: Mapping[int, str] | None = None
 ) -> dict[str, str]:
-    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere.
+    """One hash for each leaf, by which processes find out whether they hold the same one.
 
-    `hashed` has the hashes of chunks, by number, that are known already: they are not hashed again.
+    Dtype and shape are included. `hashed` has the hashes of chunks that are known already, by number.
     """
     hashed = hashed or {}
     digests: dict[str, str] = {}

@@ -1,8 +1,7 @@
-"""The store checker: reads every byte of a run directory and reports what is wrong with it.
+"""Reading every byte of a run directory, and reporting what is wrong with it. Changes nothing.
 
-Changes nothing. Tests call `check` as their last line. A writer may be at work meanwhile: what it
-moved or deleted while this was reading is looked at again and not reported. A file that cannot be
-read is reported as such and not as damaged.
+A writer may be at work meanwhile: what it moved or deleted is read again, and not reported. A file that
+cannot be read is reported as such and not as damaged.
 """
 
 from __future__ import annotations
@@ -22,9 +21,13 @@ from perdure.store.run import Run
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what, and whether something that was committed is harmed.
+    """One thing that is wrong.
 
-    `unread`: the file could not be read, and nothing is known about its contents.
+    Attributes:
+        name: The file or step.
+        what: What is wrong with it.
+        harmful: Whether something that was committed is affected.
+        unread: Whether the file could not be read, so that nothing is known about its contents.
     """
 
     name: str
@@ -35,11 +38,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a full check found. `good` steps can be restored, `bad` ones are damaged; of `unread` ones
-    a part could not be read, so that nothing is known about them.
+    """What a full check found.
 
-    `nbytes` are the bytes of the packs, `decoded_nbytes` those of the chunks in them: more where
-    chunks are encoded.
+    Attributes:
+        where: Path or URL of the run directory.
+        good: Steps that can be restored.
+        bad: Steps that are damaged.
+        chunks: How many chunks were read and are good.
+        nbytes: Bytes of the packs.
+        decoded_nbytes: Bytes of the decoded chunks.
+        problems: Everything that is wrong.
+        unread: Steps of which a part could not be read, so that it is not known whether they are good.
     """
 
     where: str
@@ -59,8 +68,7 @@ class VerifyReport:
 
 @dataclass
 class Packs:
-    """The packs of a run as they really are: chunks that were read and hashed, what is damaged, and
-    what could not be read."""
+    """The packs of a run: their good chunks, what is damaged, and what could not be read."""
 
     run: Run
     sizes: dict[str, int] = field(default_factory=dict)
@@ -77,9 +85,9 @@ class Packs:
                 self._read(name.removeprefix(PACKS))
 
     def require(self, manifest: Manifest) -> None:
-        """Raise `CorruptionError` unless every chunk of `manifest` lies where it says.
+        """Raise `CorruptionError` unless every chunk of `manifest` is at its place.
 
-        Raises `UnreachableError` if that is not known of all of them, and the others are good.
+        Raises `UnreachableError` if some chunks could not be read and the others are good.
         """
         where = f"{self.run.where}: step {manifest.step}"
         for pack in manifest.packs:
@@ -112,7 +120,7 @@ class Packs:
         if name in self.unread:
             raise UnreachableError(f"{where}: {self.unread[name]}")
         if name in self.damaged:
-            # Its index may be what is damaged; a restore reads without it, and so does this.
+            # Perhaps only its index is damaged, which a restore does not need.
             try:
                 _read_chunk(self.run, name, chunk.offset, wanted)
                 self._good[name][chunk.offset] = wanted
@@ -158,7 +166,7 @@ class Packs:
 
 @dataclass(frozen=True)
 class Findings:
-    """A check in full: the report, and what a repair needs beside it."""
+    """The report of a check, with the reasons that a repair needs."""
 
     report: VerifyReport
     bad: dict[int, str]
@@ -166,13 +174,22 @@ class Findings:
 
 
 def verify_run(run: Run) -> VerifyReport:
-    """Read and hash everything: manifests, packs, indexes; then compare them with each other.
+    """Read and hash all manifests, packs and indexes, and compare them with each other.
 
-    Harmful: a manifest or a pack that is not exactly what was committed, or is missing, or cannot be
-    read (`Problem.unread`: then nothing is known about it). Harmless and reported: leftovers of a
-    crash, packs that no manifest needs, pins of steps that are not there, and what is in quarantine.
-    Raises `FormatVersionError` if a newer perdure wrote, and `UnreachableError` if nobody answers or
-    a directory cannot be listed: neither means that anything is damaged.
+    Problems are harmful if a manifest or a pack is not exactly what was committed, is missing, or
+    cannot be read. Leftovers of a crash, packs that no manifest needs, pins of steps that are not
+    there, and what is in quarantine are reported as harmless.
+
+    Args:
+        run: The run; no lock is taken.
+
+    Returns:
+        What was found.
+
+    Raises:
+        FormatVersionError: A newer perdure wrote the run. This does not mean damage.
+        UnreachableError: The storage does not answer, or a directory cannot be listed. This does not
+            mean damage either.
     """
     try:
         return examine(run).report
@@ -181,7 +198,7 @@ def verify_run(run: Run) -> VerifyReport:
 
 
 def examine(run: Run) -> Findings:
-    """`check`, with the reasons in a form that `repair` can use."""
+    """`verify_run`, with the reasons in a form that `repair` can use."""
     packs = Packs(run)
     before = run.steps()
     packs.read_all()
@@ -203,8 +220,8 @@ def examine(run: Run) -> Findings:
     for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
-    for name, why in damaged.items():
-        run.distrust_pack(name, why)
+    for name, reason in damaged.items():
+        run.distrust_pack(name, reason)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
@@ -230,8 +247,7 @@ def examine(run: Run) -> Findings:
 
 
 def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreError | None]:
-    """The manifest of a step as far as it can be read, and what is wrong; nothing for a step that is
-    gone by now."""
+    """The manifest of a step if it can be read, and what is wrong; (None, None) if the step is gone."""
     manifest: Manifest | None = None
     problem: StoreError | None = None
     while True:
@@ -241,7 +257,7 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             return None, None
         except (CorruptionError, UnreachableError) as error:
             if isinstance(error.__cause__, ConnectionError):
-                raise  # the next file would not be there either
+                raise  # the next file could not be read either
             return None, error
         if again == manifest:
             return manifest, problem
@@ -250,14 +266,14 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             packs.require(manifest)
             return manifest, None
         except (CorruptionError, UnreachableError) as error:
-            # A prune may have moved the chunks: then the manifest is another one now.
+            # A prune may have moved the chunks; then the manifest has changed.
             problem = error
 
 
 def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in run.leftovers():
         yield Problem(name, "left by a writer that did not finish", False)
-    aside = {each.name: each.note.reason for each in run.rolled_back()}
+    aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
     for step in sorted(run.pinned() - steps):

@@ -198,8 +198,7 @@ class Run:
     def claim(self) -> None:
         """Take the writer's lock and nothing more. May be called often.
 
-        What takes time is left to `begin_writing`, so that a training loop can ask for the lock
-        itself and leave the rest to the background.
+        A training loop can call this and leave `begin_writing`, which takes longer, to the background.
 
         Raises:
             LockedError: There is another writer, or this process is a forked child.
@@ -222,9 +221,8 @@ class Run:
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
-        Chunks that a readable checkpoint holds already are not written again. Saving a step again with
-        equal bits succeeds: the checkpoint is made durable and gets the `metrics` that it lacks, and
-        these `local` leaves.
+        Chunks that a readable checkpoint holds are not written again. Saving a step again with equal
+        bits succeeds: the checkpoint gets the `metrics` that it lacks, and these `local` leaves.
 
         Args:
             step: From 0 to `MAX_STEP`, above the newest committed step.
@@ -390,9 +388,8 @@ class Run:
     def rollback(self, step: int, *, dry_run: bool = False) -> list[int]:
         """Go back to the checkpoint of `step`: every newer one is set aside, the newest first.
 
-        They move to quarantine, where no prune deletes them unless it is asked to. After a crash at
-        any point the newest checkpoint is one of the same line, and the call can be repeated.
-        Everything is durable on return.
+        They move to quarantine, where no prune deletes them unless it is asked to. Everything is
+        durable on return. After a crash the call can be repeated.
 
         Args:
             step: A committed step. Its checkpoint is read and verified first.
@@ -417,8 +414,8 @@ class Run:
         """Bring back the checkpoints that rollbacks set aside, as long as nothing newer was saved.
 
         A checkpoint returns only after the one that it followed. So two rollbacks in a row are both
-        undone, and a line that was left for another one stays where it is. After a crash at any point
-        the call can be repeated. Everything is durable on return.
+        undone, and a line that was left for another one stays where it is. Everything is durable on
+        return. After a crash the call can be repeated.
 
         Args:
             dry_run: Check everything, take no lock and change nothing.
@@ -447,13 +444,8 @@ class Run:
     def quarantine(self, step: int, reason: str) -> str:
         """Move a damaged manifest to quarantine, with the reason beside it; durable on return.
 
-        Its packs stay: parts of them may be good, and other checkpoints may read from them.
-
-        Returns:
-            The new name.
-
-        Raises:
-            SaveError: The manifest cannot be moved.
+        Its packs stay: parts of them may be good, and other checkpoints may read from them. Returns the
+        new name; raises `SaveError` if the manifest cannot be moved.
         """
         self.begin_writing()
         return self._damage.quarantine(step, reason)
@@ -461,8 +453,7 @@ class Run:
     def defer_quarantine(self, step: int) -> None:
         """Quarantine a step that was found damaged as soon as this object becomes the writer.
 
-        It is read again then, because another writer may have repaired it. A process that only reads
-        never becomes the writer, and changes nothing.
+        It is read again then, because another writer may have repaired it.
         """
         self._damage.deferred.add(step)
 
@@ -477,14 +468,14 @@ class Run:
         The old packs stay where they are.
 
         Returns:
-            The manifests that were replaced, by step, and the packs that could not be left because a
-            chunk that is needed is damaged, with the reason. All of it is durable.
+            The manifests that were replaced, by step, which are durable; and the packs that are still
+            needed, with the reason, such as a damaged chunk.
         """
         self.begin_writing()
         return self._damage.evacuate(packs)
 
     def distrust_pack(self, pack: str, reason: str) -> None:
-        """Note that a pack is damaged: no later save of this object depends on a chunk in it."""
+        """Note that a pack is damaged: later saves of this object do not depend on its chunks."""
         self._catalog.distrust_pack(pack, reason)
 
     def quarantined(self) -> list[str]:

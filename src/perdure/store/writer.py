@@ -96,13 +96,11 @@ def write_pack(
 ) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
-    No pack is written if every chunk is known. On an error nothing stays but a temporary file, which
-    the next writer removes.
+    No pack is written if every chunk is known. An error leaves at most a temporary file.
 
     Args:
         storage: The run directory.
-        step: The step in the name of the pack.
-        process: The number of the process in the name of the pack.
+        step, process: Parts of the name of the pack.
         leaves: The leaves to write.
         known: The places of chunks that are durable already, by hash.
         encode: Encodes large chunks; None stores all of them as they are.
@@ -110,7 +108,6 @@ def write_pack(
 
     Raises:
         DamagedChunk: A pack with known chunks is gone.
-        OSError: The storage failed.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
@@ -136,8 +133,7 @@ def write_pack(
                 left -= len(data)
         with gc_paused(len(leaves)):
             pack.add_small(small, known, left)
-        local_leaves = sorted(local.items())
-        local_hashes = _add_local(pack, local_leaves, known, left)
+        hashes += _add_local(pack, local, known, left)
         pack.commit()
     except BaseException:
         pack.abort()
@@ -146,22 +142,22 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        ordered, hashes = ordered + local_leaves, hashes + local_hashes
+        ordered += sorted(local.items())
         records, packs = _records(ordered, hashes, known, located, storage, pack.written)
     return Written(records[: len(leaves)], packs, located, records[len(leaves) :])
 
 
 def _add_local(
-    pack: _Pack, local: Sequence[tuple[str, Leaf]], known: Mapping[str, Held], left: int
+    pack: _Pack, local: Mapping[str, Leaf], known: Mapping[str, Held], left: int
 ) -> list[list[str]]:
-    """Append local leaves as they are, and return the hashes of each.
+    """Append local leaves as they are, and return the hashes of each, in the order of their paths.
 
     A local leaf that never changes would keep the pack of the first save alive for ever, for a few
     kilobytes. So it is written again, unless there would be no pack without it.
     """
     hashes: list[list[str]] = [[] for _ in local]
     if local:
-        small = _in_pack_order(local, hashes, CHUNK_BYTES + 1)[1]
+        small = _in_pack_order(sorted(local.items()), hashes, CHUNK_BYTES + 1)[1]
         pack.add_small(small, known if pack.is_empty else {}, left)
     return hashes
 

@@ -496,10 +496,10 @@ def test_the_age_of_a_lock_is_told_by_the_clock_of_the_store(s3: ObjectServer) -
         foreign(s3, url)
         with pytest.raises(LockedError):
             run_on_url(s3, url).begin_writing()
-        with run_on_url(s3, url, lease_seconds=30.0) as again:
+        with run_on_url(s3, url, lease_seconds=30.0) as successor:
             told = json.loads(s3.read(url, "lock") or b"")
             s3.write(url, "lock", json.dumps({**told, "lease_seconds": -5.0}).encode())
-            again.save(1, make_leaves(1))
+            successor.save(1, make_leaves(1))
     assert not [name for name in s3.names(url) if name.startswith("lock")]
     check_run(s3.storage(url))
 

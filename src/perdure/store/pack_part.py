@@ -151,8 +151,11 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
         located.update(chunks)
         size = len(leaf.data)
         digests = [digest for digest, _ in chunks]
-        places = [held for _, held in chunks]
-        state.append(builder.array(path, leaf.dtype, leaf.shape, size, digests, places))
+        places = iter([held for _, held in chunks])
+        record = builder.array(
+            path, leaf.dtype, leaf.shape, size, digests, lambda _, places=places: next(places)
+        )
+        state.append(record)
     local: list[LeafRecord] = []
     for part in parts:
         packs = list(part.packs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -30,13 +30,17 @@ class RecordBuilder:
         shape: tuple[int, ...],
         nbytes: int,
         digests: Sequence[str],
-        places: Iterable[Held],
+        find: Callable[[str], Held],
     ) -> LeafRecord:
-        """The record of an array of `nbytes` bytes whose chunks have these hashes and places."""
+        """The record of an array of `nbytes` bytes; `find` returns the place of a chunk by its hash.
+
+        It is called once for each chunk, in their order. A save calls this for each of its leaves.
+        """
         numbers = self._numbers
         chunks = []
         missing = nbytes
-        for digest, place in zip(digests, places, strict=True):
+        for digest in digests:
+            place = find(digest)
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             chunks.append(Chunk(digest, number, place.offset, place.length))
@@ -49,8 +53,10 @@ class RecordBuilder:
         if record.text is not None:
             return record
         places = map(place, record.chunks)
-        hashes = record.hashes()
-        return self.array(record.path, record.dtype, record.shape, record.nbytes, hashes, places)
+        hashes = [chunk.hash for chunk in record.chunks]
+        return self.array(
+            record.path, record.dtype, record.shape, record.nbytes, hashes, lambda _: next(places)
+        )
 
     def packs(self, size: Callable[[str], int]) -> list[PackRecord]:
         """The packs that the records read from; `size` returns the bytes of one by its name."""

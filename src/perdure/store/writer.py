@@ -358,15 +358,17 @@ def _records(
     storage: Storage,
     written: WrittenPack,
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
+    def find(digest: str) -> Held:
+        return located.get(digest) or known[digest]
+
     builder = RecordBuilder()
+    array = builder.array
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
         if leaf.dtype.startswith(SCALAR_PREFIX):
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
-        places = [located.get(digest) or known[digest] for digest in digests]
-        size = len(leaf.data)
-        records.append(builder.array(path, leaf.dtype, leaf.shape, size, digests, places))
+        records.append(array(path, leaf.dtype, leaf.shape, len(leaf.data), digests, find))
 
     def pack_size(name: str) -> int:
         try:

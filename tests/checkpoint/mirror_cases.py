@@ -20,7 +20,8 @@ from perdure.state import flatten
 from perdure.state.per_rank import RankContext
 from perdure.store import Run, verify_run
 from perdure.store.copy import copy_checkpoint
-from perdure.store.format import encode_manifest, manifest_name
+from perdure.store.format import manifest_name
+from perdure.store.manifest_json import encode_manifest
 from perdure.store.storage import create_whole
 
 SESSIONS = 6

@@ -228,7 +228,7 @@ def test_a_resume_reads_as_the_only_writer(tmp_path: Path, monkeypatch: pytest.M
     restore, held = CheckpointManager.restore, []
 
     def restored(manager: CheckpointManager) -> Any:
-        held.append(manager._run._writing)
+        held.append(manager._run.is_writer)
         return restore(manager)
 
     monkeypatch.setattr(CheckpointManager, "restore", restored)

@@ -317,7 +317,8 @@ def durable(operations: list[tuple[str, str]]) -> bool:
         elif operation in ("link", "rename") or (operation == "unlink" and name == path):
             # A moved object was synced when it was written, before these operations.
             written = any(
-                done == "open" and at != path and final(at) == path for done, at in operations
+                done == "open" and target != path and final(target) == path
+                for done, target in operations
             )
             if unsynced is not None or (written and operation != "unlink" and name not in synced):
                 return False

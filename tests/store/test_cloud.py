@@ -348,7 +348,7 @@ def test_an_outage_during_a_save_costs_only_that_save(
         with Run(through(s3, proxy, url, retries=1)) as run:
             with pytest.raises(SaveError, match="saving step 2 failed") as caught:
                 run.save(2, make_leaves(2, (size,)))
-            assert "Every earlier checkpoint is as it was" in str(caught.value)
+            assert "Every earlier checkpoint is unchanged" in str(caught.value)
             down[0], where = False, "nowhere"
             run.save(2, make_leaves(2, (size,)))
         assert proxy.fired
@@ -496,10 +496,10 @@ def test_the_age_of_a_lock_is_told_by_the_clock_of_the_store(s3: ObjectServer) -
         foreign(s3, url)
         with pytest.raises(LockedError):
             run_on_url(s3, url).begin_writing()
-        with run_on_url(s3, url, lease_seconds=30.0) as again:
+        with run_on_url(s3, url, lease_seconds=30.0) as successor:
             told = json.loads(s3.read(url, "lock") or b"")
             s3.write(url, "lock", json.dumps({**told, "lease_seconds": -5.0}).encode())
-            again.save(1, make_leaves(1))
+            successor.save(1, make_leaves(1))
     assert not [name for name in s3.names(url) if name.startswith("lock")]
     check_run(s3.storage(url))
 
@@ -549,7 +549,7 @@ def test_two_writers_without_a_lock_commit_one_step_once(s3: ObjectServer) -> No
 
     def attempt(seed: int) -> str:
         run = run_on_url(s3, url)
-        run._writing = True  # the lock is what is left out
+        run._session.holds_lock = True  # the lock is what is left out
         try:
             run.save(2, make_leaves(seed))
         except (LockedError, StoreError) as error:

@@ -124,7 +124,7 @@ HASH = hash_bytes(bytes(8000))
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (frame(bytes(8001)), "expected 8000 bytes, found a frame of more"),
         (frame(bytes(2**30)), "expected 8000 bytes, found a frame of more|memory"),
@@ -137,7 +137,7 @@ HASH = hash_bytes(bytes(8000))
         (b"", "do not match their seal"),
     ],
 )
-def test_a_sealed_chunk_that_is_wrong_is_said_and_bounded(body: bytes, said: str) -> None:
+def test_a_sealed_chunk_that_is_wrong_is_said_and_bounded(body: bytes, message: str) -> None:
     """What only a faulty encoder makes: never an exception, never more memory than a chunk."""
     stored = sealed(body, HASH)
     tracemalloc.start()
@@ -146,7 +146,7 @@ def test_a_sealed_chunk_that_is_wrong_is_said_and_bounded(body: bytes, said: str
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert re.search(said, found or "")
+    assert re.search(message, found or "")
     assert peak < 100_000
 
 
@@ -315,8 +315,8 @@ def test_a_size_that_cannot_be_is_damage(tmp_path: Path, old: bytes, new: bytes)
     changed = resealed(manifest.read_bytes(), old, new)
     assert changed != manifest.read_bytes()
     manifest.write_bytes(changed)
-    said = r"newer perdure" if new == b'"format":4' else r"step 1|1\.json: leaf 'a'"
-    with pytest.raises(StoreError, match=said):
+    message = r"newer perdure" if new == b'"format":4' else r"step 1|1\.json: leaf 'a'"
+    with pytest.raises(StoreError, match=message):
         Run(tmp_path).load(1)
 
 
@@ -336,7 +336,7 @@ def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
         whole = pack.read_bytes()
         pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
         (damaged,) = copy_run(tmp_path / "here", MemoryStorage())
-    assert (damaged.outcome, "found other bytes" in damaged.reason) == ("damaged", True)
+    assert (damaged.outcome, "do not match their seal" in damaged.reason) == ("damaged", True)
     (copied,) = [data for name, data in there.objects.items() if name.startswith("packs/")]
     assert copied == whole
     assert contents(Run(there).load(1).leaves) == contents(state)

@@ -41,7 +41,7 @@ LARGE = 9 * 1024 * 1024
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def origin(tmp_path: Path) -> Path:
     with run_on(tmp_path / "here") as run:
         for step, leaves in sharing_states().items():
             run.save(step, leaves, {"seed": 1}, {"loss": 1 / step})
@@ -71,13 +71,13 @@ def squeeze(place: Any, *steps: int) -> None:
 # ---------------------------------------------------------------- copies
 
 
-def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(here: Path, tmp_path: Path) -> None:
-    copied = copy_run(here, tmp_path / "there")
+def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(origin: Path, tmp_path: Path) -> None:
+    copied = copy_run(origin, tmp_path / "there")
     assert outcomes(copied) == dict.fromkeys((1, 2, 3, 4), "copied")
     assert check_run(tmp_path / "there").problems == ()
-    assert not packs(here) & packs(tmp_path / "there")
+    assert not packs(origin) & packs(tmp_path / "there")
     for step, leaves in sharing_states().items():
-        one, other = Run(here).manifest(step), Run(tmp_path / "there").manifest(step)
+        one, other = Run(origin).manifest(step), Run(tmp_path / "there").manifest(step)
         assert contents(Run(tmp_path / "there").load(step).leaves) == contents(leaves)
         for name in ("fingerprint", "step", "created", "recipe", "metrics"):
             assert getattr(one, name) == getattr(other, name)
@@ -87,11 +87,11 @@ def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(here: Path, tmp_pat
     )
 
 
-def test_a_copy_reads_past_compactions_and_writes_no_chunk_twice(here: Path) -> None:
-    squeeze(here, 1, 2)
+def test_a_copy_reads_past_compactions_and_writes_no_chunk_twice(origin: Path) -> None:
+    squeeze(origin, 1, 2)
     there = MemoryStorage()
-    copy_run(here, there, [3])
-    (four,) = copy_run(here, there, [4])
+    copy_run(origin, there, [3])
+    (four,) = copy_run(origin, there, [4])
     assert four.nbytes == 100
     assert check_run(there).good == (3, 4)
 
@@ -133,55 +133,57 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
     assert check_run(tmp_path / "plain").good == (0, 1)
 
 
-def test_a_repeated_copy_changes_nothing_and_adds_later_metrics(here: Path) -> None:
+def test_a_repeated_copy_changes_nothing_and_adds_later_metrics(origin: Path) -> None:
     there = MemoryStorage()
-    copy_run(here, there)
+    copy_run(origin, there)
     before = dict(there.objects)
-    assert set(outcomes(copy_run(here, there)).values()) == {"present"}
+    assert set(outcomes(copy_run(origin, there)).values()) == {"present"}
     assert there.objects == before
-    with Run(here) as run:
+    with Run(origin) as run:
         run.save(2, sharing_states()[2], metrics={"accuracy": 0.5})
-    copy_run(here, there)
+    copy_run(origin, there)
     assert Run(there).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
 
 
-def test_a_repeated_copy_writes_again_what_is_missing_there(here: Path, tmp_path: Path) -> None:
-    copy_run(here, tmp_path / "there")
+def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_path: Path) -> None:
+    copy_run(origin, tmp_path / "there")
     newest = Run(tmp_path / "there").manifest(4).packs
     for pack in newest:
         (tmp_path / "there" / "packs" / pack.name).unlink()
-    assert outcomes(copy_run(here, tmp_path / "there", [4])) == {4: "copied"}
+    assert outcomes(copy_run(origin, tmp_path / "there", [4])) == {4: "copied"}
     assert contents(Run(tmp_path / "there").load(4).leaves) == contents(sharing_states()[4])
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(here: Path, tmp_path: Path) -> None:
-    planned = copy_run(here, tmp_path / "there", dry_run=True)
+def test_a_dry_run_says_the_same_and_changes_nothing(origin: Path, tmp_path: Path) -> None:
+    planned = copy_run(origin, tmp_path / "there", dry_run=True)
     assert not (tmp_path / "there").exists()
-    assert copy_run(here, tmp_path / "there") == planned
-    assert copy_run(here, tmp_path / "there", dry_run=True) == copy_run(here, tmp_path / "there")
+    assert copy_run(origin, tmp_path / "there") == planned
+    assert copy_run(origin, tmp_path / "there", dry_run=True) == copy_run(
+        origin, tmp_path / "there"
+    )
 
 
-def test_what_would_break_the_history_there_is_not_copied(here: Path, tmp_path: Path) -> None:
+def test_what_would_break_the_history_there_is_not_copied(origin: Path, tmp_path: Path) -> None:
     with run_on(tmp_path / "there") as run:
         run.save(2, make_leaves(2))
     before = Run(tmp_path / "there").manifest(2)
     for dry_run in (True, False):
-        copied = copy_run(here, tmp_path / "there", [1, 2, 3], dry_run=dry_run)
+        copied = copy_run(origin, tmp_path / "there", [1, 2, 3], dry_run=dry_run)
         assert outcomes(copied) == {1: "refused", 2: "refused", 3: "copied"}
         assert "older than its newest step 2" in copied[0].reason
         assert before.fingerprint[:16] in copied[1].reason
-        assert Run(here).manifest(2).fingerprint[:16] in copied[1].reason
+        assert Run(origin).manifest(2).fingerprint[:16] in copied[1].reason
     assert Run(tmp_path / "there").manifest(2) == before
     with run_on(tmp_path / "there") as run, pytest.raises(StepExistsError):
-        copy_checkpoint(Run(here), 1, run)
+        copy_checkpoint(Run(origin), 1, run)
     assert check_run(tmp_path / "there").good == (2, 3)
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(here: Path) -> None:
-    pack = Run(here).manifest(2).packs[-1].name
-    flip(here / "packs" / pack)
+def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(origin: Path) -> None:
+    pack = Run(origin).manifest(2).packs[-1].name
+    flip(origin / "packs" / pack)
     there = MemoryStorage()
-    copied = copy_run(here, there)
+    copied = copy_run(origin, there)
     assert outcomes(copied) == {1: "copied", 2: "damaged", 3: "copied", 4: "copied"}
     assert f"{pack} at offset 0: expected hash" in copied[1].reason
     assert check_run(there).good == (1, 3, 4)
@@ -202,20 +204,20 @@ class Moving(LocalStorage):
         return super().read_into(name, offset, target)
 
 
-def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(here: Path) -> None:
+def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(origin: Path) -> None:
     there = MemoryStorage()
-    moving = Moving(here, 1)
+    moving = Moving(origin, 1)
     assert outcomes(copy_run(moving, there, [4])) == {4: "copied"}
     assert moving.moved
     assert contents(Run(there).load(4).leaves) == contents(sharing_states()[4])
-    pruned = Moving(here, 2)
+    pruned = Moving(origin, 2)
     assert outcomes(copy_run(pruned, there2 := MemoryStorage(), [2, 3])) == {2: "gone", 3: "copied"}
     assert pruned.moved
     assert check_run(there).good == (4,)
     assert check_run(there2).good == (3,)
 
 
-def test_errors_of_the_source_are_no_damage(here: Path) -> None:
+def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
     class Failing(LocalStorage):
         error: OSError = OSError(errno.EMFILE, "too many open files")
 
@@ -223,7 +225,7 @@ def test_errors_of_the_source_are_no_damage(here: Path) -> None:
             raise self.error
 
     there = MemoryStorage()
-    source = Failing(here)
+    source = Failing(origin)
     with pytest.raises(StoreError, match="too many open files") as caught:
         copy_run(source, there)
     assert not isinstance(caught.value, CorruptionError)
@@ -233,13 +235,13 @@ def test_errors_of_the_source_are_no_damage(here: Path) -> None:
     assert check_run(there).good == ()
 
 
-def test_a_full_disk_is_found_before_the_first_byte(here: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
     class Full(LocalStorage):
         def free_bytes(self) -> int | None:
             return 100_000
 
     with pytest.raises(SaveError, match=r"no room for it: .*are free; nothing was written"):
-        copy_run(here, Full(tmp_path / "there"))
+        copy_run(origin, Full(tmp_path / "there"))
     assert packs(tmp_path / "there") == set()
 
     def full(number: int, operation: str, path: str) -> OSError | None:
@@ -247,38 +249,38 @@ def test_a_full_disk_is_found_before_the_first_byte(here: Path, tmp_path: Path) 
 
     failing = Operations(fail=full)
     with pytest.raises(SaveError, match=r"step 1 could not be copied from .*full"):
-        copy_run(here, LocalStorage(tmp_path / "there", failing))
+        copy_run(origin, LocalStorage(tmp_path / "there", failing))
     assert failing.fired
     assert check_run(tmp_path / "there").problems == ()
 
 
-def test_a_copy_that_is_stopped_commits_nothing(here: Path) -> None:
+def test_a_copy_that_is_stopped_commits_nothing(origin: Path) -> None:
     there = MemoryStorage()
     with Run(there, create=True) as run, pytest.raises(CopyStoppedError):
-        copy_checkpoint(Run(here), 4, run, stopped=lambda: True)
+        copy_checkpoint(Run(origin), 4, run, stopped=lambda: True)
     assert check_run(there).good == ()
 
 
-def test_a_copy_takes_the_lock_of_the_target_only(here: Path, tmp_path: Path) -> None:
-    with Run(here) as writer:
+def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) -> None:
+    with Run(origin) as writer:
         writer.begin_writing()
-        copy_run(here, tmp_path / "there")
+        copy_run(origin, tmp_path / "there")
         with pytest.raises(LockedError):
-            copy_run(tmp_path / "there", here)
+            copy_run(tmp_path / "there", origin)
     with pytest.raises(StepNotFoundError, match="step 7"):
-        copy_run(here, tmp_path / "there", [1, 7])
+        copy_run(origin, tmp_path / "there", [1, 7])
     with pytest.raises(NotARunError):
         copy_run(tmp_path / "missing", tmp_path / "there")
-    for place in (here, here / ".." / "here"):
+    for place in (origin, origin / ".." / "here"):
         with pytest.raises(StoreError, match="expected a directory apart from"):
-            copy_run(here, place)
+            copy_run(origin, place)
 
 
 def test_between_a_directory_and_an_object_store_and_back(
-    s3: ObjectServer, here: Path, tmp_path: Path
+    s3: ObjectServer, origin: Path, tmp_path: Path
 ) -> None:
     url = s3.new_url()
-    copy_run(here, s3.storage(url))
+    copy_run(origin, s3.storage(url))
     copy_run(s3.storage(url), tmp_path / "back")
     assert check_run(s3.storage(url)).good == check_run(tmp_path / "back").good == (1, 2, 3, 4)
     for step, leaves in sharing_states().items():
@@ -288,34 +290,34 @@ def test_between_a_directory_and_an_object_store_and_back(
 # ---------------------------------------------------------------- forks
 
 
-def test_a_fork_is_a_run_of_its_own_that_takes_little_room(here: Path, tmp_path: Path) -> None:
-    before = {path: path.read_bytes() for path in here.rglob("*.pack")}
+def test_a_fork_is_a_run_of_its_own_that_takes_little_room(origin: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in origin.rglob("*.pack")}
     fork = tmp_path / "fork"
-    assert fork_run(here, 3, fork).step == 3
+    assert fork_run(origin, 3, fork).step == 3
     assert check_run(fork).problems == ()
     assert contents(Run(fork).load(3).leaves) == contents(sharing_states()[3])
-    assert not packs(here) & packs(fork)
+    assert not packs(origin) & packs(fork)
     links = sorted(path.stat().st_nlink for path in (fork / "packs").iterdir())
     assert links == [1, 2], "little of the pack of step 1 is needed: that was copied"
-    assert fork_run(here, 3, fork).step == 3, "repeated"
+    assert fork_run(origin, 3, fork).step == 3, "repeated"
     with run_on(fork) as run:
         run.save(4, make_leaves(40))
         squeeze_steps = PruneRequest(frozenset({3}), MAX_STEP, 0, everywhere=True)
         run.execute(run.plan(squeeze_steps))
     assert check_run(fork).good == (4,)
-    assert {path: path.read_bytes() for path in here.rglob("*.pack")} == before
-    assert check_run(here).good == (1, 2, 3, 4)
+    assert {path: path.read_bytes() for path in origin.rglob("*.pack")} == before
+    assert check_run(origin).good == (1, 2, 3, 4)
 
 
-def test_a_fork_outlives_its_origin(here: Path, tmp_path: Path) -> None:
-    fork_run(here, 1, tmp_path / "fork")
-    for path in sorted(here.rglob("*"), reverse=True):
+def test_a_fork_outlives_its_origin(origin: Path, tmp_path: Path) -> None:
+    fork_run(origin, 1, tmp_path / "fork")
+    for path in sorted(origin.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert contents(Run(tmp_path / "fork").load(1).leaves) == contents(sharing_states()[1])
 
 
 def test_a_fork_where_there_are_no_links_copies(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
         raise OSError(errno.EXDEV, "other device")
@@ -324,40 +326,42 @@ def test_a_fork_where_there_are_no_links_copies(
     storage = LocalStorage(place)
     with monkeypatch.context() as patched:
         patched.setattr(storage, "link_from", lambda *_: False)
-        fork_run(here, 2, storage)
+        fork_run(origin, 2, storage)
     assert {path.stat().st_nlink for path in (place / "packs").iterdir()} == {1}
     monkeypatch.setattr(os, "link", refused)
-    assert LocalStorage(tmp_path / "x").link_from(LocalStorage(here), "perdure.json", "y") is False
+    assert (
+        LocalStorage(tmp_path / "x").link_from(LocalStorage(origin), "perdure.json", "y") is False
+    )
     monkeypatch.undo()
     for there in (MemoryStorage(), MemoryStorage()):
-        fork_run(here, 2, there)
+        fork_run(origin, 2, there)
         assert check_run(there).good == (2,)
         assert fork_run(there, 2, MemoryStorage()).step == 2
 
 
-def test_a_fork_verifies_what_it_links(here: Path, tmp_path: Path) -> None:
-    pack = Run(here).manifest(1).packs[0].name
-    flip(here / "packs" / pack)
+def test_a_fork_verifies_what_it_links(origin: Path, tmp_path: Path) -> None:
+    pack = Run(origin).manifest(1).packs[0].name
+    flip(origin / "packs" / pack)
     with pytest.raises(CorruptionError, match=f"step 1 cannot be forked, packs/{pack} is damaged"):
-        fork_run(here, 1, tmp_path / "fork")
+        fork_run(origin, 1, tmp_path / "fork")
     assert Run(tmp_path / "fork").steps() == []
-    flip(here / "packs" / pack)
-    fork_run(here, 1, tmp_path / "fork")
+    flip(origin / "packs" / pack)
+    fork_run(origin, 1, tmp_path / "fork")
     assert check_run(tmp_path / "fork").problems == (), "what the first attempt left is gone"
 
 
-def test_a_fork_goes_into_an_empty_directory_only(here: Path, tmp_path: Path) -> None:
-    fork_run(here, 2, tmp_path / "fork")
+def test_a_fork_goes_into_an_empty_directory_only(origin: Path, tmp_path: Path) -> None:
+    fork_run(origin, 2, tmp_path / "fork")
     with pytest.raises(StepExistsError, match="expected an empty or missing directory"):
-        fork_run(here, 3, tmp_path / "fork")
+        fork_run(origin, 3, tmp_path / "fork")
     with pytest.raises(StoreError, match="expected a directory apart from"):
-        fork_run(here, 3, here / "fork")
+        fork_run(origin, 3, origin / "fork")
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "thesis.tex").write_text("important")
     with pytest.raises(NotARunError):
-        fork_run(here, 3, tmp_path / "junk")
+        fork_run(origin, 3, tmp_path / "junk")
     with pytest.raises(StepNotFoundError, match="step 7"):
-        fork_run(here, 7, tmp_path / "new")
+        fork_run(origin, 7, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     assert check_run(tmp_path / "fork").good == (2,)
 
@@ -369,43 +373,46 @@ def perdure(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_perdure_copy(here: Path, tmp_path: Path) -> None:
+def test_perdure_copy(origin: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    done = perdure("copy", f"{here}@2,4", there, "--dry-run")
+    done = perdure("copy", f"{origin}@2,4", there, "--dry-run")
     assert done.exit_code == 0
     assert "nothing was changed" in done.output
     assert not there.exists()
-    done = perdure("copy", f"{here}@2,4", there)
+    done = perdure("copy", f"{origin}@2,4", there)
     assert done.output.splitlines() == [
         "step 2  copied  4.9 KiB",
         "step 4  copied  3.0 KiB",
         f"2 of 2 checkpoints are in {there}",
     ]
-    done = perdure("copy", here, there)
+    done = perdure("copy", origin, there)
     assert done.exit_code == 1
     assert "step 3  refused: " in done.output
-    document = json.loads(perdure("copy", here, there, "--json").output)
+    document = json.loads(perdure("copy", origin, there, "--json").output)
     assert [row["outcome"] for row in document["steps"]] == [
         "refused",
         "present",
         "refused",
         "present",
     ]
-    assert perdure("copy", f"{here}@9", there).exit_code == 2
+    assert perdure("copy", f"{origin}@9", there).exit_code == 2
     at = tmp_path / "run@2"
-    assert perdure("copy", here, at).exit_code == 0
+    assert perdure("copy", origin, at).exit_code == 0
     assert perdure("copy", at, tmp_path / "again").exit_code == 0, "a directory's own name"
     assert check_run(tmp_path / "again").good == (1, 2, 3, 4)
 
 
-def test_perdure_fork(here: Path, tmp_path: Path) -> None:
-    done = perdure("fork", f"{here}@3", tmp_path / "fork")
-    assert (done.exit_code, done.output) == (0, f"{tmp_path / 'fork'} starts at step 3 of {here}\n")
-    document = json.loads(perdure("fork", f"{here}@3", tmp_path / "fork", "--json").output)
-    assert document["fingerprint"] == Run(here).manifest(3).fingerprint
+def test_perdure_fork(origin: Path, tmp_path: Path) -> None:
+    done = perdure("fork", f"{origin}@3", tmp_path / "fork")
+    assert (done.exit_code, done.output) == (
+        0,
+        f"{tmp_path / 'fork'} starts at step 3 of {origin}\n",
+    )
+    document = json.loads(perdure("fork", f"{origin}@3", tmp_path / "fork", "--json").output)
+    assert document["fingerprint"] == Run(origin).manifest(3).fingerprint
     assert load_checkpoint(tmp_path / "fork") is not None
-    for text in (here, f"{here}@1,2", f"{here}@x"):
+    for text in (origin, f"{origin}@1,2", f"{origin}@x"):
         done = perdure("fork", text, tmp_path / "other")
         assert done.exit_code == 2
         assert "RUN@STEP" in done.output
-    assert perdure("fork", f"{here}@4", tmp_path / "fork").exit_code == 1
+    assert perdure("fork", f"{origin}@4", tmp_path / "fork").exit_code == 1

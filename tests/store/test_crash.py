@@ -72,8 +72,8 @@ def test_the_order_is_durable_and_the_check_sees_a_sync_left_out(
 
 
 def position(done: list[tuple[str, str]], operation: str, part: str, last: bool = False) -> int:
-    found = [at for at, (op, path) in enumerate(done) if op == operation and part in path]
-    return found[-1 if last else 0]
+    indexes = [index for index, (op, path) in enumerate(done) if op == operation and part in path]
+    return indexes[-1 if last else 0]
 
 
 def test_the_pack_is_durable_before_the_manifest_can_be_seen(tmp_path: Path) -> None:

@@ -196,10 +196,10 @@ def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
         "step 4",
     }
     monkeypatch.setattr("perdure.store.run.open_storage", lambda _: storage)
-    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
-    assert found.exit_code == 1
-    assert f"UNREAD  packs/{part}" in found.output
-    assert "1 checkpoints good, 1 damaged, 2 could not be read" in found.output
+    result = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"UNREAD  packs/{part}" in result.output
+    assert "1 checkpoints good, 1 damaged, 2 could not be read" in result.output
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair", "--json"])
     assert done.exit_code == 1, "what could not be read is still a problem"
     assert json.loads(done.output)["unread"] == [3, 4]
@@ -251,9 +251,9 @@ def test_a_compaction_leaves_a_pack_that_cannot_be_read(tmp_path: Path) -> None:
         request = PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True)
         done = run.execute(run.plan(request))
     assert storage.fired
-    (why,) = done.left.values()
-    assert "cannot be read" in why
-    assert "--repair" not in why
+    (reason,) = done.left.values()
+    assert "cannot be read" in reason
+    assert "--repair" not in reason
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
 
 
@@ -334,10 +334,10 @@ def test_a_repair_writes_a_damaged_marker_again(tmp_path: Path, marker: bytes | 
         (tmp_path / "perdure.json").write_bytes(marker)
     before = files(tmp_path)
     for command in ("verify", "ls"):
-        found = CliRunner().invoke(main, [command, str(tmp_path)])
-        assert found.exit_code != 0
-        assert "perdure.json" in str(found.output) + str(found.exception)
-        assert f"`perdure verify {tmp_path} --repair`" in str(found.output) + str(found.exception)
+        result = CliRunner().invoke(main, [command, str(tmp_path)])
+        assert result.exit_code != 0
+        assert "perdure.json" in str(result.output) + str(result.exception)
+        assert f"`perdure verify {tmp_path} --repair`" in str(result.output) + str(result.exception)
     assert files(tmp_path) == before
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
     assert done.exit_code == 0, done.output

@@ -9,16 +9,9 @@ from helpers import contents, make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store import Leaf, MemoryStorage, Run, verify_run
-from perdure.store.format import (
-    CODEC_FORMAT,
-    decode_manifest,
-    encode_manifest,
-    hash_bytes,
-    manifest_name,
-    plain_metrics,
-    seconds_of,
-    time_text,
-)
+from perdure.store.format import CODEC_FORMAT, hash_bytes, manifest_name, seconds_of, time_text
+from perdure.store.manifest import plain_metrics
+from perdure.store.manifest_json import decode_manifest, encode_manifest
 
 GOLDEN = "b381e58e"
 GOLDEN_RUN = "1b4ed75bdfaa21427af9bca3b6d891686061dc80fc7c0bcac4cadc2ea64fdece"

@@ -159,7 +159,9 @@ def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_t
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
     other = Run(LocalStorage(place) if isinstance(place, Path) else storage)
-    other._writing = other._ready = True  # a second writer, as if there were no lock
+    other._session.holds_lock = other._session._ready = (
+        True  # a second writer, as if there were no lock
+    )
     execute_prune(other, plan_prune(other, 3, Retention()))
     run.save(5, sharing_states()[4])
     execute_prune(run, plan_prune(run, None, Retention()))
@@ -174,7 +176,7 @@ def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_pat
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
     other = Run(tmp_path)
-    other._writing = other._ready = True
+    other._session.holds_lock = other._session._ready = True
     execute_prune(other, plan_prune(other, 3, Retention()))
     plan = plan_prune(run, 3, Retention(), saved=4)
     assert plan.store.orphans, "for what is remembered, nobody needs the new pack"

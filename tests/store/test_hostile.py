@@ -14,14 +14,9 @@ from helpers import make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store import Leaf, MemoryStorage, Run, verify_run
-from perdure.store.format import (
-    CHUNK_BYTES,
-    Manifest,
-    fingerprint,
-    hash_bytes,
-    item_bytes,
-    manifest_name,
-)
+from perdure.store.format import CHUNK_BYTES, hash_bytes, manifest_name
+from perdure.store.manifest import Manifest, fingerprint
+from perdure.store.manifest_check import item_bytes
 
 Document = dict[str, Any]
 STEP = 7
@@ -314,23 +309,23 @@ def mutate(value: Any, chance: random.Random) -> Any:
             }
         return {**value, key: mutate(value[key], chance)}
     if isinstance(value, list) and value and chance.random() < 0.9:
-        at = chance.randrange(len(value))
+        offset = chance.randrange(len(value))
         act = chance.random()
         if act < 0.05:
-            return value[:at] + value[at + 1 :]
+            return value[:offset] + value[offset + 1 :]
         if act < 0.1:
-            return [*value, value[at]]
+            return [*value, value[offset]]
         if act < 0.15:
             other = chance.randrange(len(value))
             swapped = list(value)
-            swapped[at], swapped[other] = swapped[other], swapped[at]
+            swapped[offset], swapped[other] = swapped[other], swapped[offset]
             return swapped
-        return [*value[:at], mutate(value[at], chance), *value[at + 1 :]]
+        return [*value[:offset], mutate(value[offset], chance), *value[offset + 1 :]]
     if isinstance(value, int) and chance.random() < 0.5:
         return value + chance.choice([-4096, -4, -1, 1, 2, 4, 4096])
     if isinstance(value, str) and value and chance.random() < 0.5:
-        at = chance.randrange(len(value))
-        return value[:at] + chance.choice("0aZ/_ \n\u00e9") + value[at + 1 :]
+        offset = chance.randrange(len(value))
+        return value[:offset] + chance.choice("0aZ/_ \n\u00e9") + value[offset + 1 :]
     return chance.choice(VALUES)
 
 

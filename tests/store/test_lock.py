@@ -61,7 +61,7 @@ def test_a_writer_that_lost_its_directory_changes_nothing_there(
         for step, leaves in sharing_states().items():
             run.save(step, leaves)
         lose(path)
-        before = sorted((at, at.stat().st_mtime_ns) for at in tmp_path.rglob("*"))
+        before = sorted((file, file.stat().st_mtime_ns) for file in tmp_path.rglob("*"))
         with pytest.raises(SaveError, match=LOST):
             run.save(5, make_leaves(5))
         if path.exists():
@@ -69,7 +69,7 @@ def test_a_writer_that_lost_its_directory_changes_nothing_there(
                 run.delete([1])
         with pytest.raises(SaveError, match=LOST):
             run.quarantine(4, "a reason")
-        assert sorted((at, at.stat().st_mtime_ns) for at in tmp_path.rglob("*")) == before
+        assert sorted((file, file.stat().st_mtime_ns) for file in tmp_path.rglob("*")) == before
     for kept in (path, tmp_path / "elsewhere"):
         if kept.exists():
             assert verify_run(Run(kept)).good == (1, 2, 3, 4)

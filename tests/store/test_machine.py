@@ -139,21 +139,21 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.undo is None)
     @rule()
     def undo_a_rollback(self) -> None:
-        newest = max(self.model.items(), key=lambda each: each[0], default=None)
+        newest = max(self.model.items(), key=lambda checkpoint: checkpoint[0], default=None)
         line = []
-        while found := [each for each in self.aside if each[0] == newest]:
-            line.append(found[-1])
-            newest = found[-1][1]
+        while followers := [checkpoint for checkpoint in self.aside if checkpoint[0] == newest]:
+            line.append(followers[-1])
+            newest = followers[-1][1]
         if not line and self.aside:
             with pytest.raises(HistoryError, match="nothing was brought back"):
                 self.run.undo_rollback()
             return
         assert self.run.undo_rollback() == [after[0] for _, after in line]
         self.seen["undone"] += len(line)
-        for each in line:
+        for checkpoint in line:
             # The last one that is equal to it.
-            del self.aside[len(self.aside) - 1 - self.aside[::-1].index(each)]
-            self.model.update([each[1]])
+            del self.aside[len(self.aside) - 1 - self.aside[::-1].index(checkpoint)]
+            self.model.update([checkpoint[1]])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -216,12 +216,12 @@ class Machine(RuleBasedStateMachine):
         damaged = self.damaged()
         for step, expected in self.model.items():
             try:
-                found = contents(reader.load(step).leaves)
+                loaded = contents(reader.load(step).leaves)
             except CorruptionError:
                 assert step in damaged, f"step {step} is whole and was not read"
                 self.seen["damage"] += 1
             else:
-                assert found == expected
+                assert loaded == expected
                 assert step not in damaged, f"step {step} is damaged and was read"
 
     @invariant()
@@ -260,10 +260,10 @@ class Machine(RuleBasedStateMachine):
             if manifest == name:
                 steps.add(step)
                 continue
-            told = json.loads(objects[manifest])
-            for leaf in told["leaves"]:
+            document = json.loads(objects[manifest])
+            for leaf in document["leaves"]:
                 for _, pack, offset, length in leaf.get("chunks", ()):
-                    if f"packs/{told['packs'][pack]['name']}" == name and (
+                    if f"packs/{document['packs'][pack]['name']}" == name and (
                         offset <= at < offset + length
                     ):
                         steps.add(step)

@@ -37,7 +37,7 @@ def decoded(stored: bytes, digest: str, size: int) -> bytes:
 
 
 def read(
-    root: Path, step: int, which: str = "leaves"
+    root: Path, step: int, field: str = "leaves"
 ) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
@@ -45,7 +45,7 @@ def read(
     assert (manifest["format"] == 3) == ("local" in manifest or "containers" in manifest)
     leaves = {}
     rows = []
-    for leaf in manifest[which]:
+    for leaf in manifest[field]:
         if "text" in leaf:
             data = leaf["text"].encode()
             hashes = [blake3(data).hexdigest()]
@@ -65,7 +65,7 @@ def read(
         shape = leaf.get("shape", [])
         leaves[leaf["path"]] = (leaf["dtype"], tuple(shape), data)
         rows.append([leaf["path"], leaf["dtype"], shape, hashes])
-    if which == "local":
+    if field == "local":
         return "", leaves
     text = json.dumps(sorted(rows), separators=(",", ":"), ensure_ascii=False)
     assert blake3(text.encode()).hexdigest() == manifest["fingerprint"]
@@ -131,9 +131,9 @@ def check_pack(path: Path) -> None:
     index = raw[-56 - length : -56]
     assert blake3(index).digest() == raw[-48:-16]
     at = 0
-    told = json.loads(index)
-    for digest, stored, *size in told["chunks"]:
-        assert len(size) == told["format"] - 1
+    header = json.loads(index)
+    for digest, stored, *size in header["chunks"]:
+        assert len(size) == header["format"] - 1
         part = decoded(raw[at : at + stored], digest, *size or [stored])
         assert blake3(part).hexdigest() == digest
         at += stored
@@ -165,8 +165,8 @@ def test_a_reader_written_from_the_document_agrees(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(3))
         fingerprint = run.save(12, {**leaves, "größe/a%2Fb": leaves["model/layer1"]}).fingerprint
-    found, read_back = read(tmp_path, 12)
-    assert found == fingerprint
+    hashed, read_back = read(tmp_path, 12)
+    assert hashed == fingerprint
     assert read_back == {**contents(leaves), "größe/a%2Fb": contents(leaves)["model/layer1"]}
     for pack in (tmp_path / "packs").iterdir():
         check_pack(pack)
@@ -195,15 +195,15 @@ def test_a_reader_written_from_the_document_rebuilds_the_state_of_an_object(tmp_
 
     with run_on(tmp_path) as run:
         run.save(12, snapshot({"o": Object()}))
-    found = rebuild(tmp_path, 12, "o")
+    rebuilt = rebuild(tmp_path, 12, "o")
     data = ("float32", (2,), b"\0\0\x80?" * 2)
-    assert found.pop("arrays") == {
+    assert rebuilt.pop("arrays") == {
         "t": ("torch", *data),
         "p": ("torch.Parameter", *data),
         "n": ("numpy", *data),
         "u": [("torch", *data)],
     }
-    assert repr(found) == repr(state)
+    assert repr(rebuilt) == repr(state)
 
 
 def test_a_reader_written_from_the_document_agrees_about_weak_types(tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_a_reader_written_from_the_document_agrees_about_weak_types(tmp_path: Pa
         run.save(1, leaves)
         run.save(2, {"a": leaves["a"].strong()})
         assert [run.manifest(step).format for step in (1, 2)] == [1, 1]
-    found, read_back = read(tmp_path, 1)
+    hashed, read_back = read(tmp_path, 1)
     dtype, shape, data = read_back["a"]
     assert (dtype, shape, data) == ("weak:float32", (3,), words)
     assert np.frombuffer(data, np.dtype(dtype.removeprefix("weak:"))).tolist()[1:] == [-0.0, 7.5]
-    assert read(tmp_path, 2)[0] != found, "a strong type is another state"
+    assert read(tmp_path, 2)[0] != hashed, "a strong type is another state"
     assert check_run(tmp_path).good == (1, 2)
 
 

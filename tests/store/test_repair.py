@@ -181,10 +181,10 @@ def test_verify_repairs_on_demand_and_says_what_is_left(tmp_path: Path) -> None:
     flip(pack(tmp_path, 1), 40_000)
     flip(tmp_path / manifest_name(4), 300)
     held = sorted(tmp_path.rglob("*"))
-    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
-    assert found.exit_code == 1
-    assert "2 checkpoints good, 2 damaged" in found.output
-    assert "`perdure verify --repair` sets aside what is damaged" in found.output
+    result = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "2 checkpoints good, 2 damaged" in result.output
+    assert "`perdure verify --repair` sets aside what is damaged" in result.output
     assert sorted(tmp_path.rglob("*")) == held
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
     assert done.exit_code == 0, done.output

@@ -30,9 +30,9 @@ def packs(path: Path) -> list[Path]:
     return sorted((path / "packs").iterdir())
 
 
-def flip(path: Path, at: int = 10) -> None:
+def flip(path: Path, offset: int = 10) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 4
+    data[offset] ^= 4
     path.write_bytes(data)
 
 

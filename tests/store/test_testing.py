@@ -85,10 +85,11 @@ def test_check_run_raises_with_everything_that_harms() -> None:
     storage.objects["packs/left.pack.tmp"] = b""
     with pytest.raises(AssertionError, match="expected a whole run directory") as caught:
         check_run(storage)
-    told = str(caught.value)
-    assert f"{first}: memory:/{first}: " in told
-    assert "step 1: " in told
+    message = str(caught.value)
+    assert f"{first}: memory:/{first}: " in message
+    assert "step 1: " in message
     assert (
-        f"step 2: memory:: step 2 needs {second.removeprefix('packs/')}, which is missing" in told
+        f"step 2: memory:: step 2 needs {second.removeprefix('packs/')}, which is missing"
+        in message
     )
-    assert "left.pack.tmp" not in told
+    assert "left.pack.tmp" not in message

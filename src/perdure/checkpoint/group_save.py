@@ -27,10 +27,12 @@ from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, W
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
-from perdure.store.format import PACKS, RecipeValue, hash_bytes
+from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
+from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
-from perdure.store.writer import Held, Written
+from perdure.store.record_builder import Held
+from perdure.store.writer import Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
 _MOST_LINES = 20

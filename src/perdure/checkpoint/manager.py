@@ -30,7 +30,7 @@ from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
 from perdure.process_group import Processes, SingleProcess
 from perdure.store import Run, Storage
-from perdure.store.format import RecipeValue
+from perdure.store.manifest import RecipeValue
 
 
 class CheckpointManager(RunQueries):

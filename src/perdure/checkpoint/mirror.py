@@ -25,8 +25,8 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store import Run, Storage
-from perdure.store.contents import Removed
 from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
+from perdure.store.removal_notes import Removed
 from perdure.store.run_marker import is_run_directory
 from perdure.store.urls import open_storage
 

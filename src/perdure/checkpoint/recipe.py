@@ -19,7 +19,7 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall
 from perdure.errors import ArgumentError, RecipeMismatchError
 from perdure.process_group import Processes
-from perdure.store.format import RecipeValue
+from perdure.store.manifest import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]
 

@@ -12,8 +12,9 @@ from perdure.errors import PerdureError
 from perdure.store import LocalStorage, Run
 from perdure.store.contents import committed_steps
 from perdure.store.drilled import RUNS
-from perdure.store.format import MANIFESTS, LeafRecord
+from perdure.store.format import MANIFESTS
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import LeafRecord
 
 Key = tuple[str, int]
 

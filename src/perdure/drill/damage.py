@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from perdure.store import Run
-from perdure.store.format import MANIFESTS, PACKS, Manifest, manifest_name, pack_step
+from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step
+from perdure.store.manifest import Manifest
 
 
 def damage(runs: Path, how: str, place: float) -> str | None:

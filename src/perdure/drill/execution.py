@@ -21,7 +21,8 @@ from perdure.drill.scenario import Commit, Launch, Observed, Outcome, Started
 from perdure.errors import LaunchError
 from perdure.store.drill import DRILL
 from perdure.store.drilled import COPIES, EVENTS, PLAN, RUNS
-from perdure.store.format import Manifest, decode_manifest
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import decode_manifest
 from perdure.supervise import history
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions

@@ -17,8 +17,9 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.leaf_values import leaf_array, scalar_text
 from perdure.state.paths import key_text
-from perdure.store.format import MAPPINGS, Container, escape, unescape
+from perdure.store.format import escape, unescape
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import MAPPINGS, Container
 
 _SEQUENCES: dict[type, str] = {
     list: "list",

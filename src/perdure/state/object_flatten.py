@@ -15,8 +15,9 @@ from perdure.state.containers import SORTED_DICT, array_class_name, describe_con
 from perdure.state.leaf_errors import PathInErrors, add_path, duplicate_path, type_name
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.stateful import ModuleValues, Stateful
-from perdure.store.format import SCALAR_PREFIX, Container
+from perdure.store.format import SCALAR_PREFIX
 from perdure.store.leaf import Leaves
+from perdure.store.manifest import Container
 
 FlattenChildren = Callable[[Sequence[tuple[str, Any]], str], None]
 """Adds the leaves of children, given by key, of the value at a path."""

@@ -29,8 +29,9 @@ from perdure.state.leaf_values import plain_value, same_bits
 from perdure.state.object_flatten import ObjectFlattener, read_state
 from perdure.state.paths import is_below, join_dotted, join_part, key_text
 from perdure.state.stateful import ModuleValues, Stateful
-from perdure.store.format import SCALAR_PREFIX, Container, children_of, unescape
+from perdure.store.format import SCALAR_PREFIX, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import Container
 
 _MISSING: Any = object()
 

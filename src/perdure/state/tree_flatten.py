@@ -16,9 +16,9 @@ from perdure.state.paths import insert, join_key, split_path
 from perdure.state.per_rank import current_rank_context
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.stateful import Stateful
-from perdure.store.format import Container
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Container
 
 
 def flatten(state: Any, plain: Collection[str] = ()) -> Leaves:

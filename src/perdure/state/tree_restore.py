@@ -23,8 +23,8 @@ from perdure.state.paths import join_key
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.stateful import Stateful
 from perdure.state.template import differences, template_of
-from perdure.store.format import Arrays
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import Arrays
 
 _REBUILD_ADVICE = "Build the target with the code that saved it, or restore without a target."
 _DTYPE_ADVICE = (

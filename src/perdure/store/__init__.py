@@ -1,17 +1,18 @@
-"""Bytes on storage: chunks, packs, manifests, commit, verify, collect. Knows no ML framework."""
+"""Storing checkpoints: run directories on disks and in buckets. Knows no framework for training."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from perdure.store.format import Manifest
 from perdure.store.garbage_collection import Collected, CollectPlan, PruneRequest
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
+from perdure.store.manifest import Manifest
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
-from perdure.store.run import Loaded, Run
+from perdure.store.restore import Loaded
+from perdure.store.run import Run
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, VerifyReport, verify_run
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from perdure.store.cloud import CloudStorage
     from perdure.store.copy import Copied, copy_run, fork_run
 
-# Resolved on first use: a directory needs none of them, and `perdure ls` stays quick.
+# Imported at first use, because listing a directory needs none of them.
 _HOMES = {
     "CloudOptions": "perdure.store.bucket",
     "CloudStorage": "perdure.store.cloud",

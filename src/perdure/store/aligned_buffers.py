@@ -1,7 +1,7 @@
-"""Memory that is used again: a page that the process touched before costs a fraction of a new one.
+"""Page-aligned memory, and buffers of it that are reused: touching new pages costs several times more.
 
-Owns the page-aligned buffers that files are written from, and how page-aligned memory is made. Memory
-is private to the process, so that a fork never writes into the buffers of its parent.
+The memory is private to the process, so that a forked child never writes into the buffers of its
+parent.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _free: list[mmap.mmap] = []
 
 
 def pages(nbytes: int) -> mmap.mmap:
-    """New page-aligned memory of at least one byte, in huge pages where the system has them.
+    """New page-aligned memory of at least one byte, in huge pages if the system has them.
 
-    Its memory goes back to the system with the last view of it.
+    The system gets the memory back once the last view of it is gone.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages do
+        with contextlib.suppress(OSError):  # without huge pages the memory has ordinary ones
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def take_buffer() -> mmap.mmap:
-    """A buffer of STAGING_BYTES with unspecified contents; hand it back with `give_buffer`."""
+    """A buffer of STAGING_BYTES with unspecified contents; return it with `give_buffer`."""
     try:
         return _free.pop()
     except IndexError:
@@ -37,6 +37,6 @@ def take_buffer() -> mmap.mmap:
 
 
 def give_buffer(buffer: mmap.mmap) -> None:
-    """Keep a buffer for the next file; KEPT_BUFFERS stay, the rest goes back to the system."""
+    """Keep a buffer for the next file. At most KEPT_BUFFERS are kept, others are freed."""
     if len(_free) < KEPT_BUFFERS:
         _free.append(buffer)

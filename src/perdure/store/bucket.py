@@ -1,7 +1,7 @@
-"""A bucket reached through obstore: one place for options, errors, retries and the fork check.
+"""Requests to an object store through obstore, with options, retries and the check for forks.
 
-Everything that talks to an object store goes through `Bucket`, so that every failure is an `OSError`
-that names URL, operation and what to do. obstore is loaded when the first bucket is opened.
+Every failure becomes an `OSError` that names the URL and the operation, and says what to do. obstore is
+imported when the first bucket is opened.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ from perdure.errors import StoreError
 
 MIB = 1024 * 1024
 PIECE_BYTES = MIB
-"""So much of a transfer is looked at together."""
+"""A transfer is received in pieces of at least this size."""
 
 CREATED_BY = "perdurewriter"
-"""Attribute of an object that says which attempt to create it made it."""
+"""Attribute of an object that names the attempt that created it."""
 
 _CREATE_ATTEMPTS = 5
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _process: int | None = None
-"""The process whose threads run obstore; a fork of it has the memory and not the threads."""
+"""The process that runs the threads of obstore. A forked child has their memory, but no threads."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CloudOptions:
-    """How to reach an object store. What is left out comes from the usual environment variables.
+    """How to reach an object store. The usual environment variables supply what is left out.
 
-    `config` and `client` go to `obstore.store.from_url` as `config` and `client_options`, such as
-    `{"endpoint": "http://127.0.0.1:9000", "region": "us-east-1"}` and `{"connect_timeout": "5s"}`. A
-    request is tried again up to `retries` times and for at most `retry_seconds`. An object of up to
-    `single_put_bytes` is one request, so that its creation is exclusive; a larger one goes in parts
-    of at least `part_bytes`, `concurrency` at a time, and a load reads as many streams at once. The
-    writer's lock lapses when it was not renewed for `lease_seconds`.
+    Attributes:
+        config: The `config` of `obstore.store.from_url`, such as
+            `{"endpoint": "http://127.0.0.1:9000", "region": "us-east-1"}`.
+        client: Its `client_options`, such as `{"connect_timeout": "5s"}`.
+        retries: How often a request is retried.
+        retry_seconds: For how many seconds a request is retried.
+        single_put_bytes: Objects of up to this size are written by one request, so that creating
+            them is exclusive.
+        part_bytes: The least size of the parts in which larger objects are written.
+        concurrency: How many parts are sent at a time, and how many streams a load reads at once.
+        lease_seconds: The writer's lock expires when it has not been renewed for this time.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -95,48 +100,48 @@ class Bucket:
         return bytes(self._call("reading", name, self._get, name))
 
     def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
-        """Bytes of an object from `start` in pieces as they come, fewer only at its end.
+        """Bytes of an object from `start`, in pieces as they arrive; fewer only at its end.
 
-        It must hold at least one there. A transfer that breaks off goes on where it was.
+        The object must have at least one byte there. A transfer that breaks off is continued.
         """
-        at, broke_at = start, -1
-        while at < start + length:
+        position, broke_at = start, -1
+        while position < start + length:
             try:
-                options = {"range": (at, start + length)}
-                found = self._call(
+                options = {"range": (position, start + length)}
+                answer = self._call(
                     "reading", name, self._api.get, self._store, name, options=options
                 )
-                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                for piece in answer.stream(min_chunk_size=PIECE_BYTES):
                     view = memoryview(piece)
-                    at += len(view)
+                    position += len(view)
                     yield view
                 return
             except self._api.exceptions.BaseError as error:
                 failed = self._translated(error, "reading", name)
-            if not isinstance(failed, ConnectionError) or at == broke_at:
+            if not isinstance(failed, ConnectionError) or position == broke_at:
                 raise failed
-            broke_at = at
+            broke_at = position
 
     def head(self, name: str) -> Mapping[str, Any]:
-        """`size`, `last_modified` and what identifies the version of an object."""
+        """`size`, `last_modified`, `e_tag` and `version` of an object."""
         return self._call("reading", name, self._api.head, self._store, name)
 
     def put(self, name: str, data: bytes) -> Mapping[str, str]:
-        """Write an object over whatever is there; returns its version."""
+        """Write an object, replacing any older one; returns its version."""
         return self._put(name, data, "overwrite")
 
     def put_over(self, name: str, data: bytes, version: Mapping[str, str]) -> Mapping[str, str]:
-        """Write over exactly `version`; raises `BlockingIOError` when another one is there.
+        """Replace an object of exactly this version; raises `BlockingIOError` if it has another one.
 
-        The version of a single request may be a hash of the bytes: `data` must never repeat.
+        A store may use a hash of the bytes as the version, so no two values of `data` may be equal.
         """
         return self._put(name, data, dict(version))
 
     def create(self, name: str, data: bytes) -> Mapping[str, str]:
-        """Write an object where there is none, or raise `FileExistsError`; one of a race wins.
+        """Write an object if there is none of that name, or raise `FileExistsError`.
 
-        An answer that was lost, and a conflict with a request that came to nothing, are told apart
-        from a lost race by asking which attempt made the object that is there.
+        Of several writers at the same time one succeeds. If the answer to a request was lost, the
+        attribute of the object says whether this attempt created it.
         """
         attempt = secrets.token_hex(8)
         for number in range(_CREATE_ATTEMPTS):
@@ -144,12 +149,12 @@ class Bucket:
                 return self._put(name, data, "create", attempt)
             except (FileExistsError, ConnectionError) as error:
                 try:
-                    found = self.creator(name)
+                    creator = self.creator(name)
                 except ConnectionError:
                     raise error from None
-                if found == attempt:
+                if creator == attempt:
                     return version_of(self.head(name))
-                if found is not None:
+                if creator is not None:
                     raise FileExistsError(
                         errno.EEXIST, "exists already", f"{self.url}/{name}"
                     ) from None
@@ -159,9 +164,9 @@ class Bucket:
         raise AssertionError("the last attempt returns or raises")
 
     def upload(self, name: str, parts: Iterable[bytes], part_bytes: int, attempt: str) -> None:
-        """Write a large object in parts, over whatever is there; visible once all of it is.
+        """Write a large object in parts, replacing any older one; it becomes visible as a whole.
 
-        An error that `parts` raises ends the upload, drops the parts, and is raised as it is.
+        An error that `parts` raises ends the upload, discards the parts, and is raised unchanged.
         """
         self._call(
             "uploading",
@@ -177,13 +182,12 @@ class Bucket:
         )
 
     def creator(self, name: str) -> str | None:
-        """The attempt that made an object, "" for one made otherwise, None where there is none."""
-
+        """The attempt that created an object, "" if none is recorded, None if there is no object."""
         try:
-            found = self._call(
+            answer = self._call(
                 "reading", name, self._api.get, self._store, name, options={"head": True}
             )
-            return found.attributes.get(CREATED_BY, "")
+            return answer.attributes.get(CREATED_BY, "")
         except FileNotFoundError:
             return None
 
@@ -195,9 +199,9 @@ class Bucket:
             return
 
     def list(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Names under `prefix`, each once, with their version tags ("" if the store tells none).
+        """Names under `prefix`, each once, with their version tags ("" if the store has none).
 
-        A listing that breaks off continues at the place that it had reached.
+        A listing that breaks off is continued.
         """
         last = broke_at = None
         while True:
@@ -251,10 +255,10 @@ class Bucket:
         """The `OSError` for an error of obstore."""
         kinds = self._api.exceptions
         where = f"{self.url}/{name}".rstrip("/")
-        said = _first_line(error)
+        reason = _first_line(error)
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             return FileNotFoundError(
-                errno.ENOENT, "the bucket does not exist; create it, or mend the URL", where
+                errno.ENOENT, "the bucket does not exist; create it, or correct the URL", where
             )
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "no such object", where)
@@ -265,18 +269,18 @@ class Bucket:
         if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
             return PermissionError(
                 errno.EACCES,
-                f"{operation} was refused: {said}. Check the credentials and what they may do",
+                f"{operation} was refused: {reason}. Check the credentials and their permissions",
                 where,
             )
         if isinstance(error, kinds.NotSupportedError):
-            return OSError(errno.ENOTSUP, f"{operation} is not supported: {said}", where)
+            return OSError(errno.ENOTSUP, f"{operation} is not supported: {reason}", where)
         status = re.search(r"status code: (\d{3})", str(error))
         refused = status is not None and status[1][0] == "4" and status[1] != "429"
         if refused or "InvalidRangeRequest" in str(error) or "UnexpectedRange" in str(error):
-            return OSError(errno.EIO, f"{operation} failed: {said}", where)
+            return OSError(errno.EIO, f"{operation} failed: {reason}", where)
         return ConnectionError(
             errno.EHOSTUNREACH,
-            f"{operation} failed after up to {self.options.retries} retries: {said}. Nothing is "
+            f"{operation} failed after up to {self.options.retries} retries: {reason}. Nothing is "
             f"known about what is there. Check network, endpoint and credentials, then try again",
             where,
         )
@@ -285,31 +289,31 @@ class Bucket:
 def check_process(url: str) -> None:
     """Raise `StoreError` in a process that was forked from one that has used obstore."""
     global _process
-    here = os.getpid()
+    process = os.getpid()
     if _process is None:
-        _process = here
-    elif _process != here:
+        _process = process
+    elif _process != process:
         raise StoreError(
-            f"{url}: process {here} was forked from process {_process}, which had used an object "
-            f"store; its threads do not exist here, so that a request would wait for ever. Start "
-            f'processes by multiprocessing.get_context("spawn") (or "forkserver"), or use object '
-            f"stores only in the children."
+            f"{url}: process {process} was forked from process {_process}, which had used an object "
+            f"store. A request would wait for ever, because the threads of obstore do not exist in "
+            f'this process. Start processes with multiprocessing.get_context("spawn") (or '
+            f'"forkserver"), or use object stores only in the children.'
         )
 
 
 def version_of(answer: Mapping[str, Any]) -> dict[str, str]:
-    """What identifies a version, for `put_over`; some stores give `None` or "null" for a part."""
+    """The version in an answer, for `put_over`. Some stores give None or "null" for a part of it."""
     parts = {key: answer.get(key) for key in ("e_tag", "version")}
     return {key: value for key, value in parts.items() if value not in (None, "null")}
 
 
 def _client_options(options: CloudOptions) -> dict[str, Any]:
-    """Options of the HTTP client; an endpoint that is named with http:// is meant."""
+    """Options of the HTTP client. An endpoint whose URL begins with http:// allows plain HTTP."""
     environment = {name.upper(): value for name, value in os.environ.items()}
     endpoints = [options.config.get("endpoint"), *map(environment.get, _ENDPOINTS)]
     plain = any(str(endpoint or "").startswith("http://") for endpoint in endpoints)
     allowed = {"allow_http": True} if plain else {}
-    # A part of a large object may take long on a slow line.
+    # A part of a large object may take long over a slow connection.
     return {"timeout": "300s", **allowed, **options.client}
 
 

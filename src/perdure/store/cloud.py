@@ -1,7 +1,7 @@
-"""A run directory in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure.
+"""A run directory in a bucket of S3 (or a compatible store), Google Cloud Storage or Azure.
 
-The layout is that of a directory. An object is visible only whole, and durable once the store has
-answered; creating one where there is none is the commit.
+The layout is that of a local directory. An object is visible only as a whole, and durable once the
+store has answered. Creating the manifest is the commit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ COPY_BYTES = 8 * 1024 * 1024
 class CloudStorage:
     """Objects below a URL; see `perdure.store.storage.Storage` for the contract.
 
-    `url` is `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`. Raises
-    `StoreError` where obstore is missing or the URL cannot be opened; nothing is sent before the
-    first use. Every request is tried again within bounds; when nobody answers it raises
-    `ConnectionError`. Not usable in a process that was forked after the first use: `StoreError`.
+    Every request is retried as `options` say, and raises `ConnectionError` if there is no answer. A
+    process that was forked after the first use gets a `StoreError`. A move is a copy followed by a
+    removal, so a crash between them leaves both objects. Creating an object is exclusive up to
+    `options.single_put_bytes`; `CloudSink` describes larger ones.
 
-    A move is a copy followed by a removal, so a crash between them leaves both. Creation is
-    exclusive up to `options.single_put_bytes`; `CloudSink` says what holds beyond.
+    Args:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        options: How to reach the store; by default the environment decides.
+        clock: Returns the seconds since 1970 that the age of a lock is judged by; by default the
+            clock of the store.
+
+    Raises:
+        StoreError: obstore is not installed, or the URL cannot be opened. No request is sent yet.
     """
 
     def __init__(
@@ -106,10 +112,9 @@ class CloudStorage:
 
     @contextmanager
     def lock(self, name: str, owner: bytes) -> Iterator[None]:
-        """Hold `name`; released on leaving, or when the process dies, after its lease at the latest.
+        """Hold the lock object `name`; `perdure.store.lease` says what that guarantees.
 
-        A holder that died on this host is noticed at once; any other when its lease has run out.
-        `perdure.store.lease` says what the lock promises.
+        The lock of a process that died on this host is free at once, any other after its lease.
         """
         lease = Lease(self._bucket, name, owner, self._clock)
         lease.acquire()
@@ -129,7 +134,7 @@ class CloudStorage:
         except (ConnectionError, FileNotFoundError):
             raise
         except OSError:
-            # A range that begins at the end or beyond is an error of the protocol.
+            # A range that begins at the end of the object or after it is an error of the protocol.
             if offset < self.size(name):
                 raise
 

@@ -1,9 +1,9 @@
-"""Chunks that are stored smaller than they are: byte shuffle, then Zstandard at level 1.
+"""Encoding chunks: byte shuffle, then Zstandard at level 1.
 
-Invariant: what an encoded chunk holds can be checked without decompressing it, because it ends in a
-seal, the BLAKE3 of all bytes before keyed with the hash of the chunk. So every flipped bit is found,
-nothing reaches the decompressor but what an encoder made, and packs are copied and uploaded where
-the library is missing. What comes out is hashed like any other chunk.
+Invariant: an encoded chunk can be checked without decompressing it, because it ends in a seal: the
+BLAKE3 of all bytes before it, keyed with the hash of the chunk. So every flipped bit is found, the
+decompressor only gets bytes that an encoder made, and packs can be copied where the library is
+missing. Decoded chunks are hashed like all others.
 
     encoded chunk = width (1 byte) | one Zstandard frame of the shuffled bytes | seal (32 bytes)
 
@@ -31,10 +31,10 @@ SEAL_BYTES = 32
 WIDTHS = (1, 2, 4, 8, 16)
 
 ENCODE_FROM = 4096
-"""Smaller chunks are stored as they are: the call would cost more than the bytes."""
+"""Smaller chunks are stored as they are, because encoding them costs more than it saves."""
 
 LEAST_GAIN = 32
-"""A chunk that shrinks by less than this part of itself is stored as it is, and read faster."""
+"""A chunk that shrinks by less than this part of itself is stored as it is, for faster reading."""
 
 ENCODE_THREADS = max(2, min(8, os.cpu_count() or 2))
 
@@ -48,9 +48,9 @@ Encode = Callable[[memoryview, str, str], memoryview]
 
 
 def encoder(name: str | None) -> Encode | None:
-    """What encodes chunks under a codec's name; None for None.
+    """The encoder of a codec by its name; None for None.
 
-    Raises `StoreError` for a name that is not known and where the library is missing.
+    Raises `StoreError` if the name is not known or the library is missing.
     """
     if name is None:
         return None
@@ -61,7 +61,7 @@ def encoder(name: str | None) -> Encode | None:
 
 
 def encode(data: memoryview, dtype: str, digest: str) -> memoryview:
-    """The stored form of a chunk whose hash is `digest`: encoded, or `data` where that gains little."""
+    """The stored form of a chunk whose hash is `digest`: encoded, or `data` if that saves little."""
     import numpy as np  # not needed to list a run
 
     size, width = len(data), width_of(dtype)
@@ -83,9 +83,9 @@ def encode(data: memoryview, dtype: str, digest: str) -> memoryview:
 
 
 def decode(stored: memoryview, digest: str, target: memoryview) -> str | None:
-    """Fill `target`, as long as the chunk, from its encoded form; says what is wrong, or None.
+    """Decode a chunk into `target`, which has its size; returns what is wrong with it, or None.
 
-    Never raises for the bytes that it is given, and takes no more memory than a few chunks for them.
+    Accepts any bytes without raising, and takes the memory of a few chunks at most.
     """
     import numpy as np  # not needed to list a run
 
@@ -99,14 +99,14 @@ def decode(stored: memoryview, digest: str, target: memoryview) -> str | None:
         return plain
     planes = np.frombuffer(plain, np.uint8).reshape(width, -1)
     elements = np.frombuffer(target, np.uint8).reshape(-1, width)
-    for at, plane in enumerate(planes):
-        elements[:, at] = plane
-    found = hash_bytes(target)
-    return None if found == digest else f"expected hash {digest}, found {found}"
+    for position, plane in enumerate(planes):
+        elements[:, position] = plane
+    actual = hash_bytes(target)
+    return None if actual == digest else f"expected hash {digest}, found {actual}"
 
 
 def is_intact(stored: bytes | bytearray | memoryview, digest: str, size: int) -> bool:
-    """Whether a stored chunk of `size` bytes is what its writer wrote. Needs no library."""
+    """Whether a stored chunk of `size` bytes is unchanged. Does not need the library."""
     if len(stored) == size:
         return hash_bytes(stored) == digest
     view = memoryview(stored)
@@ -115,7 +115,7 @@ def is_intact(stored: bytes | bytearray | memoryview, digest: str, size: int) ->
 
 
 def width_of(dtype: str) -> int:
-    """Bytes of one element, as far as the shuffle is concerned: a guess costs room and nothing else."""
+    """Bytes of one element, for the shuffle. A wrong guess costs space and nothing else."""
     if dtype.startswith("key<"):
         return 4
     bits = re.search(r"[0-9]+", dtype)
@@ -144,7 +144,7 @@ def _decompressed(frame: memoryview, size: int) -> bytes | str:
 
 
 def _scratch(size: int) -> Any:
-    """Bytes of this thread, used again for its next chunk."""
+    """Memory of this thread, which is reused for its next chunk."""
     import numpy as np  # not needed to list a run
 
     held = getattr(_own, "scratch", None)

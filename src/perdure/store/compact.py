@@ -1,66 +1,46 @@
-"""Copying verified chunks into a new pack, for a compaction and for copies of a checkpoint.
+"""Copying verified chunks into a new pack, for compactions and copies of checkpoints.
 
 Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
-the same fingerprint. The old packs are not touched here; the caller removes them afterwards.
+the same fingerprint. The old packs stay; the caller deletes them afterwards.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from perdure.store.codec import is_intact
-from perdure.store.failures import DamagedChunk, is_gone
-from perdure.store.format import (
-    CHUNK_BYTES,
-    PACKS,
-    Chunk,
-    LeafRecord,
-    Manifest,
-    PackedChunk,
-    PackRecord,
-    array_record,
-    decode_manifest,
-    encode_manifest,
-    encode_pack_tail,
-    format_of,
-    manifest_name,
-    pack_name,
-)
+from perdure.store.chunk_read import Readable, read_chunks
+from perdure.store.failures import DamagedChunk
+from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
+from perdure.store.manifest import Chunk, Manifest, PackRecord, format_of
+from perdure.store.manifest_json import decode_manifest, encode_manifest
+from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import BLOCK, LARGE_BYTES, Held
+from perdure.store.writer import BLOCK, LARGE_BYTES
 
 READ_THREADS = 2
 READ_AHEAD = 4
-"""Reads under way while a pack is written; each holds at most CHUNK_BYTES."""
+"""Reads in progress while a pack is written; each takes at most CHUNK_BYTES of memory."""
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
-
-
-class Readable(Protocol):
-    """The part of a `Storage` that chunks are read through."""
-
-    where: str
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
     """For each of `packs`, the chunks that the manifests read from it."""
     live: dict[str, LiveChunks] = {name: {} for name in packs}
     for manifest in manifests:
-        here = [live.get(pack.name) for pack in manifest.packs]
-        if all(found is None for found in here):
+        by_number = [live.get(pack.name) for pack in manifest.packs]
+        if all(chunks is None for chunks in by_number):
             continue
         for leaf in manifest.every_leaf():
             for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
-                if (found := here[chunk.pack]) is not None:
-                    found[chunk.offset] = (chunk.hash, chunk.length, size)
+                if (chunks := by_number[chunk.pack]) is not None:
+                    chunks[chunk.offset] = (chunk.hash, chunk.length, size)
     return live
 
 
@@ -113,7 +93,7 @@ def compact(
 
 
 def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
-    """Each chunk once, as it takes the least room: it may lie encoded here and as it is there."""
+    """Each chunk once, in its smallest form: one pack may have it encoded and another one plain."""
     chunks: dict[str, PackedChunk] = {}
     for name in live:
         for chunk in live[name].values():
@@ -130,7 +110,7 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
 
 
 class UnreadChunk(Exception):
-    """A chunk that should be copied cannot be read; it may well be good."""
+    """A chunk that is to be copied cannot be read. It need not be damaged."""
 
     def __init__(self, message: str, pack: str) -> None:
         super().__init__(message)
@@ -179,7 +159,7 @@ def copy_chunks(
                     reads,
                     READ_AHEAD,
                 ):
-                    sink.write(memoryview(data))
+                    sink.write(data)
                     for chunk in chunks:
                         places[chunk[0]] = Held(name, size, chunk[1])
                         size += chunk[1]
@@ -217,24 +197,17 @@ def relocated(
 
     `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
     """
-    numbers: dict[str, int] = {}
+    builder = RecordBuilder()
 
-    def moved(leaf: LeafRecord) -> LeafRecord:
-        if leaf.text is not None:
-            return leaf
-        chunks = []
-        for chunk in leaf.chunks:
-            at = place(manifest.packs[chunk.pack].name, chunk)
-            number = numbers.setdefault(at.pack, len(numbers))
-            chunks.append(Chunk(chunk.hash, number, at.offset, at.length))
-        return array_record(leaf.path, leaf.dtype, leaf.shape, chunks, leaf.nbytes)
+    def moved(chunk: Chunk) -> Held:
+        return place(manifest.packs[chunk.pack].name, chunk)
 
-    leaves = tuple(map(moved, manifest.leaves))
-    local = tuple(map(moved, manifest.local))
+    leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.leaves)
+    local = tuple(builder.moved(leaf, moved) for leaf in manifest.local)
     return msgspec.structs.replace(
         manifest,
         format=format_of(leaves, manifest.containers, local),
-        packs=tuple(PackRecord(name=name, size=size(name)) for name in numbers),
+        packs=tuple(builder.packs(size)),
         leaves=leaves,
         local=local,
     )
@@ -268,33 +241,15 @@ def _reads(
     return reads
 
 
-def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> bytearray:
-    """Chunks that follow each other in a pack, verified."""
-    where = f"{source.where}/{PACKS}{name} at offset {offset}"
-    data = bytearray(sum(length for _, length, _ in chunks))
-    view = memoryview(data)
+def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> memoryview:
+    """`read_chunks`, with `UnreadChunk` for a failure that is neither damage nor an outage."""
     try:
-        got = source.read_into(PACKS + name, offset, view)
+        return read_chunks(source, name, offset, chunks)
     except ConnectionError:
-        # An outage is no damage; the caller stops, and may come back.
-        raise
+        raise  # the caller stops, and may come back
     except OSError as error:
-        if is_gone(error):
-            raise DamagedChunk(f"{where}: no such file.", name, offset) from error
-        raise UnreadChunk(f"{where}: cannot be read: {error}.", name) from error
-    at = 0
-    for digest, length, size in chunks:
-        if not is_intact(view[at : at + length], digest, size):
-            here = offset + at
-            wrong = "other bytes" if at + length <= got else f"only {max(0, got - at)} bytes"
-            raise DamagedChunk(
-                f"{source.where}/{PACKS}{name} at offset {here}: expected hash {digest}, found "
-                f"{wrong}.",
-                name,
-                here,
-            )
-        at += length
-    return data
+        place = f"{source.where}/{PACKS}{name} at offset {offset}"
+        raise UnreadChunk(f"{place}: cannot be read: {error}.", name) from error
 
 
 def rewrite(
@@ -303,9 +258,11 @@ def rewrite(
     bad: Collection[tuple[str, int]],
     known: Mapping[str, Held],
 ) -> tuple[dict[int, Manifest], list[int]]:
-    """Let manifests read the chunks at `bad` places, (pack, offset), from where `known` has them.
+    """Let manifests read the chunks at the `bad` places, (pack, offset), from `known` places instead.
 
-    Returns the new manifests by step, durable, and the steps that still need a chunk at such a place.
+    Returns:
+        The new manifests by step, which are durable, and the steps that still need a chunk at a bad
+        place.
     """
     renewed: dict[int, Manifest] = {}
     left: list[int] = []
@@ -318,7 +275,8 @@ def rewrite(
         }
         places = {digest: known[digest] for digest in needed if digest in known}
         if places:
-            sizes = {at.pack: storage.size(PACKS + at.pack) for at in places.values()}
+            packs = {place.pack for place in places.values()}
+            sizes = {pack: storage.size(PACKS + pack) for pack in packs}
 
             def moved(name: str, chunk: Chunk, places: Mapping[str, Held] = places) -> Held | None:
                 return places.get(chunk.hash) if (name, chunk.offset) in bad else None
@@ -335,9 +293,10 @@ def _replace(
     moved: Callable[[str, Chunk], Held | None],
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Replace a manifest by one that reads chunks from where `moved` says that they lie now.
+    """Replace a manifest by one with chunks at other places; durable on return.
 
-    `sizes` has the bytes of each pack that it may name.
+    `moved` returns the new place of a chunk, or None if it stays; `sizes` has the bytes of each pack
+    that may be named for the first time.
     """
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 

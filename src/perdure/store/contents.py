@@ -1,39 +1,33 @@
-"""What a run directory holds, as plans and deduplication need it; no chunk is read for it.
+"""The contents of a run directory, for plans and deduplication: manifests and names, but no chunks.
 
-The writer remembers the manifests that it read or wrote. Invariant: nothing is deleted because of what
-is remembered. A fresh snapshot compares each remembered manifest with the digest in its file, and reads
-those that differ.
+The writer remembers the manifests that it read or wrote. Invariant: nothing is deleted because of a
+remembered manifest. A fresh snapshot compares each one with the digest in its file, and reads those
+that differ.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, PruneError
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
-    HEAD_BYTES,
     MANIFESTS,
     PACKS,
     PINS,
     QUARANTINE,
     TEMP_SUFFIX,
-    Manifest,
-    PackRecord,
-    decode_manifest,
-    encode_manifest,
     manifest_name,
     step_of,
 )
+from perdure.store.manifest import Manifest, PackRecord
+from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
+from perdure.store.quarantine import damage_notes, is_set_aside
+from perdure.store.record_builder import Held
 from perdure.store.storage import Storage, VersionedStorage
-from perdure.store.writer import Held
-
-REASON_SUFFIX = ".reason.json"
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,13 @@ class Contents:
 class _Known(NamedTuple):
     """A manifest that was read or written: the head of its file, and its version where known."""
 
-    head: bytes
+    head: bytes | None
     version: str
     manifest: Manifest
 
 
 class Catalog:
-    """Reads a run directory's manifests, each of them again only when it has changed."""
+    """The manifests of a run directory; each is read again only if it has changed."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -74,18 +68,20 @@ class Catalog:
         self._unknown: dict[int, str] = {}
         self._held: dict[str, Held] | None = None
         self._notes_read = False
+        self.durable: set[int] = set()
+        """Steps that this writer made durable since it took the lock."""
         self.noted: set[str] = set()
         """Damaged packs for which there is a note in quarantine."""
         self.damaged: dict[str, str] = {}
         """Packs in which damage was found, with the reason: by this process, or by an earlier writer
         that left a note. No save depends on a chunk in them."""
         self.suspects: set[str] = set()
-        """Those of them whose chunks were not all looked at since."""
+        """Damaged packs whose other chunks have not been checked since."""
         self.bad: dict[tuple[str, int], str] = {}
         """(pack, offset) of chunks that this process found damaged, with the reason."""
 
     def forget(self) -> None:
-        """Read everything again: another writer was there, or an operation stopped in the middle."""
+        """Forget everything, after another writer or an operation that stopped in the middle."""
         self._held = None
         self._notes_read = False
         self._known = {}
@@ -93,47 +89,53 @@ class Catalog:
         self._unknown = {}
         self._sizes = {}
 
-    def distrust(self, error: DamagedChunk) -> None:
-        """A chunk is damaged: whatever lies in its pack is written again by the saves that need it."""
+    def distrust(self, error: CorruptionError) -> None:
+        """Note a damaged chunk: saves that need chunks of its pack write them again.
+
+        Other damage, such as that of a manifest, changes nothing here.
+        """
+        if not isinstance(error, DamagedChunk):
+            return
         if error.offset >= 0:
             self.bad[error.pack, error.offset] = str(error)
         self.distrust_pack(error.pack, str(error))
 
     def distrust_pack(self, pack: str, reason: str) -> None:
-        """Something in a pack is damaged."""
+        """Note a damaged pack: no later save depends on a chunk in it."""
         if pack in self.damaged:
             return
         self.damaged[pack] = reason
         self.suspects.add(pack)
         if self._held is not None:
-            self._held = {digest: at for digest, at in self._held.items() if at.pack != pack}
+            self._held = {digest: held for digest, held in self._held.items() if held.pack != pack}
 
     def add(self, manifest: Manifest, head: bytes, located: Mapping[str, Held]) -> None:
-        """A checkpoint was committed by a manifest that begins with `head`, and its new chunks lie
-        there."""
+        """Note a new checkpoint: its manifest, the first bytes of its file, and its new chunks."""
         self.held().update(located)
         self._sizes.update((pack.name, pack.size) for pack in manifest.packs)
         self._known[manifest_name(manifest.step)] = _Known(head, "", manifest)
 
-    def replace(self, manifests: Mapping[int, Manifest]) -> None:
-        """Manifests were replaced by others of the same checkpoints."""
-        for step, manifest in manifests.items():
-            head = encode_manifest(manifest)[:HEAD_BYTES]
-            self._known[manifest_name(step)] = _Known(head, "", manifest)
-            self._held = None
+    def replace(self, manifest: Manifest, head: bytes | None = None) -> None:
+        """Note that a manifest was replaced by this one, of the same checkpoint.
+
+        `head` are the first bytes of its file; without it they are computed once they are needed.
+        """
+        self._known[manifest_name(manifest.step)] = _Known(head, "", manifest)
+        self._held = None
 
     def remove(self, step: int) -> None:
-        """The manifest of a step is gone."""
+        """Note that the manifest of a step is gone."""
+        self.durable.discard(step)
         self._known.pop(manifest_name(step), None)
         self._unread.pop(step, None)
         self._unknown.pop(step, None)
         self._held = None
 
     def held(self) -> dict[str, Held]:
-        """Chunks of readable checkpoints whose packs were there in full when they were last looked at,
-        and are not known as damaged.
+        """Places of the chunks of readable checkpoints, by hash.
 
-        `agrees` says afterwards whether those that were used still are.
+        Their packs had their full size when they were last looked at, and are not known to be damaged.
+        `agrees` tells afterwards whether the packs that were used still have that size.
         """
         if self._held is None:
             manifests = self._read(fresh=False)
@@ -142,20 +144,31 @@ class Catalog:
         return self._held
 
     def agrees(self, packs: Iterable[PackRecord]) -> bool:
-        """Whether packs, with the sizes that they have now, are what `held` took them for."""
+        """Whether packs have the sizes that `held` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
     def contents(self, *, fresh: bool) -> Contents:
-        """A snapshot of everything. With `fresh`, manifests that are remembered are compared with the
-        files first; without, only the names and what is new are read."""
+        """A snapshot of everything.
+
+        With `fresh`, manifests that are remembered are compared with their files first; without it,
+        only names and new manifests are read. Raises `PruneError` if the storage fails.
+        """
+        try:
+            return self._contents(fresh)
+        except OSError as error:
+            raise PruneError(
+                f"{self._storage.where}: cannot be listed: {error}. Nothing was changed; try again."
+            ) from error
+
+    def _contents(self, fresh: bool) -> Contents:
         manifests = self._read(fresh)
         whole: dict[str, Manifest] = {}
         lost = []
         unknown = list(self._unknown.values())
         versions = self._versions(QUARANTINE)
         for name, version in versions.items():
-            if name.endswith(".json") and _is_set_aside(name):
-                try:  # compared in any case: a name there may be removed, and given again
+            if name.endswith(".json") and is_set_aside(name):
+                try:  # always compared: a name there may be removed and used again
                     whole[name] = self._manifest(name, version, None, fresh=True)
                 except ConnectionError:
                     raise
@@ -195,7 +208,7 @@ class Catalog:
             except FileNotFoundError:
                 continue
             except ConnectionError:
-                # Nobody answers: the next manifest would not be there either.
+                # There is no answer, so the next manifest could not be read either.
                 raise
             except OSError as error:
                 self._unread[step] = self._unknown[step] = f"{where}: cannot be read: {error}."
@@ -215,9 +228,10 @@ class Catalog:
         if known is not None:
             if not fresh or (version and version == known.version):
                 return known.manifest
+            expected = known.head or encode_manifest(known.manifest)[:HEAD_BYTES]
             head = bytearray(HEAD_BYTES)
-            if self._storage.read_into(name, 0, memoryview(head)) and head == known.head:
-                self._known[name] = known._replace(version=version)
+            if self._storage.read_into(name, 0, memoryview(head)) and head == expected:
+                self._known[name] = known._replace(head=expected, version=version)
                 return known.manifest
             del self._known[name]
             self._held = None
@@ -233,24 +247,18 @@ class Catalog:
         return dict.fromkeys(self._storage.list(prefix), "")
 
     def _size(self, pack: str) -> int:
-        """Bytes of a pack that is listed; packs never change."""
+        """Bytes of a pack that is listed. They are remembered, because packs never change."""
         if pack not in self._sizes:
             self._sizes[pack] = self._storage.size(PACKS + pack)
         return self._sizes[pack]
 
     def _read_notes(self) -> None:
-        """Which packs an earlier writer found damaged."""
-        if self._notes_read:
-            return
-        for name in self._storage.list(QUARANTINE):
-            if name.endswith(REASON_SUFFIX):
-                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                    note = json.loads(self._storage.read(name))
-                    if note["name"].startswith(PACKS):
-                        pack = note["name"].removeprefix(PACKS)
-                        self.noted.add(pack)
-                        self.distrust_pack(pack, str(note["reason"]))
-        self._notes_read = True
+        """Read which packs an earlier writer found damaged."""
+        if not self._notes_read:
+            for pack, reason in damage_notes(self._storage):
+                self.noted.add(pack)
+                self.distrust_pack(pack, reason)
+            self._notes_read = True
 
     def _chunks(self, manifests: Iterable[Manifest]) -> Iterator[tuple[str, Held]]:
         sizes: dict[str, int | None] = {}
@@ -280,73 +288,3 @@ def pinned_steps(storage: Storage) -> frozenset[int]:
     """Steps that no deletion may touch."""
     names = (name.removeprefix(PINS) for name in storage.list(PINS))
     return frozenset(int(name) for name in names if name.isdecimal())
-
-
-def quarantined(storage: Storage) -> list[str]:
-    """Names of what is in quarantine: manifests, and packs that a repair set aside."""
-    return sorted(filter(_is_set_aside, storage.list(QUARANTINE)))
-
-
-def _is_set_aside(name: str) -> bool:
-    return not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
-
-
-def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping[str, Any]) -> str:
-    """Move `name` to a free place in quarantine, with `note` beside it; returns its new name."""
-    taken = set(storage.list(QUARANTINE))
-    number = next(
-        n for n in range(len(taken) + 1) if f"{QUARANTINE}{stem}-{n}{suffix}" not in taken
-    )
-    place = f"{QUARANTINE}{stem}-{number}"
-    storage.replace(reason_name(place + suffix), json.dumps(note).encode() + b"\n")
-    storage.move(name, place + suffix)
-    return place + suffix
-
-
-class Removed(NamedTuple):
-    """A checkpoint that was removed for good while another copy of the run may still hold it."""
-
-    name: str
-    """Of the note that says so."""
-    step: int
-    fingerprint: str
-
-
-_REMOVED = re.compile(re.escape(QUARANTINE) + r"\d{12}-[0-9a-f]{8}" + re.escape(REASON_SUFFIX))
-
-
-def note_removed(storage: Storage, manifest: Manifest) -> None:
-    """Leave word that a checkpoint is removed on purpose, so that a mirror does not bring it back."""
-    note = {
-        "name": manifest_name(manifest.step),
-        "reason": "removed",
-        "removed": [manifest.step, manifest.fingerprint],
-    }
-    stem = f"{QUARANTINE}{manifest.step:012d}-{manifest.fingerprint[:8]}"
-    storage.replace(stem + REASON_SUFFIX, json.dumps(note).encode() + b"\n")
-
-
-def removed(storage: Storage) -> list[Removed]:
-    """The checkpoints of which `note_removed` left word."""
-    found = []
-    for name in sorted(filter(_REMOVED.fullmatch, storage.list(QUARANTINE))):
-        try:
-            step, fingerprint = json.loads(storage.read(name))["removed"]
-        except ConnectionError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # a damaged note says nothing
-        if isinstance(step, int) and isinstance(fingerprint, str):
-            found.append(Removed(name, step, fingerprint))
-    return found
-
-
-def reason_name(name: str) -> str:
-    """Where the note on an object in quarantine lies."""
-    return f"{name.rpartition('.')[0]}{REASON_SUFFIX}"
-
-
-def note_damage(storage: Storage, pack: str, note: Mapping[str, str]) -> None:
-    """Leave word in quarantine that a pack is damaged; the pack stays where it is."""
-    stem = f"{QUARANTINE}{pack.removesuffix('.pack')}"
-    storage.replace(f"{stem}-0{REASON_SUFFIX}", json.dumps(note).encode() + b"\n")

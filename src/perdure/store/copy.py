@@ -1,8 +1,8 @@
 """Copying checkpoints from one run directory into another: `copy_run`, `fork_run`.
 
-Invariant: a checkpoint arrives through the commit protocol of the target. All of its chunks were
-verified and are durable in packs of the target before its manifest is created. The two run
-directories share no file name and no lock, and nothing in the source changes.
+Invariant: a checkpoint is copied through the commit protocol of the target. All of its chunks are
+verified and durable in packs of the target before its manifest is created. The two run directories
+share no file name and no lock, and nothing in the source changes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from perdure.store.compact import (
     relocated_size,
 )
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import MAX_STEP, PACKS, Manifest, pack_name
+from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
+from perdure.store.manifest import Manifest
+from perdure.store.record_builder import Held
 from perdure.store.run import Run
 from perdure.store.storage import Storage
-from perdure.store.writer import Held
 
 LINK_SHARE = 0.5
 """A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
@@ -178,24 +179,24 @@ def copy_checkpoint(
     link: bool = False,
     stopped: Callable[[], bool] = _never,
 ) -> int:
-    """Bring one checkpoint of `source` into `target`, whose writer this process is or becomes.
+    """Copy one checkpoint of `source` into `target`, whose writer this process is or becomes.
 
-    It is durable on return. A step that the target has with the same fingerprint is a success: it
-    gets the metrics that it lacks, and packs that are missing are written again. While chunks are
-    read, the source may be pruned and compacted by others.
+    It is durable on return. If the target has the step with the same fingerprint, it gets the metrics
+    that it lacks, and missing packs are written again. Meanwhile other processes may prune and compact
+    the source.
 
     Args:
         source: The run that is read.
         step: The checkpoint.
         target: The run that is written.
-        link: Take packs that are mostly needed over as hard links where that is possible.
-        stopped: Asked before every read; True ends the copy with `CopyStoppedError`.
+        link: Make hard links of packs that are mostly needed, if the file systems allow it.
+        stopped: Called before every read; True ends the copy with `CopyStoppedError`.
 
     Returns:
         Bytes of the chunks that were written.
 
     Raises:
-        StepNotFoundError: The source has no such step, or not any more.
+        StepNotFoundError: The source has no such step, or no longer.
         StepExistsError: The target has other bits at this step, or a newer step.
         CorruptionError: The checkpoint is damaged in the source.
         LockedError: Another process writes to the target.
@@ -205,29 +206,14 @@ def copy_checkpoint(
     target.begin_writing()
     manifest = source.manifest(step)
     try:
-        if (why := _refusal(target, manifest)) is not None:
-            raise StepExistsError(why)
+        if (refusal := _refusal(target, manifest)) is not None:
+            raise StepExistsError(refusal)
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             _renew(target, present, manifest)
             return 0
         chunks = _Chunks(source, manifest, {} if present else target.held(), stopped)
-        new = _link(source, target, step, chunks.live()) if link else {}
-        chunks.held |= new
-        live = chunks.live()
-        written = 0
-        if live:
-            _ensure_free_space(target, live)
-            _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
-            written = sum(at.length for at in copied.values())
-            new |= copied
-        places = chunks.held | new
-        arrived = relocated(
-            chunks.manifest,
-            lambda _, chunk: places[chunk.hash],
-            cache(lambda pack: target.storage.size(PACKS + pack)),
-        )
-        target.commit(arrived, new, replace=present is not None)
+        return _transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
             f"{source.where}: step {step} was not copied: {error} Correct the cause, then copy again."
@@ -240,9 +226,30 @@ def copy_checkpoint(
     except OSError as error:
         raise SaveError(
             f"{target.where}: step {step} could not be copied from {source.where}: {error}. Every "
-            f"checkpoint there is as it was. Correct the cause (free space, permissions, network), "
+            f"checkpoint there is unchanged. Correct the cause (free space, permissions, network), "
             f"then copy again."
         ) from error
+
+
+def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace: bool) -> int:
+    """Link or copy the chunks that the target lacks, then commit; returns the bytes written."""
+    step = chunks.manifest.step
+    new = _link(source, target, step, chunks.live()) if link else {}
+    chunks.held |= new
+    live = chunks.live()
+    written = 0
+    if live:
+        _ensure_free_space(target, live)
+        _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
+        written = sum(place.length for place in copied.values())
+        new |= copied
+    places = chunks.held | new
+    manifest = relocated(
+        chunks.manifest,
+        lambda _, chunk: places[chunk.hash],
+        cache(lambda pack: target.storage.size(PACKS + pack)),
+    )
+    target.commit(manifest, new, replace=replace)
     return written
 
 
@@ -273,11 +280,11 @@ def _copy(source: Run, step: int, target: Run) -> Copied:
 
 
 def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
-    """What `_copy` would do, once the chunks that are `planned` already are there."""
+    """What `_copy` would do if the chunks that are `planned` were there already."""
     try:
         manifest = source.manifest(step)
-        if (why := _refusal(target, manifest)) is not None:
-            return Copied(step, "refused", reason=why)
+        if (refusal := _refusal(target, manifest)) is not None:
+            return Copied(step, "refused", reason=refusal)
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")
@@ -302,7 +309,7 @@ def _not_copied(source: Run, step: int, error: StoreError) -> Copied:
 
 
 def _present(target: Run, step: int) -> Manifest | None:
-    if step not in target.steps():  # the error of `manifest` would read the whole quarantine
+    if step not in target.steps():  # its error would read the whole quarantine
         return None
     try:
         return target.manifest(step)
@@ -339,7 +346,7 @@ def _refusal(target: Run, manifest: Manifest) -> str | None:
 
 
 def _is_whole(target: Run, present: Manifest) -> bool:
-    """Whether the packs of a checkpoint are there in the sizes that it states."""
+    """Whether the packs of a checkpoint are there and have the sizes that it states."""
     for pack in present.packs:
         try:
             if target.storage.size(PACKS + pack.name) != pack.size:
@@ -362,7 +369,7 @@ def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
 
 
 class _Chunks:
-    """The chunks of one checkpoint in the source, wherever a compaction moves them meanwhile.
+    """The chunks of one checkpoint in the source, also if a compaction moves them meanwhile.
 
     `held` are the places of chunks that the target has; they are not copied.
     """
@@ -382,15 +389,15 @@ class _Chunks:
         self._stopped = stopped
 
     def live(self) -> dict[str, LiveChunks]:
-        """Where the chunks are that the target lacks."""
+        """The places of the chunks that the target lacks."""
         lacking = {
-            name: {at: chunk for at, chunk in chunks.items() if chunk[0] not in self.held}
+            name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in self.held}
             for name, chunks in _live(self.manifest).items()
         }
         return {name: chunks for name, chunks in lacking.items() if chunks}
 
     def find_again(self, error: DamagedChunk) -> dict[str, LiveChunks]:
-        """Read the manifest again after a chunk was not found; raises when nothing was moved."""
+        """The new places after a chunk was not found; raises if the manifest did not change."""
         again = self._source.manifest(self.manifest.step)
         if again == self.manifest:
             raise CorruptionError(str(error)) from error
@@ -435,24 +442,24 @@ def _ensure_free_space(target: Run, live: Mapping[str, LiveChunks]) -> None:
 
 
 def _link(source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]) -> dict[str, Held]:
-    """Take packs that are mostly needed over as hard links; returns the places of their chunks."""
-    here, there = target.storage, source.storage
+    """Make hard links of packs that are mostly needed; returns the places of their chunks."""
     places: dict[str, Held] = {}
-    if not (isinstance(here, LocalStorage) and isinstance(there, LocalStorage)):
+    origin, storage = source.storage, target.storage
+    if not (isinstance(origin, LocalStorage) and isinstance(storage, LocalStorage)):
         return places
     for pack, chunks in live.items():
         name = pack_name(step, 0, secrets.token_hex(4))
         try:
-            size = there.size(PACKS + pack)
+            size = origin.size(PACKS + pack)
             needed = sum(length for _, length, _ in chunks.values())
-            linked = needed >= LINK_SHARE * size and here.link_from(
-                there, PACKS + pack, PACKS + name
+            linked = needed >= LINK_SHARE * size and storage.link_from(
+                origin, PACKS + pack, PACKS + name
             )
         except FileNotFoundError:
-            linked = False  # compacted meanwhile: its chunks are copied from their new places
+            linked = False  # compacted meanwhile; its chunks are copied from their new places
         if linked:
             try:
-                check_chunks(here, {name: chunks})
+                check_chunks(storage, {name: chunks})
             except DamagedChunk as error:
                 raise CorruptionError(
                     f"{source.where}: step {step} cannot be forked, {PACKS}{pack} is damaged: {error} "

@@ -1,8 +1,6 @@
-"""One file at the speed of the disk: page-aligned memory and O_DIRECT, in both directions.
+"""Reading and writing files at the speed of the disk, with page-aligned memory and O_DIRECT.
 
-Writing owns the buffers of one file. `write` copies into a staging buffer, full
-buffers are written in the background, and `finish` returns only after every byte has reached the
-file (not yet synced). A file system that refuses O_DIRECT gets the same through the page cache.
+On a file system that refuses O_DIRECT the same calls go through the page cache.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from perdure.store.pools import finish, pool, submit
 BLOCK = 4096
 BUFFERS = 3
 SMALL_PIECE = 1024 * 1024
-"""A file that fits into the buffers is written in pieces of this size, behind the copying."""
+"""A file that fits into the buffers is written in pieces of this size while the rest is copied."""
 
 ALLOCATE_BYTES = 64 * 1024 * 1024
 DIRECT_READ_FROM = 256 * 1024
@@ -30,9 +28,10 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class StagedWriter:
-    """Appends to a new file at `path`; `before(operation, path)` is called ahead of each write.
+    """Appends to a new file at `path`, from staging buffers that are written in the background.
 
-    `size` is an upper bound of the bytes to come.
+    `size` is an upper bound of the bytes to come. `before(operation, path)` is called before each
+    write.
     """
 
     def __init__(self, path: str, size: int, before: Callable[[str, str], None]) -> None:
@@ -52,27 +51,27 @@ class StagedWriter:
 
     def write(self, data: memoryview) -> None:
         """Copy `data` into staging memory; raises the error of an earlier background write."""
-        at = 0
-        while at < len(data):
+        done = 0
+        while done < len(data):
             if self._current is None:
                 self._current = self._next_buffer()
-            part = min(len(data) - at, self._piece - self._filled)
-            copy_bytes(memoryview(self._current)[self._filled :], data[at : at + part])
+            part = min(len(data) - done, self._piece - self._filled)
+            copy_bytes(memoryview(self._current)[self._filled :], data[done : done + part])
             self._filled += part
-            at += part
+            done += part
             if self._filled == self._piece:
                 self._submit()
 
     def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
-        """`write` without the copy where that can be: page-aligned memory, whole blocks.
+        """`write` without a copy, if `data` is page-aligned and consists of whole blocks.
 
-        `release` is called, from any thread, once the memory may be used for something else.
+        `release` is called, from any thread, once the memory may be reused.
         """
         if self._current is not None or len(data) % BLOCK:
             self.write(data)
             release()
             return
-        pieces = [data[at : at + self._piece] for at in range(0, len(data), self._piece)]
+        pieces = [data[i : i + self._piece] for i in range(0, len(data), self._piece)]
         left = iter(range(len(pieces) - 1, -1, -1))
 
         def written(_: Future[None]) -> None:
@@ -89,7 +88,7 @@ class StagedWriter:
             self._offset += len(piece)
 
     def finish(self) -> int:
-        """Write what is left and return the descriptor, positioned nowhere, ready for fsync."""
+        """Write the rest; returns the descriptor of the file, which is complete and not yet synced."""
         total = self._offset + self._filled
         if self._current is not None:
             # O_DIRECT writes whole blocks; the file is cut back to its true length below.
@@ -150,7 +149,7 @@ class StagedWriter:
         # In steps, because `expected` is an upper bound: deduplication may leave little to write.
         while self._allocated < needed:
             length = max(needed, min(self._expected, self._allocated + ALLOCATE_BYTES))
-            # A refusal decides nothing: the write that follows reports a full disk itself.
+            # If this fails, the write that follows reports a full disk.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fallocate(self._fd, self._allocated, length - self._allocated)
             self._allocated = length
@@ -171,9 +170,9 @@ class StagedWriter:
 def read_at(path: str, offset: int, target: memoryview) -> int:
     """Fill `target` from `offset` of a file; returns the bytes read, fewer only at its end.
 
-    A large read between whole blocks goes past the page cache, which saves a copy, unless its first
-    block is in the cache already. Looking brings that block in, so of several processes that read
-    the same file the first reads past the cache and the others through it, once for all of them.
+    A large read of whole blocks bypasses the page cache, which saves a copy, unless its first block is
+    in the cache already. Checking that brings the block in, so of several processes that read the
+    same file the first bypasses the cache, and the others share it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -192,7 +191,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to the front of `target`; other threads run meanwhile, which a slice forbids."""
+    """Copy `source` to the front of `target`. Unlike a slice assignment it releases the GIL."""
     import numpy as np  # not needed to list a run
 
     size = len(source)
@@ -201,22 +200,24 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def _is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte can be had without waiting for the disk; True where direct reads cannot be."""
+    """Whether a byte is in the page cache; True as well if direct reads are not possible."""
     if not (_O_DIRECT and hasattr(os, "RWF_NOWAIT")):
         return True
-    os.posix_fadvise(fd, offset, 0, os.POSIX_FADV_RANDOM)  # or the look would start to read ahead
+    os.posix_fadvise(
+        fd, offset, 0, os.POSIX_FADV_RANDOM
+    )  # otherwise this would start to read ahead
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
-    except OSError:  # a file system that cannot tell
+    except OSError:  # the file system does not support the question
         return True
     finally:
         os.posix_fadvise(fd, offset, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def _read_direct(path: str, offset: int, target: memoryview) -> int:
-    """Whole blocks past the page cache; 0 where the file system or the memory does not allow it."""
+    """Read whole blocks past the page cache; 0 if the file system or the memory does not allow it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
     except OSError:

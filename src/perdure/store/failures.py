@@ -1,9 +1,10 @@
-"""What a failed read says about the bytes that were asked for.
+"""What a failed read means: damage, or an error of the environment.
 
-Damage is what the bytes say: they contradict their hash or their schema, or their file is gone while a
-durable manifest names it. Every other failure (no permission, too many open files, a stale handle, a
-disk that reports an error, no answer) says nothing about the bytes. It is tried again where that helps
-and raised as `UnreachableError`; nothing moves to quarantine and no older checkpoint takes its place.
+Bytes are damaged if they contradict their hash or their schema, or if their file is gone while a
+durable manifest names it. Every other failure (no permission, too many open files, a stale handle,
+a disk that reports an error, no answer) says nothing about the bytes. The read is retried if that
+can help, and then raises `UnreachableError`; nothing moves to quarantine and no older checkpoint is
+used instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from perdure.errors import CorruptionError, StoreError, UnreachableError
 PAUSES = (0.01, 0.05, 0.2)
 """Seconds before the second, third and fourth attempt."""
 
-_PASSING = frozenset(
+_TRANSIENT = frozenset(
     {
         errno.EAGAIN,
         errno.EBUSY,
@@ -37,7 +38,7 @@ _ADVICE = {
     errno.ENFILE: "Close files on this machine",
     errno.ENODEV: "Bring the directory back and start this program again",
     errno.ENOMEM: "Free memory and try again",
-    errno.EIO: "The kernel's log says what the disk reported",
+    errno.EIO: "The kernel's log has what the disk reported",
 }
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ _sleep = time.sleep
 
 
 class DamagedChunk(CorruptionError):
-    """A chunk in a pack is not what manifests say; offset -1 stands for the pack as a whole."""
+    """A chunk at an offset of a pack is not what a manifest says; offset -1 means the whole pack."""
 
     def __init__(self, message: str, pack: str, offset: int) -> None:
         super().__init__(message)
@@ -54,34 +55,39 @@ class DamagedChunk(CorruptionError):
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether an error says that there is no such file, which is damage where a manifest names it."""
+    """Whether there is no such file, which is damage if a manifest names it."""
     return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
 
 
 def retried(work: Callable[[], T]) -> T:
-    """`work`, a few times over while it fails with an error that may pass."""
+    """Call `work`, up to four times while it fails with an error that may pass; returns its result."""
     for pause in PAUSES:
         try:
             return work()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _TRANSIENT:
                 raise
         _sleep(pause)
     return work()
 
 
 def read_error(error: OSError | MemoryError, what: str) -> StoreError:
-    """The error to raise from a failed read of `what`: a file, with the step that needs it.
+    """The error to raise for a failed read.
 
-    `CorruptionError` if there is no such file, `UnreachableError` otherwise.
+    Args:
+        error: The failure.
+        what: The file that was read and, if known, the step that needs it; for the text.
+
+    Returns:
+        `CorruptionError` if there is no such file, otherwise `UnreachableError`.
     """
     if isinstance(error, OSError) and is_gone(error):
         return CorruptionError(f"{what}: expected a file, found none ({error}).")
     code = error.errno if isinstance(error, OSError) else errno.ENOMEM
     advice = _ADVICE.get(code or 0, "Try again once the storage answers")
-    said = str(error).rstrip(".") or "out of memory"
+    reason = str(error).rstrip(".") or "out of memory"
     return UnreachableError(
-        f"{what}: cannot be read: {said}. This says nothing about its contents, so nothing was "
+        f"{what}: cannot be read: {reason}. This says nothing about its contents, so nothing was "
         f"changed and no older checkpoint was used instead. {advice}; to continue with an older "
         f"checkpoint, restore its step by number."
     )

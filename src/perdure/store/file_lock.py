@@ -31,7 +31,7 @@ _open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class FileLock:
-    """The lock file at `path`, open and locked. Made by `acquire`; `release` may be called often."""
+    """The lock file at `path`, open and locked; `acquire` makes it."""
 
     def __init__(self, path: str, fd: int) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class FileLock:
     # `close` and `guard` are arguments because a lock that is never released ends with Python, when
     # the names of this module may be gone.
     def release(self, close=os.close, guard=_guard) -> None:
-        """Let another writer in. In a forked child it does nothing: the lock is the parent's."""
+        """Release the lock; may be called often. A forked child leaves it to the parent."""
         with guard:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -73,8 +73,8 @@ def acquire(path: str, owner: bytes) -> FileLock:
     """Lock the file at `path`, created if needed, and write `owner` into it.
 
     Raises:
-        BlockingIOError: another writer holds it; `strerror` is the owner text of that writer.
-        OSError: the file cannot be opened or locked, or is a symbolic link.
+        BlockingIOError: Another writer holds it; `strerror` is the owner text of that writer.
+        OSError: The file cannot be opened or locked, or is a symbolic link.
     """
     for _ in range(_ATTEMPTS):
         lock = _open_locked(path)
@@ -98,8 +98,8 @@ def _open_locked(path: str) -> FileLock:
             fd = os.open(path, flags, 0o644)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                why = "the lock file is a symbolic link; remove it"
-                raise OSError(errno.ELOOP, why, path) from None
+                reason = "the lock file is a symbolic link; remove it"
+                raise OSError(errno.ELOOP, reason, path) from None
             raise
         try:
             _lock(fd)

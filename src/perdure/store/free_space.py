@@ -1,8 +1,7 @@
-"""Is there room for a save? Asked before its first byte is written, so that a full disk is found early.
+"""Checking the free space before a save, so that a full disk is found before the first byte.
 
-How much will be written is known only after hashing, because chunks that are there already are not
-written again. The whole state is the upper bound, and costs nothing to compare; only where that does
-not fit is everything hashed ahead.
+The bytes to write are known only after hashing, because chunks that are there already are not written
+again. So the size of the whole state is compared first, and only if that does not fit is it hashed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from perdure.store.leaf import Leaf
 from perdure.store.storage import Storage
 
 BYTES_PER_CHUNK = 256
-"""Room for a chunk's line in the pack's index and in the manifest."""
+"""Space for a chunk's line in the pack's index and in the manifest."""
 BYTES_PER_LEAF = 512
-"""Room for a leaf's path, type and shape in the manifest."""
+"""Space for a leaf's path, type and shape in the manifest."""
 BYTES_PER_SAVE = 64 * 1024
-"""Room for headers, directories and the file system's own blocks."""
+"""Space for headers, directories and the file system's own blocks."""
 
 
 def ensure_free_space(storage: Storage, leaves: Mapping[str, Leaf], known: Collection[str]) -> None:
-    """Raise `OSError` (ENOSPC) that says what is needed and what is free, when a save cannot fit.
+    """Raise `OSError` (ENOSPC), with the bytes that are needed and free, if a save cannot fit.
 
-    `known` are hashes of chunks that will not be written. A storage that does not know its free
-    space has room.
+    `known` are hashes of chunks that will not be written. If a storage does not know its free space,
+    nothing is raised.
     """
     free = storage.free_bytes()
     if free is None:

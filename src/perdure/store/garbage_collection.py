@@ -1,9 +1,9 @@
-"""Deleting checkpoints and giving back the room of what nobody needs: a plan, then its execution.
+"""Deleting checkpoints, and packs that are no longer needed: first a plan, then its execution.
 
-Invariant: at any instant every checkpoint that stays is readable. A manifest goes before its packs;
-a pack goes only when no manifest that stays, and no quarantined one, reads from it; a pack that is
-mostly dead goes only when its live chunks are durable elsewhere and every manifest names them there.
-While a manifest is unreadable no pack goes. Nothing else is ever deleted.
+Invariant: at any instant every checkpoint that stays is readable. A manifest is deleted before its
+packs; a pack only if no manifest that stays, and none in quarantine, reads from it; a pack that is
+mostly dead only when its live chunks are durable elsewhere and every manifest names them there.
+While a manifest is unreadable no pack is deleted. Nothing else is ever deleted.
 """
 
 from __future__ import annotations
@@ -14,27 +14,34 @@ from dataclasses import dataclass
 
 from perdure.errors import StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
-from perdure.store.contents import Contents, note_removed, reason_name
+from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import PACKS, Manifest, manifest_name, pack_step
+from perdure.store.format import PACKS, manifest_name, pack_step
+from perdure.store.manifest import Manifest
+from perdure.store.quarantine import reason_name
+from perdure.store.removal_notes import note_removed
 from perdure.store.storage import Storage
 
 DEAD_SHARE = 0.5
-"""A pack is compacted when more than this share of its bytes would be given back."""
+"""A pack is compacted when that would free more than this share of its bytes."""
 
 SPARE_BYTES = 1024 * 1024
-"""Room that a compaction leaves, for the manifests that it replaces and for whoever else writes."""
+"""A compaction leaves this much free space, for the manifests that it replaces and for others."""
 
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """What shall be deleted: the input of a plan.
+    """What to delete: the input of a plan.
 
-    `orphans_to`: packs that no manifest mentions go too when the step of their save is not above it;
-    later ones may belong to a save in progress. `compact_from`: packs that are mostly dead are
-    compacted when that gives back at least so many bytes; None leaves them. `everywhere` looks at
-    every pack for that, otherwise only at those that a checkpoint being deleted reads from.
-    `quarantined` are names of manifests in quarantine that go.
+    Attributes:
+        steps: The checkpoints to delete; those that are not there are ignored.
+        orphans_to: Packs that no manifest mentions are deleted if the step of their save is not above
+            this one. Later ones may belong to a save in progress.
+        compact_from: Packs that are mostly dead are compacted if that frees at least so many bytes;
+            None compacts nothing.
+        everywhere: Consider every pack for compaction, and not only those that a checkpoint being
+            deleted reads from.
+        quarantined: Names of manifests in quarantine to delete.
     """
 
     steps: frozenset[int] = frozenset()
@@ -46,12 +53,19 @@ class PruneRequest:
 
 @dataclass(frozen=True)
 class CollectPlan:
-    """What will happen, in this order: manifests of `steps` and those of `quarantined` go, then `packs`
-    and `orphans`; then the live chunks of `compact` are copied into one new pack, the manifests of
-    `rewrite` are replaced by ones that read from there, and the packs of `compact` go.
+    """What will be done, in the order of the attributes.
 
-    `freed` bytes are given back, `copied` of them are written again first. `held_back` says why
-    packs that nobody needs stay.
+    Attributes:
+        request: The request that was planned.
+        steps: Steps whose manifests are deleted, then those of `quarantined`.
+        packs: Packs that are deleted because no remaining manifest reads from them.
+        orphans: Packs that are deleted because no manifest ever named them.
+        compact: Packs whose live chunks are copied into one new pack; they are deleted at the end.
+        rewrite: Steps whose manifests are replaced by ones that read from the new pack.
+        freed: Bytes that all this frees, less those that are `copied`.
+        copied: Bytes of the new pack.
+        held_back: Why packs stay that seem not to be needed; None if there are none.
+        quarantined: Names of manifests in quarantine that are deleted.
     """
 
     request: PruneRequest
@@ -73,9 +87,14 @@ class CollectPlan:
 
 @dataclass(frozen=True)
 class Collected:
-    """What an execution did: manifests that were replaced, and packs that were left uncompacted
-    because a chunk in them is damaged or cannot be read, or because there is no room for the copy,
-    with the reason."""
+    """What an execution did beside deleting.
+
+    Attributes:
+        replaced: The manifests that were replaced, by step.
+        left: Packs that were not compacted, with the reason: a chunk in them is damaged or cannot be
+            read, or there is no space for the copy.
+        damaged: The damage that was found.
+    """
 
     replaced: Mapping[int, Manifest]
     left: Mapping[str, str]
@@ -83,7 +102,7 @@ class Collected:
 
 
 def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
-    """The consequences of a request. Raises `StoreError` when it names a pinned step."""
+    """Decide what a request deletes, from a snapshot; raises `StoreError` if it names a pinned step."""
     present = held.manifests.keys() | held.unreadable.keys()
     gone = request.steps & present
     if refused := sorted(gone & held.pinned):
@@ -96,10 +115,10 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
     if held.unknown:
         why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
         return CollectPlan(request, steps, held_back=why)
-    if blind := sorted(held.unreadable.keys() - gone):
+    if unreadable := sorted(held.unreadable.keys() - gone):
         why = (
-            f"the manifest of step {blind[0]} cannot be read and may need any pack: "
-            f"{held.unreadable[blind[0]]} `perdure verify --repair` moves it aside"
+            f"the manifest of step {unreadable[0]} cannot be read and may need any pack: "
+            f"{held.unreadable[unreadable[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
     kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
@@ -138,7 +157,7 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in plan.quarantined:
-        with suppress(OSError):  # a full disk must not keep what would give room back
+        with suppress(OSError):  # a full disk must not prevent the deletion that frees space
             note_removed(storage, held.quarantined[name])
         storage.delete(name)
         storage.delete(reason_name(name))
@@ -148,7 +167,7 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
         return Collected({}, {})
     free = storage.free_bytes()
     if free is not None and plan.copied + SPARE_BYTES > free:
-        # Compaction can wait: on a disk that is nearly full it must not be what fails.
+        # Compaction can wait. It must not be what fills a disk.
         why = (
             f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
         )
@@ -182,7 +201,7 @@ def _mostly_dead(
         return {}
     chosen = {}
     for name, live in live_chunks(kept.values(), candidates).items():
-        # What a pack of its live chunks alone would take: so a pack just compacted is never chosen.
+        # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.
         spared = held.packs[name] - relocated_size({name: live})
         if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:
             chosen[name] = live

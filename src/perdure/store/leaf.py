@@ -6,18 +6,21 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, Container, chunk_spans, hash_bytes
+from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
+from perdure.store.manifest import Container
 
 
-# `gc=False`: bytes refer to nothing, and the collector would look at very many of these in a save.
+# `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
 class Leaf(Struct, frozen=True, gc=False):
     """One array, or one Python scalar, as bytes.
 
-    `dtype` is a NumPy or ml_dtypes name (`float32`, `bfloat16`), `weak:` and such a name for a weakly
-    typed JAX array, `key<impl>` for a typed PRNG key (the data of each key are `uint32` words), or
-    `py:kind` for a scalar whose `data` is UTF-8 text.
-    `data` is one-dimensional unsigned bytes in row-major, little-endian order. `frozen` says that
-    nobody changes these bytes, so that a background save needs no copy of them.
+    Attributes:
+        dtype: A NumPy or ml_dtypes name (`float32`, `bfloat16`); `weak:` and such a name for a weakly
+            typed JAX array; `key<impl>` for a typed PRNG key, whose data are `uint32` words; or
+            `py:kind` for a scalar whose `data` is UTF-8 text.
+        shape: The shape of the array, or of the array of keys; `()` for a scalar.
+        data: One-dimensional unsigned bytes in row-major, little-endian order.
+        frozen: Whether these bytes never change, so that a background save needs no copy of them.
     """
 
     dtype: str
@@ -27,14 +30,16 @@ class Leaf(Struct, frozen=True, gc=False):
 
     @property
     def is_scalar(self) -> bool:
+        """Whether this is a Python scalar."""
         return self.dtype.startswith(SCALAR_PREFIX)
 
     @property
     def is_weak(self) -> bool:
+        """Whether this is a weakly typed JAX array."""
         return self.dtype.startswith(WEAK_PREFIX)
 
     def strong(self) -> Leaf:
-        """The same bits without a weak type, for everything that is not JAX."""
+        """The same bits without the weak type, for code that does not use JAX."""
         return Leaf(self.dtype.removeprefix(WEAK_PREFIX), self.shape, self.data, self.frozen)
 
     @property
@@ -49,7 +54,7 @@ class Leaf(Struct, frozen=True, gc=False):
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def hashes(self) -> list[str]:
-        """The hash of each chunk; of a scalar that of its text."""
+        """The hash of each chunk; for a scalar the hash of its text."""
         if self.is_scalar:
             return [hash_bytes(self.data)]
         return [hash_bytes(self.data[start:stop]) for start, stop in chunk_spans(len(self.data))]
@@ -76,5 +81,5 @@ class Leaves(dict[str, Leaf]):
 
 
 def containers_of(leaves: Mapping[str, Leaf]) -> dict[str, Container]:
-    """The containers that come with some leaves; none for a plain mapping."""
+    """The containers of `Leaves`; none for a plain mapping."""
     return leaves.containers if isinstance(leaves, Leaves) else {}

@@ -1,9 +1,9 @@
 """The writer's lock on an object store: an object with its owner, renewed while it is held.
 
-What it promises: one holder at a time as long as clocks run at one rate. A holder that could not
-renew for `lease_seconds` may be replaced; it notices before its next change and makes none. What it
-does not promise: that a request already under way when the lease lapses has no effect. The commit
-does not rest on it: a manifest is created only where there is none.
+It guarantees one holder at a time as long as clocks run at the same rate. A holder that could not renew
+for `lease_seconds` may be replaced; it notices that before its next change and makes none. A
+request that is in progress when the lease expires may still have an effect. The commit does not
+depend on the lease, because a manifest is only created where there is none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RENEWALS_PER_LEASE = 3
 
 
 class Holder(Struct, frozen=True):
-    """What a lock object says. `renewals` makes the bytes of every version differ."""
+    """The contents of a lock object. `renewals` makes the bytes of every version differ."""
 
     owner: str
     nonce: str
@@ -41,8 +41,8 @@ class Holder(Struct, frozen=True):
 class Lease:
     """A lock object `name`, held from `acquire` to `release`.
 
-    `now` is the clock that the age of a lock is judged by, in seconds since 1970; by default the
-    store's own, so that clocks of hosts do not matter.
+    `now` returns the seconds since 1970 that the age of a lock is judged by. By default it is the clock
+    of the store, so that the clocks of hosts do not matter.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Lease:
             self._version = self._take_over(holder, data, version)
             break
         else:
-            raise BlockingIOError(errno.EAGAIN, "others come and go", self._where)
+            raise BlockingIOError(errno.EAGAIN, "its holder changed several times", self._where)
         self._renewed = started
         threading.Thread(target=self._keep, name="perdure-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise `LostLock` unless the lock is still ours; asks the store only when it may not be."""
+        """Raise `LostLock` if this process lost the lock; the store is asked only if in doubt."""
         if self._lost is None and _steady() - self._renewed > self._mine.lease_seconds:
             self.renew()
         if self._lost is not None:
@@ -101,7 +101,7 @@ class Lease:
             )
 
     def renew(self) -> None:
-        """Renew the lock, or find that it is lost; raises `ConnectionError` when nobody answers."""
+        """Renew the lock, or notice that it is lost; raises `ConnectionError` if there is no answer."""
         with self._busy:
             if self._lost is not None or self._released.is_set():
                 return
@@ -116,18 +116,19 @@ class Lease:
             except OSError as error:
                 if error.errno != errno.ENOTSUP:
                     raise
-                # No such writes here: nobody takes over either, so the object only has to be there.
+                # This store has no conditional writes, so nobody takes over; the object must only
+                # exist.
                 self._look(started)
                 return
             self._mine = following
             self._renewed = started
 
     def release(self) -> None:
-        """Give the lock back. In a forked child it does nothing: the lock is the parent's."""
+        """Release the lock. In a forked child, where it is the parent's, do nothing."""
         if os.getpid() != self._pid:
             return
         self._released.set()
-        with self._busy, contextlib.suppress(ConnectionError):  # it lapses by itself
+        with self._busy, contextlib.suppress(ConnectionError):  # then it expires
             if self._lost is None and _steady() - self._renewed < self._mine.lease_seconds:
                 self._bucket.delete(self._name)
 
@@ -140,15 +141,15 @@ class Lease:
             try:
                 self.renew()
             except OSError:
-                continue  # tried again in a moment; `check` raises when it matters
+                continue  # the next renewal may succeed; until then `check` raises
 
     def _look(self, started: float) -> None:
-        """After a refused renewal: an answer of ours that was lost, or another holder."""
+        """After a refused renewal: find out whether this process or another one holds the lock."""
         try:
             version = version_of(self._bucket.head(self._name))
             holder = self._holder()
         except FileNotFoundError:
-            self._lost = "somebody who removed it"
+            self._lost = "a process that removed it"
             return
         if holder.nonce == self._mine.nonce:
             self._version, self._renewed, self._mine = version, started, holder
@@ -186,7 +187,7 @@ class Lease:
         return BlockingIOError(errno.EAGAIN, holder.owner, self._where)
 
     def _store_time(self) -> float:
-        """The clock of the store, read off an object written now."""
+        """The clock of the store, from the time of an object that is written for that."""
         probe = f"{self._name}.{self._mine.nonce}{TEMP_SUFFIX}"
         self._bucket.put(probe, b"")
         try:
@@ -196,7 +197,7 @@ class Lease:
 
 
 def _steady() -> float:
-    """Seconds that go on while the machine sleeps, as those of the store do."""
+    """Seconds of a clock that also runs while the machine sleeps, like that of the store."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -204,14 +205,14 @@ def _this_process() -> tuple[str, str, str, int, str] | None:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        here = os.getpid()
-        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), here, _started(here)
+        pid = os.getpid()
+        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), pid, _started(pid)
     except OSError:
         return None
 
 
 def _is_dead(process: tuple[str, str, str, int, str] | None) -> bool:
-    """Whether a process of this host, this boot and this name space is gone; False for any other."""
+    """Whether a process of this host, boot and name space has ended; False for any other process."""
     this = _this_process()
     if process is None or this is None or process[:3] != this[:3]:
         return False
@@ -224,7 +225,7 @@ def _is_dead(process: tuple[str, str, str, int, str] | None) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in clock ticks since boot: field 22 of proc_pid_stat(5)."""
+    """When a process started, in clock ticks since boot: field 22 of proc_pid_stat(5)."""
     with open(f"/proc/{pid}/stat") as file:
         state, *fields = file.read().rpartition(")")[2].split()
     if state in "ZX":

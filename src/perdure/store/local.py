@@ -1,8 +1,8 @@
 """A run directory on a local or shared file system, with every sync in place.
 
-The order is always: temporary file, write, fsync the file, link it to its name, fsync the
-directory. A crash between any two of these leaves either no object or the whole one. `before` is
-called ahead of every operation that changes the disk; tests count, record and fail them there.
+The order is always: temporary file, write, fsync the file, link it to its name, fsync the directory. A
+crash between any two of these leaves either no object or the whole one. `before` is called before every
+operation that changes the disk, so that tests can count, record and fail them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
 
 STAGED_FROM = 1024 * 1024
-"""Objects of at least this many bytes go through the staging buffers."""
+"""Objects of at least this many bytes are written through `StagedWriter`."""
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 T = TypeVar("T")
@@ -33,7 +33,15 @@ def _nothing(operation: str, path: str) -> None:
 
 
 class LocalStorage:
-    """Objects are files below `root`; see `perdure.store.storage.Storage` for the contract."""
+    """Objects are files below `root`; see `perdure.store.storage.Storage` for the contract.
+
+    Args:
+        root: Path of the run directory; it need not exist. It is made absolute.
+        before: Called with the name of an operation and a path, before each change of the disk.
+
+    Raises:
+        StoreError: The path has no meaning, such as an empty one.
+    """
 
     def __init__(
         self, root: str | os.PathLike[str], before: Callable[[str, str], None] = _nothing
@@ -41,7 +49,7 @@ class LocalStorage:
         self.where = absolute_path(root)
         self._before = before
         self._root: tuple[int, int] | None = None
-        # If the path cannot be looked at now, the first operation reports it, with its meaning there.
+        # If the path cannot be looked up now, the first operation reports that with its own text.
         with contextlib.suppress(OSError):
             self._root = _identity(self.where)
         self._lock: FileLock | None = None
@@ -70,7 +78,7 @@ class LocalStorage:
                 return file.read()
 
         data = self._retried(read)
-        # Another run may lie at this path by now, and its manifests have the same names.
+        # By now another run may be at this path, and its manifests have the same names.
         self._require_root()
         return data
 
@@ -94,7 +102,7 @@ class LocalStorage:
         self._link(self.path(name), self.path(target))
         self.sync_parent(target)
         self.step("unlink", self.path(name))
-        with contextlib.suppress(FileNotFoundError):  # where there are no hard links it was renamed
+        with contextlib.suppress(FileNotFoundError):  # without hard links it was renamed
             os.unlink(self.path(name))
         self.sync_parent(name)
 
@@ -150,11 +158,11 @@ class LocalStorage:
             self._lock.check()
 
     def step(self, operation: str, path: str) -> None:
-        """Announce the operation that comes next."""
+        """Call `before` for the next operation."""
         self._before(operation, path)
 
     def announces(self, before: Callable[[str, str], None]) -> bool:
-        """Whether `before` is told of every operation."""
+        """Whether `before` is called for every operation."""
         return self._before == before
 
     def sync_parent(self, name: str) -> None:
@@ -187,7 +195,7 @@ class LocalStorage:
         self.sync_parent(name)
 
     def remove_quietly(self, temporary: str) -> None:
-        """Remove the file of a failed write; one that stays is cleared by the next writer."""
+        """Remove the file of a failed write; if that fails, the next writer removes it."""
         self.step("unlink", temporary)
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -204,7 +212,7 @@ class LocalStorage:
             os.rename(source, target)
 
     def _retried(self, work: Callable[[], T]) -> T:
-        """`work`, tried again while its error may pass; nothing is missing in a directory that is."""
+        """`retried(work)`. If a file is missing, first check that the directory is still there."""
         try:
             return retried(work)
         except FileNotFoundError:
@@ -212,15 +220,15 @@ class LocalStorage:
             raise
 
     def _require_root(self) -> None:
-        """Raise `OSError` if the directory that was here is not here any more.
+        """Raise `OSError` if the directory is not the one that was there when it was opened.
 
         A run that was moved or unmounted must not be continued in an empty directory at its path.
         """
         if self._root is not None and _identity(self.where) != self._root:
             raise OSError(
                 errno.ENODEV,
-                "the run directory that was here when it was opened was moved, deleted, unmounted or "
-                "replaced; nothing is written to this path any more",
+                "the run directory was moved, deleted, unmounted or replaced after it was opened; "
+                "nothing more is written to this path",
                 self.where,
             )
 
@@ -249,12 +257,12 @@ class LocalStorage:
 
 
 class LocalSink:
-    """A new file under a temporary name; small ones are held back and written at once."""
+    """A new file under a temporary name; a small one is written as a whole by `commit`."""
 
     def __init__(self, storage: LocalStorage, name: str, size: int) -> None:
         self._storage = storage
         self._name = name
-        # Of its own: two writers of one name must not meet in one temporary file either.
+        # Unique, because two writers of one name must not share a temporary file.
         self._temporary = f"{storage.path(name)}.{secrets.token_hex(4)}{TEMP_SUFFIX}"
         self._small = bytearray()
         self._staged: StagedWriter | None = None

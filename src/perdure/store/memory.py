@@ -1,4 +1,4 @@
-"""A run directory in memory: the reference backend, for tests and for short-lived runs."""
+"""A run directory in memory: the reference implementation, for tests and short-lived runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _MemorySink:
 
 
 class MemoryStorage:
-    """Keeps every object in `objects`. Nothing survives the process."""
+    """Keeps every object in the dict `objects`. Nothing survives the process."""
 
     def __init__(self) -> None:
         self.where = "memory:"

@@ -1,13 +1,13 @@
-"""One checkpoint written by several processes: who writes which chunk, and how it becomes one.
+"""Writing one checkpoint from several processes, each of which holds the whole state.
 
-Every process holds the whole state. Chunk i of the state, in path order, is written by process
-i mod P; what belongs to one process alone (its `Own` leaves) is written by that one; the chief puts
-the shares together. Nothing here commits: the manifest, written by the chief after all shares are
-durable, makes all of it visible, or none.
+Chunk i of the state, in path order, is written by process i mod P; the leaves that only one process has
+(`Own`) are written by that one. The chief puts the parts together. Nothing here commits: the manifest,
+which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,25 +16,24 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.format import (
-    SCALAR_PREFIX,
-    Chunk,
-    LeafRecord,
-    PackRecord,
-    array_record,
-    chunk_spans,
-    hash_bytes,
-)
+from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
+from perdure.store.manifest import Chunk, LeafRecord
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import Held, Written, write_pack
+from perdure.store.writer import Written, write_pack
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process wrote: its chunks by number, each as (hash, pack, offset, length).
+    """What one process wrote.
 
-    `state` is the hash of the whole state as this process holds it. `ranked` and `local` are the
-    records of its own leaves, whose chunks count the packs in the order of `packs`.
+    Attributes:
+        state: The hash of the whole state as this process holds it.
+        chunks: Its chunks by number, each as (hash, pack, offset, length).
+        packs: The packs that it reads from, with their bytes.
+        ranked: The records of its own leaves that are part of the state. Their chunks number the packs
+            in the order of `packs`.
+        local: The records of its own leaves that are not.
     """
 
     state: str
@@ -46,10 +45,11 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Own:
-    """The leaves that one process has and the others have not, by path.
+    """The leaves that only one process has, by path.
 
-    `ranked` are part of the state (members wrapped in `PerRank`), `local` are not (its random
-    generators).
+    Attributes:
+        ranked: Leaves that are part of the state (members wrapped in `PerRank`).
+        local: Leaves that are not, such as those of its random generators.
     """
 
     ranked: Mapping[str, Leaf] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Own:
 
 
 class RemoteLeaf(Struct, frozen=True, gc=False):
-    """A leaf of another process: what a fingerprint needs of it, without its bytes."""
+    """A leaf of another process without its bytes, for a fingerprint."""
 
     path: str
     dtype: str
@@ -77,7 +77,7 @@ class RemoteLeaf(Struct, frozen=True, gc=False):
 
 
 class OwnRows(Struct, frozen=True):
-    """The `Own` leaves of one process, for the others."""
+    """The `Own` leaves of one process, as the others get them."""
 
     ranked: tuple[RemoteLeaf, ...]
     local: tuple[RemoteLeaf, ...]
@@ -103,7 +103,10 @@ def write_pack_part(
     encode: Encode | None = None,
     own: Own | None = None,
 ) -> PackPart:
-    """Write the chunks that are this process's and that `known` lacks; durable on return."""
+    """Write the chunks of this process that `known` lacks; durable on return.
+
+    `process` is the number of this process, `count` that of all processes.
+    """
     own = own or Own()
     mine = {
         # Names that sort as the numbers do, and before all others.
@@ -132,56 +135,64 @@ def write_pack_part(
     )
 
 
-def assemble(leaves: Mapping[str, Leaf], shares: Sequence[PackPart]) -> Written:
-    """What the manifest lists, from the shares of all processes."""
-    placed = {number: at for share in shares for number, at in share.chunks.items()}
-    sizes = {name: size for share in shares for name, size in share.packs.items()}
-    names: dict[str, int] = {}
-    chunks: dict[str, list[Chunk]] = {path: [] for path in leaves}
-    for number, (path, data) in enumerate(_chunks(leaves)):
-        if number not in placed:
-            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
-        digest, pack, offset, length = placed[number]
-        if length > len(data):
-            raise CorruptionError(
-                f"leaf {path!r}: chunk {number} has {len(data)} bytes here and {length} in the process "
-                f"that wrote it."
-            )
-        chunks[path].append(Chunk(digest, names.setdefault(pack, len(names)), offset, length))
-    records = [
-        LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text)
-        if leaf.is_scalar
-        else array_record(path, leaf.dtype, leaf.shape, chunks[path], len(leaf.data))
-        for path, leaf in sorted(leaves.items())
-    ]
-    located = {at[0]: Held(*at[1:]) for at in placed.values()}
+def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
+    """What the manifest lists, from the parts of all processes."""
+    placed = {number: chunk for part in parts for number, chunk in part.chunks.items()}
+    sizes = {name: size for part in parts for name, size in part.packs.items()}
+    located: dict[str, Held] = {}
+    builder = RecordBuilder()
+    numbers = itertools.count()
+    state: list[LeafRecord] = []
+    for path, leaf in sorted(leaves.items()):
+        if leaf.is_scalar:
+            state.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
+            continue
+        chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
+        located.update(chunks)
+        size = len(leaf.data)
+        digests = [digest for digest, _ in chunks]
+        places = iter([held for _, held in chunks])
+        record = builder.array(
+            path, leaf.dtype, leaf.shape, size, digests, lambda _, places=places: next(places)
+        )
+        state.append(record)
     local: list[LeafRecord] = []
-    for share in shares:
-        packs_of_share = list(share.packs)
+    for part in parts:
+        packs = list(part.packs)
 
-        def numbered(chunk: Chunk, packs: Sequence[str] = packs_of_share) -> Chunk:
-            pack = packs[chunk.pack]
-            located[chunk.hash] = Held(pack, chunk.offset, chunk.length)
-            number = names.setdefault(pack, len(names))
-            return Chunk(chunk.hash, number, chunk.offset, chunk.length)
+        def place(chunk: Chunk, packs: Sequence[str] = packs) -> Held:
+            held = Held(packs[chunk.pack], chunk.offset, chunk.length)
+            located[chunk.hash] = held
+            return held
 
-        for gathered, own in ((records, share.ranked), (local, share.local)):
-            gathered += [
-                msgspec.structs.replace(record, chunks=tuple(map(numbered, record.chunks)))
-                for record in own
-            ]
-    for gathered in (records, local):
-        gathered.sort(key=lambda record: record.path)
-    packs = [PackRecord(name=name, size=sizes[name]) for name in names]
-    return Written(records, packs, located, local)
+        state += [builder.moved(record, place) for record in part.ranked]
+        local += [builder.moved(record, place) for record in part.local]
+    for records in (state, local):
+        records.sort(key=lambda record: record.path)
+    return Written(state, builder.packs(sizes.__getitem__), located, local)
+
+
+def _placed(
+    placed: Mapping[int, tuple[str, str, int, int]], path: str, number: int, nbytes: int
+) -> tuple[str, Held]:
+    """Hash and place of a chunk of `nbytes` bytes, by its number."""
+    if number not in placed:
+        raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
+    digest, pack, offset, length = placed[number]
+    if length > nbytes:
+        raise CorruptionError(
+            f"leaf {path!r}: chunk {number} has {nbytes} bytes here and {length} in the process that "
+            f"wrote it."
+        )
+    return digest, Held(pack, offset, length)
 
 
 def leaf_digests(
     leaves: Mapping[str, Leaf], hashed: Mapping[int, str] | None = None
 ) -> dict[str, str]:
-    """One hash for each leaf, dtype and shape included: equal where a leaf is the same everywhere.
+    """One hash for each leaf, by which processes find out whether they hold the same one.
 
-    `hashed` has the hashes of chunks, by number, that are known already: they are not hashed again.
+    Dtype and shape are included. `hashed` has the hashes of chunks that are known already, by number.
     """
     hashed = hashed or {}
     digests: dict[str, str] = {}

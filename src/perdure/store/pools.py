@@ -1,7 +1,6 @@
-"""Threads that stay for short work on bytes: to start some for each save costs as much as hashing 1 MB.
+"""Thread pools that are never shut down: starting threads for each save costs as much as hashing 1 MB.
 
-Whoever submits waits for its own jobs before it lets go of their memory: a pool is never shut down,
-and serves every run directory of the process.
+All run directories of a process share them. The caller waits for its jobs before it frees their memory.
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ R = TypeVar("R")
 
 @cache
 def pool(name: str, threads: int) -> ThreadPoolExecutor:
-    """The threads for one kind of work, started when they are first needed."""
+    """The pool for one kind of work; its threads start when they are first needed."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"perdure-{name}")
 
 
-# A child made by fork has none of these threads, and would wait for them for ever.
+# A forked child has none of these threads, and would wait for them for ever.
 os.register_at_fork(after_in_child=pool.cache_clear)
 
 
-def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *given: Any) -> Future[R]:
-    """Hand `work` to a pool; while Python ends no pool takes any more, and it is done here and now.
+def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:
+    """Submit `work` to a pool, or call it at once while Python exits and no pool accepts more work.
 
-    A save that is under way when the program leaves its last line goes on to its end that way.
+    So a save that is in progress when the program ends is completed.
     """
     try:
-        return executor.submit(work, *given)
+        return executor.submit(work, *args)
     except RuntimeError:
         done: Future[R] = Future()
         try:
-            done.set_result(work(*given))
-        except BaseException as error:  # noqa: BLE001 - it surfaces where the result is asked for
+            done.set_result(work(*args))
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             done.set_exception(error)
         return done
 
 
 def finish(jobs: Iterable[Future[R]]) -> None:
-    """Wait until none of `jobs` runs any more; those that had not begun never will."""
+    """Cancel those of `jobs` that have not begun, and wait for the others."""
     wait([job for job in jobs if not job.cancel()])
 
 
 def map_ahead(
     executor: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], ahead: int
 ) -> Generator[R, None, None]:
-    """`work` of each item, in order; at most `ahead` of them are begun before they are asked for."""
+    """The results of `work` for each item, in order; at most `ahead` calls begin before their turn."""
     rest = iter(items)
     begun = deque(submit(executor, work, item) for item in islice(rest, ahead))
     try:

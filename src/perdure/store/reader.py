@@ -1,9 +1,9 @@
-"""Loading: manifest -> chunks -> leaves. Every byte is hashed before anybody sees it.
+"""Reading the leaves of a manifest. Every byte is hashed before the caller gets it.
 
-Large chunks are read by several threads straight into the memory of their leaf, page-aligned so
-that they can go past the page cache. Small ones that lie side by side in a pack are read together.
-Other threads hash, so that the disk is never without work: where one thread does both, all of them
-hash at once and then all of them read, and a load reaches three quarters of the speed of the disk.
+Several threads read large chunks directly into the memory of their leaf, which is page-aligned so that
+reads can bypass the page cache. Small chunks that lie side by side in a pack are read together. Other
+threads hash, so that the disk is never idle: if each thread did both, a load would reach three quarters
+of the speed of the disk.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from functools import partial
 
 from perdure.errors import StepNotFoundError
 from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
-from perdure.store.codec import decode
+from perdure.store.chunk_read import chunk_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, PACKS, Chunk, LeafRecord, Manifest, hash_bytes
+from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Chunk, LeafRecord, Manifest
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4
 HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
 STREAM_BYTES = 256 * 1024 * 1024
-"""At most so much by one request of an object store: each has to end before its time is up."""
+"""The most that one request to an object store reads, because a request has a time limit."""
 
-LOOSE_BYTES = 32 * 1024 * 1024
-"""The same for what does not go straight into its leaf: it takes memory of its own until the end."""
+BUFFERED_BYTES = 32 * 1024 * 1024
+"""The most of it that is not read in place, because such bytes take extra memory until the end."""
 
 VERIFY_BYTES = 64 * 1024 * 1024
+"""`verify_leaves` has leaves of about this size in memory at a time."""
 
 INLINE_READ_BYTES = 1024 * 1024
 SMALL_BYTES = 256 * 1024
@@ -39,13 +41,13 @@ SMALL_BYTES = 256 * 1024
 
 @dataclass(slots=True)
 class _Read:
-    """One read: the chunk, its memory and its leaf; several for neighbours in one pack."""
+    """One read: (leaf, chunk, memory of the chunk) of one chunk, or of neighbours in a pack."""
 
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = field(default_factory=list)
     nbytes: int = 0
 
-    def straight(self) -> bool:
-        """Whether the bytes go where they are to stay: one chunk that is stored as it is."""
+    def in_place(self) -> bool:
+        """Whether the bytes are read into their leaf: one chunk that is stored as it is."""
         _, chunk, target = self.parts[0]
         return len(self.parts) == 1 and chunk.length == len(target)
 
@@ -53,11 +55,17 @@ class _Read:
 def load_leaves(
     storage: Storage, manifest: Manifest, wanted: Callable[[str], bool] | None = None
 ) -> Leaves:
-    """Read and verify the leaves of `manifest` (those whose path `wanted` accepts).
+    """Read and verify the leaves of a manifest.
 
-    Touches only the chunks of those leaves. Raises `CorruptionError` naming leaf, pack, offset,
-    expected and found, and `UnreachableError` if a pack cannot be read; nothing unverified is
-    returned.
+    Args:
+        storage: The run directory.
+        manifest: A manifest of it.
+        wanted: Given the path of a leaf, whether to read it; all are read by default.
+
+    Raises:
+        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
+        UnreachableError: A pack cannot be read.
+        StepNotFoundError: No leaf is wanted.
     """
     records = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not records:
@@ -79,7 +87,7 @@ def load_leaves(
 def load_records(
     storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]
 ) -> dict[str, Leaf]:
-    """Read and verify some of the leaves of `manifest`, of the state or local; as `load_leaves`."""
+    """Read and verify some leaves of `manifest`, local ones too; raises as `load_leaves` does."""
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
     _require_packs(storage, manifest, records)
@@ -96,10 +104,10 @@ def load_records(
         if len(record.chunks) == 1:
             parts.append((record, record.chunks[0], target))
             continue
-        at = 0
+        start = 0
         for chunk, size in zip(record.chunks, record.sizes(), strict=True):
-            parts.append((record, chunk, target[at : at + size]))
-            at += size
+            parts.append((record, chunk, target[start : start + size]))
+            start += size
 
     spans = _spans(storage, list(_grouped(parts)))
     if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
@@ -117,9 +125,9 @@ def load_records(
             for read, check in zip(span, _fetch(storage, manifest, span), strict=True):
                 if failed.is_set():
                     break
-                if read.straight():
+                if read.in_place():
                     pending.append(hashers.submit(check))
-                else:  # at once, because what waits holds memory of its own
+                else:  # at once, because its extra memory is freed by that
                     check()
             return pending
 
@@ -136,7 +144,7 @@ def load_records(
 
 
 def verify_leaves(storage: Storage, manifest: Manifest) -> None:
-    """Read and verify every leaf, a part of them in memory at a time; raises `CorruptionError`."""
+    """Read and verify every leaf, a part of them at a time; raises as `load_leaves` does."""
     part: list[LeafRecord] = []
     size = 0
     records = manifest.every_leaf()
@@ -151,15 +159,24 @@ def verify_leaves(storage: Storage, manifest: Manifest) -> None:
 def damaged_chunks(
     storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafRecord, Chunk, int]]
 ) -> list[DamagedChunk]:
-    """Read `chunks` (leaf, chunk, its bytes) one after the other; an error for each damaged one.
+    """Read chunks one after the other, in the memory of one chunk.
 
-    Takes the memory of one chunk. Raises `UnreachableError` if one cannot be read.
+    Args:
+        storage: The run directory.
+        manifest: A manifest of it.
+        chunks: (leaf, chunk, bytes of the decoded chunk).
+
+    Returns:
+        An error for each damaged chunk.
+
+    Raises:
+        UnreachableError: A chunk cannot be read.
     """
     buffer = take_buffer()
-    found: list[DamagedChunk] = []
+    errors: list[DamagedChunk] = []
     try:
         parts = [
-            (record, chunk, memoryview(buffer)[:size])  # each is done with before the next is read
+            (record, chunk, memoryview(buffer)[:size])  # used for one chunk after the other
             for record, chunk, size in chunks
         ]
         reads = list(_grouped(parts))
@@ -170,18 +187,19 @@ def damaged_chunks(
                     check()
             except DamagedChunk as error:
                 if len(read.parts) == 1:
-                    found.append(error)
-                else:  # which of them are damaged
+                    errors.append(error)
+                else:  # read them one by one to find the damaged ones
                     reads[:0] = [_Read([part], part[1].length) for part in read.parts]
     finally:
         give_buffer(buffer)
-    return found
+    return errors
 
 
 def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
     """Raise unless the packs are long enough for the chunks of `records`.
 
-    Before memory is taken for them, because a manifest may state any size; left out for a few bytes.
+    This comes before memory is allocated, because a manifest may state any size. It is left out for
+    records of few bytes.
     """
     if sum(record.nbytes for record in records) < INLINE_READ_BYTES:
         return
@@ -212,10 +230,10 @@ def _memory(nbytes: int) -> memoryview:
 
 
 def _grouped(parts: list[tuple[LeafRecord, Chunk, memoryview]]) -> Iterator[_Read]:
-    """Large chunks alone; small ones that follow each other in a pack together, up to a chunk."""
+    """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES."""
     under_way = _Read()
     pack, end = -1, -1
-    # By place: neighbours meet, and the disk is read from front to back.
+    # Sorted by place, so that neighbours meet and the disk is read from front to back.
     for part in sorted(parts, key=lambda part: (part[1].pack, part[1].offset)):
         chunk = part[1]
         if len(part[2]) >= SMALL_BYTES:
@@ -233,26 +251,26 @@ def _grouped(parts: list[tuple[LeafRecord, Chunk, memoryview]]) -> Iterator[_Rea
 
 
 def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
-    """What is read by one request: one read, or from an object store all that lie side by side.
+    """The reads of each request: one read, or from an object store all that lie side by side.
 
-    There a request costs more than its bytes (and some servers look at the whole object for each), so
-    that every stream gets one contiguous share.
+    To an object store a request costs more than its bytes (some servers look at the whole object for
+    each), so every stream gets one contiguous share.
     """
     if not isinstance(storage, StreamingStorage):
         return [[read] for read in reads]
     share = -(-sum(read.nbytes for read in reads) // storage.streams)
     most = min(max(share, CHUNK_BYTES), STREAM_BYTES)
     spans: list[list[_Read]] = []
-    room = loose = 0
+    room = buffered = 0
     place = (-1, -1)
     for read in reads:
         chunk = read.parts[0][1]
-        if place != (chunk.pack, chunk.offset) or room <= 0 or loose <= 0:
+        if place != (chunk.pack, chunk.offset) or room <= 0 or buffered <= 0:
             spans.append([])
-            room, loose = most, LOOSE_BYTES
+            room, buffered = most, BUFFERED_BYTES
         spans[-1].append(read)
         room -= read.nbytes
-        loose -= 0 if read.straight() else read.nbytes
+        buffered -= 0 if read.in_place() else read.nbytes
         place = (chunk.pack, chunk.offset + read.nbytes)
     return spans
 
@@ -260,11 +278,11 @@ def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
 def _fetch(
     storage: Storage, manifest: Manifest, span: Sequence[_Read]
 ) -> Iterator[Callable[[], None]]:
-    """Fill the memory of one read after the other; yields the check of each when that is done."""
+    """Fill the memory of one read after the other; yields a function that checks it."""
     record, first, _ = span[0].parts[0]
     name = PACKS + manifest.packs[first.pack].name
     memory = [
-        read.parts[0][2] if read.straight() else memoryview(bytearray(read.nbytes)) for read in span
+        read.parts[0][2] if read.in_place() else memoryview(bytearray(read.nbytes)) for read in span
     ]
     try:
         if isinstance(storage, StreamingStorage):
@@ -284,26 +302,19 @@ def _fetch(
         raise read_error(error, place) from error
 
 
-def _check(storage: Storage, manifest: Manifest, job: _Read, data: memoryview, got: int) -> None:
-    """Compare every chunk of a read with its hash; raises `CorruptionError`."""
-    straight = job.straight()
-    at = 0
-    for record, chunk, target in job.parts:
-        part = data[at : at + chunk.length]
-        wrong = None
-        if at + chunk.length > got:
-            found = max(0, got - at)
-            wrong = f"expected {chunk.length} bytes, found {found}; the pack is cut short"
-        elif len(part) != len(target):
-            wrong = decode(part, chunk.hash, target)
-        elif (digest := hash_bytes(part)) != chunk.hash:
-            wrong = f"expected hash {chunk.hash}, found {digest}"
-        elif not straight:
-            target[:] = part
-        if wrong is not None:
+def _check(storage: Storage, manifest: Manifest, read: _Read, data: memoryview, got: int) -> None:
+    """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
+    in_place = read.in_place()
+    start = 0
+    for record, chunk, target in read.parts:
+        stored = data[start : start + chunk.length]
+        fault = chunk_fault(
+            stored, got - start, chunk.hash, len(target), None if in_place else target
+        )
+        if fault is not None:
             place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
-            raise DamagedChunk(f"{place}: {wrong}.", pack, chunk.offset)
-        at += chunk.length
+            raise DamagedChunk(f"{place}: {fault}.", pack, chunk.offset)
+        start += chunk.length
 
 
 def _place(storage: Storage, manifest: Manifest, record: LeafRecord, chunk: Chunk) -> str:

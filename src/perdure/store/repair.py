@@ -1,7 +1,7 @@
-"""Making a damaged run directory sound again without losing a byte that can still be restored.
+"""Repairing a damaged run directory without losing a byte that can still be restored.
 
-Invariant: nothing that was committed is deleted. What is bad moves to quarantine with the reason
-beside it; only leftovers of crashes and packs that nobody names are removed. What cannot be read stays
+Invariant: nothing that was committed is deleted. What is damaged moves to quarantine with the reason;
+only leftovers of crashes and packs that no manifest names are removed. What cannot be read stays
 where it is.
 """
 
@@ -19,9 +19,11 @@ from perdure.store.verify import VerifyReport, examine
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair did, and the check after it: its `good` steps can be restored.
+    """What a repair did.
 
-    `actions` are sentences in the order in which things were done; empty when all was well.
+    Attributes:
+        actions: One text for each action, in their order; empty if nothing had to be done.
+        report: The check after the repair. Its `good` steps can be restored.
     """
 
     actions: tuple[str, ...]
@@ -29,21 +31,25 @@ class Repaired:
 
 
 def repair(run: Run) -> Repaired:
-    """Become the writer, check everything, and set aside what is bad; may be repeated after a crash.
+    """Become the writer, check everything, and set aside what is damaged.
 
-    Manifests that cannot be restored go to quarantine. From a damaged pack the chunks that good
-    checkpoints need are copied to a new pack first; then it goes to quarantine too. Leftovers of
-    crashes are removed, and packs that nobody names, these only when every manifest is readable.
-    Raises `LockedError` while a writer is at work, `PruneError` when an operation fails.
+    Manifests that cannot be restored move to quarantine. A damaged pack moves there too, once the
+    chunks that good checkpoints need have been copied to a new pack. Leftovers of crashes are
+    removed, and, if every manifest is readable, packs that no manifest names. After a crash the
+    repair can be repeated.
+
+    Raises:
+        LockedError: A writer is at work.
+        PruneError: An operation failed; nothing that was good is lost.
     """
     actions = [] if run.is_run_directory else [f"wrote {MARKER} again: it was missing or damaged"]
     actions += [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
     run.begin_writing()
     try:
-        found = examine(run)
-        for step, why in found.bad.items():
-            actions.append(f"moved step {step} to {run.quarantine(step, why)}: {why}")
-        actions += _salvage(run, found.damaged)
+        findings = examine(run)
+        for step, reason in findings.bad.items():
+            actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
+        actions += _salvage(run, findings.damaged)
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)
         for name in plan.orphans:
@@ -65,7 +71,7 @@ def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:
         return []
     replaced, stay = run.evacuate(damaged)
     actions = [f"copied what step {step} needs out of damaged packs" for step in sorted(replaced)]
-    for name, why in damaged.items():
+    for name, reason in damaged.items():
         if name not in stay:
-            actions.append(f"moved {PACKS}{name} to {run.quarantine_pack(name, why)}: {why}")
+            actions.append(f"moved {PACKS}{name} to {run.quarantine_pack(name, reason)}: {reason}")
     return actions

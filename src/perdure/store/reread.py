@@ -1,23 +1,24 @@
-"""Which shared chunks a save reads again, so that damage to them is found while it can be repaired.
+"""Choosing the shared chunks that a save reads again, to find damage while it can be repaired.
 
-A save does not write a chunk that an earlier save wrote, and does not look at it either. Therefore each
-save, after its commit, reads a part of what it shares: it moves through the leaves of its checkpoint in
-the order of their paths, starting where the save before stopped, past 1/PASS_SAVES of the bytes of the
-state, and reads those chunks there that other saves wrote. So every shared chunk is read again within
-PASS_SAVES saves, at less than 1/PASS_SAVES of the bytes that a save handles.
+A save neither writes nor reads the chunks that earlier saves wrote. So each save, after its commit,
+reads a part of them: it continues through the leaves of its checkpoint, in the order of their
+paths, where the save before stopped, for 1/PASS_SAVES of the bytes of the state, and reads the
+chunks there that other saves wrote. Every shared chunk is read again within PASS_SAVES saves, for
+less than 1/PASS_SAVES of the bytes of a save.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-from perdure.store.format import Chunk, LeafRecord, Manifest, pack_step
+from perdure.store.format import pack_step
+from perdure.store.manifest import Chunk, LeafRecord, Manifest
 
 PASS_SAVES = 512
 
 
 class Cursor:
-    """The place in the state up to which shared chunks were read again."""
+    """The place in the state up to which shared chunks have been read again."""
 
     def __init__(self) -> None:
         self._path = ""
@@ -25,9 +26,10 @@ class Cursor:
         self._credit = 0
 
     def advance(self, manifest: Manifest, nbytes: int) -> list[tuple[LeafRecord, Chunk, int]]:
-        """Move on by the share of one save that handled `nbytes`.
+        """Move on by the share of one save of `nbytes`.
 
-        Returns the shared chunks that were passed: leaf, chunk, bytes of the chunk.
+        Returns:
+            The shared chunks that were passed: (leaf, chunk, bytes of the decoded chunk).
         """
         shared = [pack_step(pack.name) != manifest.step for pack in manifest.packs]
         leaves = manifest.leaves
@@ -35,8 +37,8 @@ class Cursor:
             return []
         self._credit += -(-nbytes // PASS_SAVES)
         passed: list[tuple[LeafRecord, Chunk, int]] = []
-        at = bisect_left(leaves, self._path, key=lambda leaf: leaf.path)
-        for number in range(at, at + len(leaves) + 1):
+        begin = bisect_left(leaves, self._path, key=lambda leaf: leaf.path)
+        for number in range(begin, begin + len(leaves) + 1):
             leaf = leaves[number % len(leaves)]
             first = self._chunk if leaf.path == self._path else 0
             sizes = leaf.sizes()
@@ -49,6 +51,6 @@ class Cursor:
                 if shared[chunk.pack]:
                     passed.append((leaf, chunk, sizes[index]))
             self._chunk = 0
-        # Once around, which a state that shrank can need: the rest of the credit is void.
+        # All leaves were passed, which happens if the state shrank: the rest of the credit is dropped.
         self._credit = 0
         return passed

@@ -1,73 +1,115 @@
-"""Going back to an older checkpoint: newer ones move to quarantine, with a note that brings them back.
+"""Going back to an older checkpoint: newer ones move to quarantine, with notes that bring them back.
 
 Invariant: after a crash at any operation the newest committed checkpoint is one of the line that was
 rolled back, every other one of that line is either committed or in quarantine, and the same call can be
-repeated. The note of a checkpoint names its predecessor, so that it returns only after that one.
+repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
-from msgspec import Struct
 
-from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store.contents import committed_steps, quarantined, reason_name, set_aside
-from perdure.store.format import MANIFESTS, QUARANTINE, Manifest, decode_manifest, manifest_name
+from perdure.errors import (
+    CorruptionError,
+    HistoryError,
+    SaveError,
+    UnreachableError,
+)
+from perdure.store.contents import Catalog, committed_steps
+from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.manifest import Manifest
+from perdure.store.quarantine import quarantined, reason_name, set_aside
+from perdure.store.restore import list_pins, list_steps, read_manifest
+from perdure.store.rollback_notes import Note, RolledBack, returning, rollback_note, rolled_back
 from perdure.store.storage import Storage
 
 
-class Note(Struct, frozen=True):
-    """The note beside an object in quarantine.
+def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[int]:
+    """Set every checkpoint that is newer than `step` aside; `Run.rollback` says the rest.
 
-    Only a rollback writes the last three: the step that it went back to, step and fingerprint of the
-    readable checkpoint before this one, and a number that grows with every rollback of the run.
+    Args:
+        storage: The run directory. Its writer calls this inside `moving`.
+        step: The checkpoint to go back to. It is read and verified first.
+        when: The time that the notes give.
+        dry_run: Check everything and change nothing.
+
+    Returns:
+        The newer steps, oldest first.
     """
-
-    name: str
-    found: str
-    reason: str
-    rolled_back_to: int | None = None
-    after: tuple[int, str] | None = None
-    rollback: int = 0
-
-
-@dataclass(frozen=True)
-class RolledBack:
-    """A checkpoint that a rollback set aside: its name in quarantine, its manifest and its note."""
-
-    name: str
-    manifest: Manifest
-    note: Note
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Step and fingerprint."""
-        return self.manifest.step, self.manifest.fingerprint
+    steps = list_steps(storage)
+    newer = [other for other in steps if other > step]
+    _require_whole(storage, step)
+    if pinned := sorted(list_pins(storage) & set(newer)):
+        raise HistoryError(
+            f"{storage.where}: steps {steps_text(pinned)} are newer than {step} and pinned; nothing "
+            f"was moved. Unpin them first (`manager.unpin`)."
+        )
+    if newer and not dry_run:
+        put_aside(storage, {other: _readable(storage, other) for other in steps}, step, when)
+    return newer
 
 
-def rolled_back(storage: Storage) -> list[RolledBack]:
-    """The readable checkpoints in quarantine that a rollback put there, by name."""
-    return [
-        RolledBack(name, manifest, note)
-        for name in quarantined(storage)
-        if name.endswith(".json") and (note := _note(storage, name)) is not None
-        if (manifest := _manifest(storage, name)) is not None
-    ]
+def undo_rollback(storage: Storage, *, dry_run: bool) -> list[int]:
+    """Bring back what continues the newest checkpoint; `Run.undo_rollback` says the rest.
+
+    Returns:
+        The steps that return, oldest first.
+    """
+    steps = list_steps(storage)
+    candidates = rolled_back(storage)
+    newest = read_manifest(storage, steps[-1]) if steps else None
+    line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
+    if candidates and not line:
+        raise HistoryError(
+            f"{storage.where}: nothing was brought back: the newest checkpoint is "
+            f"{f'step {newest.step}' if newest else 'gone'}, and what rollbacks set aside continues "
+            f"{_predecessors(candidates)}. Go back there first (`perdure rollback {storage.where} "
+            f"STEP`)."
+        )
+    if not dry_run:
+        put_back(storage, line)
+    return [returned.manifest.step for returned in line]
+
+
+@contextmanager
+def moving(storage: Storage, catalog: Catalog, operation: str, *, dry_run: bool) -> Iterator[None]:
+    """Finish what an earlier move began, then move; the catalog forgets everything afterwards.
+
+    A dry run does neither. A failure of the storage becomes `UnreachableError` or `SaveError`, with the
+    name of the `operation` in its text.
+    """
+    try:
+        if not dry_run:
+            finish_moves(storage)
+        yield
+    except ConnectionError as error:
+        raise UnreachableError(
+            f"{storage.where}: {operation} stopped: {error}. Repeat it."
+        ) from error
+    except OSError as error:
+        raise SaveError(
+            f"{storage.where}: {operation} stopped in the middle: {error}. No checkpoint is lost; "
+            f"repeat it once the cause is repaired."
+        ) from error
+    finally:
+        if not dry_run:
+            catalog.forget()
+            catalog.durable.clear()
 
 
 def finish_moves(storage: Storage) -> None:
     """Clear what a crash in the middle of a move leaves: a checkpoint that is in both places.
 
-    It stays committed: its manifest is made durable, then the copy in quarantine goes.
+    It stays committed: its manifest is made durable, then the copy in quarantine is deleted.
     """
     aside = [name for name in quarantined(storage) if name.endswith(".json")]
     committed = set(committed_steps(storage)) if aside else set()
     for name in aside:
         step = int(digits) if (digits := name.removeprefix(QUARANTINE)[:12]).isdecimal() else -1
-        if step in committed and _note(storage, name) is not None:
+        if step in committed and rollback_note(storage, name) is not None:
             try:
                 data = storage.read(manifest_name(step))
                 twin = storage.read(name)
@@ -89,7 +131,7 @@ def put_aside(
     `line` has every committed step, and its manifest if that is readable. Each move is durable before
     the next one.
     """
-    number = 1 + max((each.note.rollback for each in rolled_back(storage)), default=0)
+    rollbacks = [earlier.note.rollback for earlier in rolled_back(storage)]
     predecessor: tuple[int, str] | None = None
     notes: dict[int, Note] = {}
     for step, manifest in sorted(line.items()):
@@ -100,7 +142,7 @@ def put_aside(
                 reason=f"rolled back to step {target}",
                 rolled_back_to=target,
                 after=predecessor,
-                rollback=number,
+                rollback=1 + max(rollbacks, default=0),
             )
         if manifest is not None:
             predecessor = step, manifest.fingerprint
@@ -109,45 +151,32 @@ def put_aside(
         set_aside(storage, manifest_name(step), f"{step:012d}", ".json", note)
 
 
-def returning(candidates: Iterable[RolledBack], newest: tuple[int, str] | None) -> list[RolledBack]:
-    """The checkpoints that continue `newest` (step and fingerprint), the oldest first.
-
-    Of several that continue the same one, the one that was set aside last.
-    """
-    following: dict[tuple[int, str] | None, RolledBack] = {}
-    for each in sorted(candidates, key=lambda each: each.note.rollback):
-        following[each.note.after] = each
-    line = []
-    while newest is not None and (each := following.get(newest)) is not None:
-        if each.manifest.step <= newest[0]:
-            break  # a note that was changed by hand
-        line.append(each)
-        newest = each.place
-    return line
-
-
 def put_back(storage: Storage, line: Iterable[RolledBack]) -> None:
     """Move the manifests of `line` out of quarantine, the oldest first, each durable at once."""
-    for each in line:
-        storage.move(each.name, manifest_name(each.manifest.step))
-        storage.delete(reason_name(each.name))
+    for returned in line:
+        storage.move(returned.name, manifest_name(returned.manifest.step))
+        storage.delete(reason_name(returned.name))
 
 
-def _note(storage: Storage, name: str) -> Note | None:
-    """The note of a rollback; None for any other object in quarantine."""
+def _require_whole(storage: Storage, step: int) -> None:
+    from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
     try:
-        note = msgspec.json.decode(storage.read(reason_name(name)), type=Note)
-    except ConnectionError:
-        raise
-    except (OSError, ValueError):
-        return None
-    return None if note.rolled_back_to is None or not note.name.startswith(MANIFESTS) else note
+        verify_leaves(storage, read_manifest(storage, step))
+    except CorruptionError as error:
+        raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
 
 
-def _manifest(storage: Storage, name: str) -> Manifest | None:
+def _readable(storage: Storage, step: int) -> Manifest | None:
     try:
-        return decode_manifest(storage.read(name), f"{storage.where}/{name}")
-    except ConnectionError:
-        raise
-    except (OSError, CorruptionError, FormatVersionError):
+        return read_manifest(storage, step)
+    except CorruptionError:
         return None
+
+
+def _predecessors(candidates: Iterable[RolledBack]) -> str:
+    """The checkpoints after which lines that were set aside would return, for an error."""
+    places = {candidate.place for candidate in candidates}
+    starts = {candidate.note.after for candidate in candidates} - places
+    steps = sorted({after[0] for after in starts if after is not None})
+    return f"step {steps_text(steps)}" if steps else "a checkpoint that is not there"

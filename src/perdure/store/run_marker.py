@@ -1,4 +1,4 @@
-"""Telling a run directory from any other place.
+"""The marker file, by which a run directory is told from any other place.
 
 Invariant: a place that is not empty and has no marker is never written to.
 """
@@ -8,30 +8,61 @@ from __future__ import annotations
 import itertools
 import os
 
+import msgspec
+from msgspec import Struct
+
 from perdure.errors import CorruptionError, NotARunError, StoreError
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
+    FORMAT,
     LOCK,
     MARKER,
     TEMP_SUFFIX,
-    decode_manifest,
-    decode_marker,
+    Natural,
+    check_version,
+    decode_json,
     manifest_name,
 )
 from perdure.store.local import LocalStorage
+from perdure.store.manifest_json import decode_manifest
 from perdure.store.storage import Storage
+
+
+class Marker(Struct, frozen=True):
+    """Says that a directory is a run directory, and which reader it needs."""
+
+    format: Natural
+    created: str
+
+
+def encode_marker(created: str) -> bytes:
+    """Contents of `perdure.json`."""
+    return msgspec.json.encode(Marker(format=FORMAT, created=created)) + b"\n"
+
+
+def decode_marker(data: bytes, where: str) -> Marker:
+    """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
+    check_version(data, where)
+    return decode_json(data, Marker, where)
 
 
 def is_run_directory(
     storage: Storage, *, create: bool, repair: bool = False, again: bool = False
 ) -> bool:
-    """Whether the marker is there; False for a place in which the first writer may put it.
+    """Whether the marker is there; False if the first writer may write it.
 
-    That is an empty place with `create`, and with `repair` one that holds a readable manifest, beside
-    a marker that is missing or damaged. Raises `NotARunError` for any other place, `CorruptionError`
-    for a damaged marker, `FormatVersionError` for a newer run directory, and `UnreachableError` if
-    the storage cannot be read.
+    Args:
+        storage: The place.
+        create: Accept an empty or missing place.
+        repair: Accept a place with a readable manifest, beside a marker that is missing or damaged.
+        again: Whether the marker was listed and not there when this was tried before.
+
+    Raises:
+        NotARunError: The place is not a run directory, and not accepted as one.
+        CorruptionError: The marker is damaged.
+        FormatVersionError: A newer perdure wrote it.
+        UnreachableError: The storage cannot be read.
     """
     where = f"{storage.where}/{MARKER}"
     try:
@@ -47,27 +78,29 @@ def is_run_directory(
     except CorruptionError as error:
         return _is_repairable(storage, repair, CorruptionError, str(error).rstrip("."))
     try:
-        found = _entries(storage)
+        entries = _entries(storage)
     except OSError as error:
         if not is_gone(error):
             raise read_error(error, storage.where) from error
         raise NotARunError(f"{storage.where}: {error}.") from error
-    if create and not found:
+    if create and not entries:
         return False
-    if found and MARKER in found and not again:
-        # Another process made it one in between. Once only: a dangling link is listed and not there.
+    if entries and MARKER in entries and not again:
+        # Another process wrote it just now. Tried once only, because a dangling link is listed too.
         return is_run_directory(storage, create=create, repair=repair, again=True)
     if steps := committed_steps(storage):
-        why = f"{where}: missing beside {len(steps)} checkpoints"
-        return _is_repairable(storage, repair, NotARunError, why)
-    elif found is None:
-        what = "nothing there; check the path"
+        fault = f"{where}: missing beside {len(steps)} checkpoints"
+        return _is_repairable(storage, repair, NotARunError, fault)
+    if entries is None:
+        content = "nothing there; check the path"
     else:
-        what = f"{', '.join(found[:5]) or 'an empty directory'}; name another directory"
-    raise NotARunError(f"{storage.where}: expected a run directory (with {MARKER}), found {what}.")
+        content = f"{', '.join(entries[:5]) or 'an empty directory'}; name another directory"
+    raise NotARunError(
+        f"{storage.where}: expected a run directory (with {MARKER}), found {content}."
+    )
 
 
-def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], why: str) -> bool:
+def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], fault: str) -> bool:
     """False if a repair may write the marker again; raises `kind` otherwise."""
     reason = "there is no checkpoint beside it. Name another directory, or remove that file"
     for step in reversed(committed_steps(storage)):
@@ -80,22 +113,22 @@ def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], why: 
         if repair:
             return False
         raise kind(
-            f"{why}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
+            f"{fault}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
             f"file again. Nothing was changed."
         )
-    raise kind(f"{why}, and {reason}. Nothing was changed.")
+    raise kind(f"{fault}, and {reason}. Nothing was changed.")
 
 
 def _entries(storage: Storage) -> list[str] | None:
-    """What lies in a directory that is not a run yet; None where there is no directory."""
+    """Names in a directory that is not a run directory yet; None if there is no directory."""
     if isinstance(storage, LocalStorage):
         try:
-            return sorted(name for name in os.listdir(storage.where) if not _ours(name))
+            return sorted(name for name in os.listdir(storage.where) if not _is_leftover(name))
         except FileNotFoundError:
             return None
-    return list(itertools.islice((n for n in storage.list("") if not _ours(n)), 5)) or None
+    return list(itertools.islice((n for n in storage.list("") if not _is_leftover(n)), 5)) or None
 
 
-def _ours(name: str) -> bool:
-    """What a crash before the marker leaves; a directory that holds nothing else is empty."""
+def _is_leftover(name: str) -> bool:
+    """Whether a crash before the marker leaves this name. A directory with only such names is empty."""
     return name == LOCK or (name.startswith((LOCK, MARKER)) and name.endswith(TEMP_SUFFIX))

@@ -1,4 +1,4 @@
-"""The storage seam: the few verbs that a backend offers, and what each of them promises.
+"""The interface of a storage: what each operation of a backend guarantees.
 
 Names are relative, with `/` between parts. A backend knows nothing of packs or manifests.
 """
@@ -11,28 +11,28 @@ from typing import Protocol, runtime_checkable
 
 
 class LostLock(OSError):
-    """The lock that a change needs is not held any more; the change was not made."""
+    """The lock that a change needs was lost; the change was not made."""
 
 
 class Sink(Protocol):
     """A new object that is being written, front to back."""
 
     def write(self, data: memoryview) -> None:
-        """Append `data`. The caller may reuse its memory once this returns."""
+        """Append `data`. The caller may reuse the memory once this returns."""
 
     def commit(self) -> None:
         """Make the object durable and visible, or raise; it survives power loss on return.
 
-        Raises `FileExistsError` where the name is taken; the object there stays as it was.
+        Raises `FileExistsError` if the name is taken; the object there stays as it was.
         """
 
     def abort(self) -> None:
-        """Drop what was written. May be called after a failed commit, and twice."""
+        """Discard what was written. May be called after a failed commit, and twice."""
 
 
 @runtime_checkable
 class AdoptingSink(Protocol):
-    """What a `Sink` offers besides, if it can write from the caller's memory without a copy."""
+    """A `Sink` that can write from the caller's memory without a copy."""
 
     def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
         """Append `data`, which lies in page-aligned memory that nobody changes until `release` is
@@ -42,23 +42,23 @@ class AdoptingSink(Protocol):
 class Storage(Protocol):
     """Durable named byte strings. Every failure is an `OSError` (`FileNotFoundError`, ...).
 
-    `ConnectionError` means that nobody answered: nothing is known about the object, and it must not
-    be taken for damaged. `perdure.testing.StorageConformance` tests all of this.
+    `ConnectionError` means that there was no answer: nothing is known about the object, and it must
+    not be treated as damaged. `perdure.testing.StorageConformance` tests all of this.
     """
 
     where: str
     """Path or URL that errors show."""
 
     def create(self, name: str, size: int) -> Sink:
-        """Begin a new object of about `size` bytes; invisible until its commit.
+        """Begin a new object of about `size` bytes, which is invisible until its commit.
 
-        Of several that race for one name exactly one commits. An object store promises that for
-        small objects only, manifests among them; large ones need names of their own.
+        If several writers create the same name, exactly one commits. An object store guarantees that
+        for small objects only, such as manifests; large ones need unique names.
         """
         ...
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object over an old one, atomically and durably."""
+        """Write a small object, replacing any older one, atomically and durably."""
 
     def read(self, name: str) -> bytes:
         """The whole object."""
@@ -77,48 +77,54 @@ class Storage(Protocol):
         ...
 
     def move(self, name: str, target: str) -> None:
-        """Rename an object, atomically and durably; `target` must be free."""
+        """Rename an object, atomically and durably; no object may have the name `target`."""
 
     def delete(self, name: str) -> None:
         """Remove an object; durable on return. A missing one is not an error."""
 
     def lock(self, name: str, owner: bytes) -> AbstractContextManager[None]:
-        """Hold `name` against every other writer; released when the process dies.
+        """Hold the lock `name`, which excludes every other writer and ends with the process.
 
         Opening, reading or copying the run directory elsewhere in the process does not release it,
-        and a forked child does not hold it. While it is held, every change of this storage object
-        first checks that it still is, and raises `LostLock` otherwise. Raises `BlockingIOError`
-        whose `strerror` is the owner text of the holder.
+        and a forked child does not hold it. While it is held, every change through this storage
+        object first checks that the lock was not lost, and raises `LostLock` otherwise.
+
+        Args:
+            name: The name of the lock object.
+            owner: A text that others see while the lock is held.
+
+        Raises:
+            BlockingIOError: Another writer holds the lock; `strerror` is its owner text.
         """
         ...
 
     def free_bytes(self) -> int | None:
-        """Room that is left, None where that has no meaning."""
+        """Free space, None if that has no meaning."""
         ...
 
 
 @runtime_checkable
 class StreamingStorage(Protocol):
-    """What a `Storage` offers beside, where a request takes long to be answered: a bucket."""
+    """A `Storage` whose requests take long, such as a bucket, and can read several parts at once."""
 
     streams: int
-    """How many requests run at a time."""
+    """How many requests may run at a time."""
 
     def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
-        """Fill `targets`, which follow each other from `offset`, by one request.
+        """Fill `targets` with bytes that follow each other from `offset`, by one request.
 
-        Yields the bytes of each as soon as they are there, fewer only at the end of the object.
-        Raises what `Storage.read_into` raises.
+        Yields the number of bytes of each as soon as it is filled; fewer only at the end of the
+        object. Raises as `Storage.read_into` does.
         """
         ...
 
 
 @runtime_checkable
 class VersionedStorage(Protocol):
-    """What a `Storage` also offers if a listing tells versions, so that nothing has to be read."""
+    """A `Storage` whose listing has versions, so that unchanged objects need not be read."""
 
     def versions(self, prefix: str) -> Mapping[str, str]:
-        """Names under `prefix`, each with a text that differs for other bytes; "" if unknown."""
+        """Names under `prefix`, each with a text that differs if the bytes do; "" if unknown."""
         ...
 
 

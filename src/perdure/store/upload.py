@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 from perdure.store.bucket import Bucket
 
 MOST_PARTS = 9_000
-"""S3 takes 10,000 parts; the size that `create` is given is only about right."""
+"""S3 accepts 10,000 parts; some are left because `create` only gets an estimate of the size."""
 
 
 class _Aborted(Exception):
-    """Ends an upload from within the parts that it asks for."""
+    """Raised while obstore asks for parts, to end the upload."""
 
 
 class CloudSink:
     """See `perdure.store.storage.Sink`. Nothing is visible before `commit`.
 
-    Up to `single_put_bytes` the bytes are held back and the creation is exclusive, whoever races.
-    Beyond that they go up in parts as they come, and the name is asked for just before the end: two
-    writers of one large name at the same instant are not told apart, so its names must be unique.
+    An object of up to `single_put_bytes` is sent as a whole by `commit`, so that creating it is
+    exclusive. A larger one is sent in parts, and whether its name is taken is checked just before the
+    end. Two writers that create the same large name at the same time would both succeed, so such names
+    must be unique.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CloudSink:
 
 
 class _Upload:
-    """Parts on their way up: obstore asks for them on a thread of its own."""
+    """An upload in parts, for which obstore asks on a separate thread."""
 
     def __init__(self, bucket: Bucket, name: str, part_bytes: int) -> None:
         self._bucket = bucket
@@ -72,9 +73,9 @@ class _Upload:
         self._written = 0
         self._error: BaseException | None = None
         self._ended = False
-        # None is the end, an exception the abort. Short, because obstore holds back parts itself.
+        # None means the end, an exception the abort. Short, because obstore has a queue of its own.
         self._queue: queue.Queue[bytes | _Aborted | None] = queue.Queue(2)
-        # A daemon: a process that leaves without commit or abort must not wait for ever.
+        # A daemon, so that a process that exits without commit or abort does not wait for ever.
         self._thread = threading.Thread(target=self._run, name="perdure-upload", daemon=True)
         self._thread.start()
 
@@ -93,15 +94,15 @@ class _Upload:
         self._end(None)
         error = self._error
         if isinstance(error, ConnectionError) and self._is_ours():
-            return  # all of it arrived; it was the answer that did not
+            return  # the object arrived, and only the answer was lost
         if error is not None:
             raise error
-        found = self._bucket.head(self._name)["size"]
-        if found != self._written:
+        size = self._bucket.head(self._name)["size"]
+        if size != self._written:
             self._bucket.delete(self._name)
             raise OSError(
                 errno.EIO,
-                f"wrote {self._written} bytes, the store holds {found}; the object was removed, "
+                f"wrote {self._written} bytes, the store has {size}; the object was removed, "
                 f"write it again",
                 f"{self._bucket.url}/{self._name}",
             )
@@ -128,7 +129,9 @@ class _Upload:
             return
         except BaseException as error:  # noqa: BLE001 (raised by the next write, or by finish)
             self._error = error
-            while isinstance(self._queue.get(), bytes):  # a writer that waits for room goes on
+            while isinstance(
+                self._queue.get(), bytes
+            ):  # lets a writer continue that waits for the queue
                 pass
 
     def _parts(self) -> Iterator[bytes]:

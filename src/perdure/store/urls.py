@@ -1,4 +1,4 @@
-"""Where a run directory is: a path, a URL of an object store, or a storage of one's own."""
+"""Opening the storage of a run directory from a path or a URL, and the name `RUN@STEP`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,30 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
 def name_at_step(where: str, step: int) -> str:
-    """The name of one checkpoint, `RUN@STEP`; `split_step` takes it apart."""
+    """The name of one checkpoint, `RUN@STEP`, which `split_step` splits."""
     return f"{where}@{step}"
 
 
 def split_step(where: str) -> tuple[str, int | None]:
-    """`RUN@STEP` as its run directory and step; a name without a step, or of a directory, as it is."""
-    run, at, step = where.rpartition("@")
-    if not run or not at or not (step.isascii() and step.isdigit()) or os.path.isdir(where):
+    """Split `RUN@STEP` into run directory and step; the step is None if there is none.
+
+    The name of an existing directory is never split.
+    """
+    run, _, step = where.rpartition("@")
+    if not run or not (step.isascii() and step.isdigit()) or os.path.isdir(where):
         return where, None
     return run, int(step)
 
 
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage of a run directory. obstore is loaded for a URL, and for nothing else.
+    """The storage of a run directory; obstore is imported for a URL only.
 
-    Paths are made absolute. Raises `StoreError` for an empty path, a scheme that is not known, and a
-    URL that went through `pathlib.Path`, which drops one of its slashes.
+    Args:
+        where: A path, which is made absolute; a URL; or a storage, which is returned.
+
+    Raises:
+        StoreError: The path is empty, the scheme is not known, or the URL went through
+            `pathlib.Path`, which drops one of its slashes.
     """
     if not isinstance(where, (str, os.PathLike)):
         if not hasattr(where, "read_into"):

@@ -1,39 +1,33 @@
-"""The store checker: reads every byte of a run directory and reports what is wrong with it.
+"""Reading every byte of a run directory, and reporting what is wrong with it. Changes nothing.
 
-Changes nothing. Tests call `check` as their last line. A writer may be at work meanwhile: what it
-moved or deleted while this was reading is looked at again and not reported. A file that cannot be
-read is reported as such and not as damaged.
+A writer may be at work meanwhile: what it moved or deleted is read again, and not reported. A file that
+cannot be read is reported as such and not as damaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
-from perdure.store.codec import decode
-from perdure.store.failures import read_error
-from perdure.store.format import (
-    MANIFESTS,
-    PACKS,
-    TEMP_SUFFIX,
-    TRAILER_BYTES,
-    Chunk,
-    Manifest,
-    PackedChunk,
-    decode_pack_index,
-    hash_bytes,
-    index_span,
-    step_of,
-)
+from perdure.store.chunk_read import read_chunks
+from perdure.store.failures import DamagedChunk, read_error
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
+from perdure.store.manifest import Chunk, Manifest
+from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what, and whether something that was committed is harmed.
+    """One thing that is wrong.
 
-    `unread`: the file could not be read, and nothing is known about its contents.
+    Attributes:
+        name: The file or step.
+        what: What is wrong with it.
+        harmful: Whether something that was committed is affected.
+        unread: Whether the file could not be read, so that nothing is known about its contents.
     """
 
     name: str
@@ -44,11 +38,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a full check found. `good` steps can be restored, `bad` ones are damaged; of `unread` ones
-    a part could not be read, so that nothing is known about them.
+    """What a full check found.
 
-    `nbytes` are the bytes of the packs, `decoded_nbytes` those of the chunks in them: more where
-    chunks are encoded.
+    Attributes:
+        where: Path or URL of the run directory.
+        good: Steps that can be restored.
+        bad: Steps that are damaged.
+        chunks: How many chunks were read and are good.
+        nbytes: Bytes of the packs.
+        decoded_nbytes: Bytes of the decoded chunks.
+        problems: Everything that is wrong.
+        unread: Steps of which a part could not be read, so that it is not known whether they are good.
     """
 
     where: str
@@ -68,8 +68,7 @@ class VerifyReport:
 
 @dataclass
 class Packs:
-    """The packs of a run as they really are: chunks that were read and hashed, what is damaged, and
-    what could not be read."""
+    """The packs of a run: their good chunks, what is damaged, and what could not be read."""
 
     run: Run
     sizes: dict[str, int] = field(default_factory=dict)
@@ -86,9 +85,9 @@ class Packs:
                 self._read(name.removeprefix(PACKS))
 
     def require(self, manifest: Manifest) -> None:
-        """Raise `CorruptionError` unless every chunk of `manifest` lies where it says.
+        """Raise `CorruptionError` unless every chunk of `manifest` is at its place.
 
-        Raises `UnreachableError` if that is not known of all of them, and the others are good.
+        Raises `UnreachableError` if some chunks could not be read and the others are good.
         """
         where = f"{self.run.where}: step {manifest.step}"
         for pack in manifest.packs:
@@ -121,14 +120,14 @@ class Packs:
         if name in self.unread:
             raise UnreachableError(f"{where}: {self.unread[name]}")
         if name in self.damaged:
-            # Its index may be what is damaged; a restore reads without it, and so does this.
+            # Perhaps only its index is damaged, which a restore does not need.
             try:
-                data = _read(self.run, PACKS + name, chunk.offset, chunk.length)
-            except FileNotFoundError:
-                raise CorruptionError(f"{where} needs {name}, which is missing.") from None
-            if _wrong(data, chunk.hash, size) is None:
+                _read_chunk(self.run, name, chunk.offset, wanted)
                 self._good[name][chunk.offset] = wanted
                 return
+            except DamagedChunk as error:
+                if _is_missing(error):
+                    raise CorruptionError(f"{where} needs {name}, which is missing.") from None
         raise CorruptionError(
             f"{where}: {name} does not hold chunk {chunk.hash} at offset {chunk.offset}."
         )
@@ -147,18 +146,18 @@ class Packs:
         self.sizes[name] = size
         good = self._good.setdefault(name, {})
         try:
-            for at, chunk in _read_pack(self.run, PACKS + name, size):
+            for offset, chunk in _read_pack(self.run, name, size):
                 if isinstance(chunk, CorruptionError):
                     self.damaged.setdefault(name, str(chunk))
                 elif isinstance(chunk, UnreachableError):
                     self.unread.setdefault(name, str(chunk))
                 else:
-                    good[at] = chunk
-        except FileNotFoundError:
-            # Deleted by a prune while it was read.
-            del self.sizes[name]
+                    good[offset] = chunk
         except CorruptionError as error:
-            self.damaged.setdefault(name, str(error))
+            if _is_missing(error):  # deleted by a prune while it was read
+                del self.sizes[name]
+            else:
+                self.damaged.setdefault(name, str(error))
         except UnreachableError as error:
             self.unread.setdefault(name, str(error))
         self.chunks += len(good)
@@ -167,7 +166,7 @@ class Packs:
 
 @dataclass(frozen=True)
 class Findings:
-    """A check in full: the report, and what a repair needs beside it."""
+    """The report of a check, with the reasons that a repair needs."""
 
     report: VerifyReport
     bad: dict[int, str]
@@ -175,13 +174,22 @@ class Findings:
 
 
 def verify_run(run: Run) -> VerifyReport:
-    """Read and hash everything: manifests, packs, indexes; then compare them with each other.
+    """Read and hash all manifests, packs and indexes, and compare them with each other.
 
-    Harmful: a manifest or a pack that is not exactly what was committed, or is missing, or cannot be
-    read (`Problem.unread`: then nothing is known about it). Harmless and reported: leftovers of a
-    crash, packs that no manifest needs, pins of steps that are not there, and what is in quarantine.
-    Raises `FormatVersionError` if a newer perdure wrote, and `UnreachableError` if nobody answers or
-    a directory cannot be listed: neither means that anything is damaged.
+    Problems are harmful if a manifest or a pack is not exactly what was committed, is missing, or
+    cannot be read. Leftovers of a crash, packs that no manifest needs, pins of steps that are not
+    there, and what is in quarantine are reported as harmless.
+
+    Args:
+        run: The run; no lock is taken.
+
+    Returns:
+        What was found.
+
+    Raises:
+        FormatVersionError: A newer perdure wrote the run. This does not mean damage.
+        UnreachableError: The storage does not answer, or a directory cannot be listed. This does not
+            mean damage either.
     """
     try:
         return examine(run).report
@@ -190,7 +198,7 @@ def verify_run(run: Run) -> VerifyReport:
 
 
 def examine(run: Run) -> Findings:
-    """`check`, with the reasons in a form that `repair` can use."""
+    """`verify_run`, with the reasons in a form that `repair` can use."""
     packs = Packs(run)
     before = run.steps()
     packs.read_all()
@@ -198,7 +206,7 @@ def examine(run: Run) -> Findings:
     bad: dict[int, str] = {}
     unread: dict[int, str] = {}
     needed: set[str] = set()
-    blind = False
+    unreadable = False
     for step in sorted({*before, *run.steps()}):
         manifest, error = _judge(run, step, packs)
         if error is not None:
@@ -207,19 +215,19 @@ def examine(run: Run) -> Findings:
             good.append(step)
         if manifest is not None:
             needed |= {pack.name for pack in manifest.packs}
-        blind |= manifest is None and error is not None
+        unreadable |= manifest is None and error is not None
     held = run.contents()
     for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
-    for name, why in damaged.items():
-        run.distrust_pack(name, why)
+    for name, reason in damaged.items():
+        run.distrust_pack(name, reason)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
-    if not blind and not held.unknown:
+    if not unreadable and not held.unknown:
         problems += [
             Problem(PACKS + name, "no checkpoint needs this pack", False)
             for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
@@ -239,8 +247,7 @@ def examine(run: Run) -> Findings:
 
 
 def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreError | None]:
-    """The manifest of a step as far as it can be read, and what is wrong; nothing for a step that is
-    gone by now."""
+    """The manifest of a step if it can be read, and what is wrong; (None, None) if the step is gone."""
     manifest: Manifest | None = None
     problem: StoreError | None = None
     while True:
@@ -250,7 +257,7 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             return None, None
         except (CorruptionError, UnreachableError) as error:
             if isinstance(error.__cause__, ConnectionError):
-                raise  # the next file would not be there either
+                raise  # the next file could not be read either
             return None, error
         if again == manifest:
             return manifest, problem
@@ -259,14 +266,14 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             packs.require(manifest)
             return manifest, None
         except (CorruptionError, UnreachableError) as error:
-            # A prune may have moved the chunks: then the manifest is another one now.
+            # A prune may have moved the chunks; then the manifest has changed.
             problem = error
 
 
 def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in run.leftovers():
         yield Problem(name, "left by a writer that did not finish", False)
-    aside = {each.name: each.note.reason for each in run.rolled_back()}
+    aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
     for step in sorted(run.pinned() - steps):
@@ -277,50 +284,60 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
 
 
 def _read_pack(
-    run: Run, name: str, size: int
-) -> Iterator[tuple[int, PackedChunk | CorruptionError | UnreachableError]]:
+    run: Run, pack: str, size: int
+) -> Iterator[tuple[int, PackedChunk | DamagedChunk | UnreachableError]]:
     """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
 
-    Raises `CorruptionError` if the index is damaged, `UnreachableError` if it cannot be read.
+    Raises `CorruptionError` if the index is damaged or the pack is gone, `UnreachableError` if the
+    index cannot be read.
     """
-    where = f"{run.where}/{name}"
-    trailer = _read(run, name, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
+    where = f"{run.where}/{PACKS}{pack}"
+    trailer = _read(run, pack, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, where)
-    chunks = decode_pack_index(_read(run, name, start, length), trailer, start, where)
-    at = 0
-    for number, chunk in enumerate(chunks):
-        digest, length, nbytes = chunk
+    offset = 0
+    for chunk in decode_pack_index(_read(run, pack, start, length), trailer, start, where):
         try:
-            wrong = _wrong(_read(run, name, at, length), digest, nbytes)
+            _read_chunk(run, pack, offset, chunk)
+        except DamagedChunk as error:
+            if _is_missing(error):
+                raise
+            yield offset, error
         except UnreachableError as error:
-            yield at, error
+            yield offset, error
         else:
-            if wrong is None:
-                yield at, chunk
-            else:
-                yield at, CorruptionError(f"{where}: chunk {number} at offset {at}: {wrong}.")
-        at += length
+            yield offset, chunk
+        offset += chunk[1]
 
 
-def _wrong(stored: bytes, digest: str, size: int) -> str | None:
-    """What is wrong with a stored chunk; None when a restore could use it."""
-    if len(stored) == size:
-        found = hash_bytes(stored)
-        return None if found == digest else f"expected hash {digest}, found {found}"
-    return decode(memoryview(stored), digest, memoryview(bytearray(size)))
+def _read_chunk(run: Run, pack: str, offset: int, chunk: PackedChunk) -> None:
+    """Raise unless a restore could use the chunk at this place."""
+    with _as_unreachable(run, pack, offset):
+        read_chunks(run.storage, pack, offset, [chunk], decoded=True)
 
 
-def _read(run: Run, name: str, offset: int, length: int) -> bytes:
-    target = bytearray(length)
-    try:
-        got = run.storage.read_into(name, offset, memoryview(target))
-    except (ConnectionError, FileNotFoundError):
-        # An outage is no damage. A file that is gone may have been pruned; the caller knows.
-        raise
-    except OSError as error:
-        raise read_error(error, f"{run.where}/{name} at offset {offset}") from error
+def _read(run: Run, pack: str, offset: int, length: int) -> bytes:
+    """A part of a pack that is no chunk."""
+    data = bytearray(length)
+    with _as_unreachable(run, pack, offset):
+        got = run.storage.read_into(PACKS + pack, offset, memoryview(data))
     if got != length:
         raise CorruptionError(
-            f"{run.where}/{name}: expected {length} bytes at offset {offset}, found {got}."
+            f"{run.where}/{PACKS}{pack}: expected {length} bytes at offset {offset}, found {got}."
         )
-    return bytes(target)
+    return bytes(data)
+
+
+@contextmanager
+def _as_unreachable(run: Run, pack: str, offset: int) -> Iterator[None]:
+    """Turn the failure of a read into a `StoreError`; an outage stops the whole check."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise read_error(error, f"{run.where}/{PACKS}{pack} at offset {offset}") from error
+
+
+def _is_missing(error: CorruptionError) -> bool:
+    """Whether a pack is gone, rather than damaged."""
+    return isinstance(error.__cause__, FileNotFoundError)

@@ -1,8 +1,8 @@
-"""Saving: leaves -> chunks -> one pack -> the manifest, whose commit is the commit.
+"""Writing the chunks of a save into one pack.
 
-Invariants: the pack is durable before the manifest that reads from it can be seen. The bytes that are
-hashed are the bytes that are written: both are a copy that nobody else can reach, so that a checkpoint
-is readable even if the program changes an array during the save.
+Invariants: the pack is durable before a manifest that reads from it is visible. The bytes that are
+hashed are the bytes that are written: both come from a private copy, so that a checkpoint is
+readable even if the program changes an array during the save.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.direct import copy_bytes
@@ -28,53 +26,50 @@ from perdure.store.format import (
     CHUNK_BYTES,
     PACKS,
     SCALAR_PREFIX,
-    Chunk,
-    LeafRecord,
-    PackRecord,
     chunk_spans,
-    encode_pack_tail,
     hash_bytes,
     hash_each,
     pack_name,
 )
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import LeafRecord, PackRecord
+from perdure.store.pack_index import encode_pack_tail
 from perdure.store.pools import map_ahead, pool
+from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
-# Few, so that the bytes of a chunk are still in the processor's cache when they are copied.
+# Few, so that the bytes of a chunk are still in the cache of the processor when they are written.
 HASH_AHEAD = 4
 WRITING = 4
-"""So many copies of chunks may be on their way to the disk besides."""
+"""Copies of further chunks that may be on their way to the disk."""
 
 LARGE_BYTES = 256 * 1024
-"""From here on a chunk is hashed on another core, and placed so that it can be read by itself."""
+"""Chunks of at least this size are hashed on another core and placed so that each is read alone."""
 
 ALONE_BYTES = 1024 * 1024
-"""Up to here starting other threads takes longer than it saves."""
+"""For at most so many bytes of large chunks, using other threads takes longer than it saves."""
 
 ENCODE_ALONE_BYTES = 1024 * 1024
-"""The same where chunks are encoded, which takes ten times as long as hashing them."""
+"""The same for chunks that are encoded, which takes ten times as long as hashing them."""
 
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
 
 GATHER_BYTES = 256 * 1024
-"""So much of small chunks is handed to the storage at once."""
-
-
-class Held(Struct, frozen=True, gc=False):
-    """Where a chunk already lies."""
-
-    pack: str
-    offset: int
-    length: int
+"""Small chunks are given to the storage in pieces of about this size."""
 
 
 class Written(NamedTuple):
-    """What a save wrote: a manifest's records, the packs that they read from, and where the new
-    chunks lie."""
+    """What a save wrote.
+
+    Attributes:
+        leaves: The records of the leaves of the state.
+        packs: The packs that all records read from.
+        located: The places of the new chunks, by hash.
+        local: The records of the local leaves.
+    """
 
     leaves: list[LeafRecord]
     packs: list[PackRecord]
@@ -84,7 +79,7 @@ class Written(NamedTuple):
 
 @dataclass
 class WrittenPack:
-    """What one process wrote for one save."""
+    """Name and bytes of the pack of one process for one save; 0 bytes if there is none."""
 
     name: str
     size: int = 0
@@ -101,10 +96,18 @@ def write_pack(
 ) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
-    `encode` makes what is stored of a chunk smaller where it can. `local` leaves are small and are
-    stored as they are. No pack is written when every chunk is known already. On an error nothing
-    stays but a temporary file that the next writer clears. Raises `DamagedChunk` if a pack with known
-    chunks is gone.
+    No pack is written if every chunk is known. An error leaves at most a temporary file.
+
+    Args:
+        storage: The run directory.
+        step, process: Parts of the name of the pack.
+        leaves: The leaves to write.
+        known: The places of chunks that are durable already, by hash.
+        encode: Encodes large chunks; None stores all of them as they are.
+        local: Small leaves of this process that are no part of the state; they are not encoded.
+
+    Raises:
+        DamagedChunk: A pack with known chunks is gone.
     """
     pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
     ordered = sorted(leaves.items())
@@ -121,8 +124,8 @@ def write_pack(
             else _encoded(large, encode, (known, located), buffers)
         )
         with closing(jobs):
-            for (slots, at, data, _), digest, stored, release in jobs:
-                slots[at] = digest
+            for (slots, index, data, _), digest, stored, release in jobs:
+                slots[index] = digest
                 if digest not in known and digest not in located:
                     pack.add(digest, stored, left, len(data), release)
                 else:
@@ -130,27 +133,37 @@ def write_pack(
                 left -= len(data)
         with gc_paused(len(leaves)):
             pack.add_small(small, known, left)
-        # A local leaf that did not change would keep the pack of the first save alive for ever, for
-        # a few kilobytes. So it is written again, unless there would be no pack without it.
-        beside, own = sorted(local.items()), known if pack.is_empty else {}
-        beside_hashes: list[list[str]] = [[] for _ in beside]
-        if beside:
-            pack.add_small(_in_pack_order(beside, beside_hashes, CHUNK_BYTES + 1)[1], own, left)
+        hashes += _add_local(pack, local, known, left)
         pack.commit()
     except BaseException:
         pack.abort()
         raise
-    finally:  # once the pack is written or given up, nobody reads from them
+    finally:  # the pack is written or given up, so the buffers are free
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        ordered, hashes = ordered + beside, hashes + beside_hashes
+        ordered += sorted(local.items())
         records, packs = _records(ordered, hashes, known, located, storage, pack.written)
     return Written(records[: len(leaves)], packs, located, records[len(leaves) :])
 
 
+def _add_local(
+    pack: _Pack, local: Mapping[str, Leaf], known: Mapping[str, Held], left: int
+) -> list[list[str]]:
+    """Append local leaves as they are, and return the hashes of each, in the order of their paths.
+
+    A local leaf that never changes would keep the pack of the first save alive for ever, for a few
+    kilobytes. So it is written again, unless there would be no pack without it.
+    """
+    hashes: list[list[str]] = [[] for _ in local]
+    if local:
+        small = _in_pack_order(sorted(local.items()), hashes, CHUNK_BYTES + 1)[1]
+        pack.add_small(small, known if pack.is_empty else {}, left)
+    return hashes
+
+
 class _Pack:
-    """The pack under way: made at its first chunk. `located` holds its chunks in their order."""
+    """The pack that is being written, created at its first chunk. `located` has its chunks in order."""
 
     def __init__(self, storage: Storage, written: WrittenPack) -> None:
         self.written = written
@@ -166,9 +179,9 @@ class _Pack:
     def add(
         self, digest: str, data: memoryview, left: int, size: int, release: Callable[[], None]
     ) -> None:
-        """Append a chunk of `size` bytes, stored as `data`; `release` is called once that is written.
+        """Append a chunk of `size` bytes, stored as `data`; `release` is called once it is written.
 
-        `left` bounds the bytes of chunks still to come, this one included.
+        `left` is an upper bound of the bytes of this chunk and all that follow.
         """
         if self._sink is None:
             self._sink = self._storage.create(PACKS + self.written.name, left)
@@ -183,11 +196,10 @@ class _Pack:
             release()
 
     def add_small(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        """Append those that are not there yet, and the hash of each to those of its leaf.
+        """Append small chunks that are not known yet, and add the hash of each to those of its leaf.
 
-        They are handed to the storage together, so that the disk writes while the next ones are
-        hashed: a call for each would cost more than its copy. For the same reason nothing is called
-        for each of them here.
+        They are given to the storage in groups, so that the disk writes while the next ones are hashed,
+        and because a call for each chunk would take longer than copying it.
         """
         gathered: list[_Small] = []
         waiting = 0
@@ -200,52 +212,53 @@ class _Pack:
         self._add_gathered(gathered, known, left)
 
     def _add_gathered(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        name, at, located = self.written.name, self.written.size, self.located
-        together = memoryview(b"".join([job[1] for job in jobs]))
+        name, offset, located = self.written.name, self.written.size, self.located
+        joined = memoryview(b"".join([job[1] for job in jobs]))
         ends = list(accumulate([len(job[1]) for job in jobs]))
-        copies = list(map(together.__getitem__, map(slice, [0, *ends], ends)))
+        copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         parts: list[memoryview] = []
         for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
             slots.append(digest)
             if digest in located or digest in known:
                 continue
             size = len(data)
-            located[digest] = Held(name, at, size)
-            at += size
+            located[digest] = Held(name, offset, size)
+            offset += size
             parts.append(data)
         if parts:
-            self.written.size = at
+            self.written.size = offset
             if self._sink is None:
                 self._sink = self._storage.create(PACKS + name, left)
-            self._sink.write(together if len(parts) == len(copies) else memoryview(b"".join(parts)))
+            self._sink.write(joined if len(parts) == len(copies) else memoryview(b"".join(parts)))
 
     def commit(self) -> None:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
-        chunks = [(digest, at.length) for digest, at in self.located.items()]
+        chunks = [(digest, held.length) for digest, held in self.located.items()]
         tail = encode_pack_tail(chunks, self._encoded)
         self._sink.write(memoryview(tail))
         self.written.size += len(tail)
         self._sink.commit()
 
     def abort(self) -> None:
+        """Discard the pack, if there is one."""
         if self._sink is not None:
             self._sink.abort()
 
 
-# Where the hash of a chunk goes, the chunk, its dtype.
 _Job = tuple[list[str], int, memoryview, str]
-# The same of a chunk that is the last of its leaf and small. A plain tuple: there may be very many.
+"""The hashes of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
 _Small = tuple[list[str], memoryview]
-_Done = tuple[_Job, str, memoryview, Callable[[], None]]
-"""A chunk, its hash, its bytes as they are stored, and what to call when they were written."""
+"""The hashes of a leaf, and its last chunk, which is small. A tuple, because there may be many."""
+_Prepared = tuple[_Job, str, memoryview, Callable[[], None]]
+"""A large chunk, its hash, its stored bytes, and a function to call once they are written."""
 
 
 def _in_pack_order(
     ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], large_from: int
 ) -> tuple[list[_Job], list[_Small]]:
-    """(large chunks, small chunks) in the order of the pack: those of whole blocks before others."""
+    """(large chunks, small chunks) in the order of the pack: chunks of whole blocks first."""
     whole: list[_Job] = []
     uneven: list[_Job] = []
     small: list[_Small] = []
@@ -257,24 +270,24 @@ def _in_pack_order(
         if size < large_from:
             small.append((slots, data))
             continue
-        for at, (start, stop) in enumerate(chunk_spans(size)):
+        for index, (start, stop) in enumerate(chunk_spans(size)):
             length = stop - start
             if length < large_from:
                 small.append((slots, data[start:stop]))
                 continue
             slots.append("")
             into = uneven if length % BLOCK else whole
-            into.append((slots, at, data[start:stop], leaf.dtype))
+            into.append((slots, index, data[start:stop], leaf.dtype))
     return whole + uneven, small
 
 
-def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Done, None, None]:
-    """A copy of each large chunk with its hash, in order, made ahead on other cores if there are many.
+def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Prepared, None, None]:
+    """Copy and hash large chunks, in order; many of them are prepared ahead on other cores.
 
-    The copies lie in buffers that are added to `buffers`.
+    The buffers of the copies are added to `buffers`.
     """
 
-    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Done:
+    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
         return job, hash_bytes(copy), copy, release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
@@ -283,24 +296,24 @@ def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Done
 
 
 def _nothing() -> None:
-    """Releases memory of the allocator, which is not page-aligned."""
+    """The `release` of memory that is not page-aligned and is freed by Python."""
 
 
 def _on_copies(
     executor: ThreadPoolExecutor,
-    work: Callable[[_Job, memoryview, Callable[[], None]], _Done],
+    work: Callable[[_Job, memoryview, Callable[[], None]], _Prepared],
     chunks: Sequence[_Job],
     ahead: int,
     buffers: list[mmap.mmap],
-) -> Generator[_Done, None, None]:
-    """`map_ahead` with a copy of each chunk and with what releases it; close it in any case."""
+) -> Generator[_Prepared, None, None]:
+    """`map_ahead` of `work`, given a copy of each chunk and its release. It must be closed."""
     free: SimpleQueue[memoryview | None] = SimpleQueue()
     while len(buffers) * STAGING_BYTES < min(ahead + WRITING, len(chunks)) * CHUNK_BYTES:
         buffers.append(take_buffer())
-        for at in range(0, STAGING_BYTES, CHUNK_BYTES):
-            free.put(memoryview(buffers[-1])[at : at + CHUNK_BYTES])
+        for start in range(0, STAGING_BYTES, CHUNK_BYTES):
+            free.put(memoryview(buffers[-1])[start : start + CHUNK_BYTES])
 
-    def copied(job: _Job) -> _Done:
+    def copied(job: _Job) -> _Prepared:
         slot = free.get()
         if slot is None:
             raise RuntimeError("the save was given up")
@@ -308,26 +321,26 @@ def _on_copies(
         copy_bytes(copy, job[2])
         return work(job, copy, lambda: free.put(slot))
 
-    done = map_ahead(executor, copied, chunks, ahead)
+    prepared = map_ahead(executor, copied, chunks, ahead)
     try:
-        yield from done
+        yield from prepared
     finally:
-        for _ in range(ahead):  # whoever waits for memory that nobody releases any more
+        for _ in range(ahead):  # wakes threads that wait for memory, which is no longer released
             free.put(None)
-        done.close()
+        prepared.close()
 
 
 def _encoded(
     chunks: Sequence[_Job],
     encode: Encode,
-    there: tuple[Mapping[str, Held], ...],
+    known: tuple[Mapping[str, Held], ...],
     buffers: list[mmap.mmap],
-) -> Generator[_Done, None, None]:
-    """As `_hashed`, with the bytes as they are stored; chunks that are there are not encoded."""
+) -> Generator[_Prepared, None, None]:
+    """As `_hashed`, with encoded bytes; chunks that are `known` are not encoded."""
 
-    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Done:
+    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
         digest = hash_bytes(copy)
-        if any(digest in held for held in there):
+        if any(digest in places for places in known):
             return job, digest, copy, release
         return job, digest, encode(copy, job[3], digest), release
 
@@ -345,27 +358,22 @@ def _records(
     storage: Storage,
     written: WrittenPack,
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
-    names: dict[str, int] = {}
+    def find(digest: str) -> Held:
+        return located.get(digest) or known[digest]
+
+    builder = RecordBuilder()
+    array = builder.array
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
         if leaf.dtype.startswith(SCALAR_PREFIX):
             records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
-        chunks = []
-        left = len(leaf.data)
-        for digest in digests:
-            at = located.get(digest) or known[digest]
-            if at.pack not in names:
-                names[at.pack] = len(names)
-            chunks.append(Chunk(digest, names[at.pack], at.offset, at.length))
-            left -= at.length
-        size = len(leaf.data) if left else None
-        records.append(LeafRecord(path, leaf.dtype, leaf.shape, tuple(chunks), None, size))
-    packs = []
-    for name in names:
+        records.append(array(path, leaf.dtype, leaf.shape, len(leaf.data), digests, find))
+
+    def pack_size(name: str) -> int:
         try:
-            size = written.size if name == written.name else storage.size(PACKS + name)
+            return written.size if name == written.name else storage.size(PACKS + name)
         except FileNotFoundError as error:
             raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
-        packs.append(PackRecord(name=name, size=size))
-    return records, packs
+
+    return records, builder.packs(pack_size)

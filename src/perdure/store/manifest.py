@@ -1,0 +1,198 @@
+"""What a manifest says: the records of one checkpoint, its packs, leaves and containers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from perdure.store.format import (
+    CODEC_FORMAT,
+    FORMAT,
+    STRUCTURE_FORMAT,
+    Hash,
+    Natural,
+    chunk_spans,
+    hash_bytes,
+)
+
+Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
+PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack\Z")]
+Arrays = Annotated[
+    str,
+    Meta(
+        pattern=r"^(numpy(\.generic|\.swapped)?|jax|torch(\.requires_grad|\.Parameter(\.frozen)?)?(@[a-z]+)?)\Z"
+    ),
+]
+RecipeValue = str | int | float | bool
+
+
+# `gc=False`: they are never part of a cycle, and a state of many small leaves makes so many of them
+# that the collector would run several times during a save.
+class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """At most CHUNK_BYTES of one leaf: its hash, and where its stored bytes lie."""
+
+    hash: Hash
+    pack: Natural
+    offset: Natural
+    length: Natural
+
+
+class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """One leaf: array bytes as chunks, or the text of a Python scalar."""
+
+    path: str
+    dtype: str
+    shape: tuple[Natural, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    text: str | None = None
+    size: Natural | None = None
+    """Bytes of the leaf, if some of its chunks are encoded and their lengths add up to less."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, or of the text of a scalar."""
+        if self.text is not None:
+            return len(self.text.encode())
+        return self.stored_nbytes if self.size is None else self.size
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that its chunks take in packs, including those that other leaves share."""
+        chunks = self.chunks
+        return chunks[0].length if len(chunks) == 1 else sum(chunk.length for chunk in chunks)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each decoded chunk."""
+        if self.size is None:
+            return [chunk.length for chunk in self.chunks]
+        return [stop - start for start, stop in chunk_spans(self.size)]
+
+    def hashes(self) -> list[str]:
+        """The hash of each chunk; for a scalar the hash of its text."""
+        if self.text is not None:
+            return [hash_bytes(self.text.encode())]
+        chunks = self.chunks
+        return [chunks[0].hash] if len(chunks) == 1 else [chunk.hash for chunk in chunks]
+
+
+class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """A pack that a manifest reads from."""
+
+    name: PackName
+    size: Natural
+
+
+class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """The type of the value at one path in the state of an object, so that it can be built again.
+
+    Attributes:
+        kind: The type of the container; "array" for a leaf; "object" for a value that only a live
+            object of the class `type` can rebuild.
+        keys: The keys of a mapping in their order. A mapping without it has the keys of its paths, as
+            strings in code point order.
+        arrays: The class of the arrays at this path and below it.
+        factory: The default factory of a `defaultdict`.
+        maxlen: The greatest length of a `deque`.
+        type: The name of a class, for "object".
+    """
+
+    kind: Literal[
+        "dict",
+        "OrderedDict",
+        "defaultdict",
+        "Counter",
+        "list",
+        "tuple",
+        "deque",
+        "set",
+        "frozenset",
+        "torch.Size",
+        "array",
+        "object",
+    ]
+    keys: tuple[str | int, ...] | None = None
+    arrays: Arrays | None = None
+    factory: Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"] | None = None
+    maxlen: Natural | None = None
+    type: str | None = None
+
+
+MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+"""The kinds of containers that have keys. Others have numbered elements or no elements."""
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One checkpoint. The creation of its file is the commit.
+
+    Attributes:
+        format: The lowest format that can express this manifest.
+        step: The step of the checkpoint.
+        created: When it was saved, in UTC.
+        fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
+        recipe: Fields that describe how the state was made.
+        metrics: Numbers by name; None stands for NaN and infinities.
+        packs: The packs that it reads from.
+        leaves: The leaves of the state, sorted by path.
+        containers: The types of the states of objects with `load_state_dict`, by path. The digest of
+            the file covers them, the fingerprint does not.
+        local: Leaves that belong to one process and not to the state, such as its random generators.
+            They are not part of the fingerprint.
+    """
+
+    format: Natural
+    step: Natural
+    created: Time
+    fingerprint: Hash
+    recipe: dict[str, RecipeValue]
+    metrics: dict[str, float | None]
+    packs: tuple[PackRecord, ...]
+    leaves: tuple[LeafRecord, ...]
+    containers: dict[str, Container] = msgspec.field(default_factory=dict)
+    local: tuple[LeafRecord, ...] = ()
+
+    def every_leaf(self) -> tuple[LeafRecord, ...]:
+        """The leaves of the state and the local ones."""
+        return (*self.leaves, *self.local) if self.local else self.leaves
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that its chunks take in packs, each chunk counted once."""
+        places = {
+            (chunk.pack, chunk.offset): chunk.length
+            for leaf in self.every_leaf()
+            for chunk in leaf.chunks
+        }
+        return sum(places.values())
+
+
+def format_of(
+    leaves: Iterable[LeafRecord],
+    containers: Mapping[str, Container] | None = None,
+    local: Sequence[LeafRecord] = (),
+) -> int:
+    """The format of a manifest with these leaves and fields: the lowest that can express it."""
+    if containers or local:
+        return STRUCTURE_FORMAT
+    return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
+
+
+def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
+    """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
+    return hash_bytes(msgspec.json.encode(sorted(leaves)))
+
+
+def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a manifest has them: NaN and infinities become None, because JSON lacks them."""
+    return {
+        name: number if math.isfinite(number := float(value)) else None
+        for name, value in metrics.items()
+    }

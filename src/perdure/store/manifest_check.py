@@ -1,0 +1,209 @@
+"""Checking that the parts of a manifest fit together: packs, paths, shapes, chunks, containers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from itertools import chain, pairwise
+from operator import itemgetter
+
+import msgspec
+
+from perdure.errors import CorruptionError
+from perdure.store.format import (
+    CHUNK_BYTES,
+    CODEC_FORMAT,
+    SCALAR_PREFIX,
+    STRUCTURE_FORMAT,
+    check_hashes,
+    children_of,
+    chunk_spans,
+    escape,
+    hash_bytes,
+)
+from perdure.store.manifest import MAPPINGS, Container, LeafRecord, Manifest, PackRecord
+
+MAX_DIMENSIONS = 64
+
+_DTYPE = re.compile(
+    r"(?<![a-z0-9])(?:bool|(?:u?int|b?float|complex)([0-9]{1,3})(?:_[a-z0-9]+)*)(?![a-z0-9])"
+)
+_KEY_WORD_BYTES = 4
+_SCALAR_TEXT = {
+    "py:int": re.compile(r"-?[0-9]+"),
+    "py:float": re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf|nan)", re.ASCII),
+    "py:complex": re.compile(r"[-+0-9.eijnaf()]+"),
+    "py:bool": re.compile(r"true|false"),
+    "py:bytes": re.compile(r"(?:[0-9a-f]{2})*"),
+    "py:none": re.compile(r""),
+}
+"""The text of each kind of scalar that is not free; `py:str` and kinds of a later writer are."""
+
+
+def checked_fingerprint(
+    version: int, packs: Sequence[PackRecord], leaves: Sequence[LeafRecord], where: str
+) -> str:
+    """The fingerprint of a manifest whose packs, paths, shapes and chunks fit together.
+
+    The digest of a file only shows that it is as its writer left it. After this check its sizes can be
+    trusted: no leaf needs more memory than its shape says, no path hides another one, and no chunk lies
+    outside its pack.
+
+    Raises:
+        CorruptionError: The parts do not fit together.
+    """
+    if len({pack.name for pack in packs}) < len(packs):
+        raise CorruptionError(f"{where}: a pack is listed twice.")
+    rows = []
+    paths = []
+    # A model has many leaves and few shapes: each distinct combination is checked once.
+    shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
+    # For each pack, the end of the chunk that ends last.
+    ends = [0] * len(packs)
+    path = ""
+    try:
+        for leaf in leaves:
+            path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
+            paths.append(path)
+            if len(chunks) == 1 and leaf.size is None and leaf.text is None:
+                chunk = chunks[0]
+                length, pack = chunk.length, chunk.pack
+                end = chunk.offset + length
+                shapes[dtype, shape, length] = path
+                if end > ends[pack]:
+                    ends[pack] = end
+                rows.append((path, dtype, shape, [chunk.hash]))
+                continue
+            _check_leaf(version, leaf, where)
+            for chunk in chunks:
+                ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
+            rows.append((path, dtype, shape, leaf.hashes()))
+    except IndexError:
+        raise CorruptionError(f"{where}: leaf {path!r} names a pack that is not listed.") from None
+    for (dtype, shape, length), path in shapes.items():
+        if not 0 < length <= CHUNK_BYTES or not _holds(dtype, shape, length):
+            raise CorruptionError(
+                f"{where}: leaf {path!r}: {dtype}{list(shape)} does not fit into one chunk of "
+                f"{length} bytes."
+            )
+    for record, end in zip(packs, ends, strict=True):
+        if end > record.size:
+            raise CorruptionError(
+                f"{where}: a chunk ends at byte {end} of {record.name}, which has {record.size} bytes."
+            )
+    _check_paths(paths, where)
+    check_hashes(chain.from_iterable(map(itemgetter(3), rows)), where)
+    return hash_bytes(msgspec.json.encode(rows))
+
+
+def _check_paths(paths: list[str], where: str) -> None:
+    """Raise unless the paths are sorted and are those of different leaves of a tree."""
+    if sorted(paths) != paths:
+        raise CorruptionError(f"{where}: the leaves are not sorted by path.")
+    # With a slash at its end, a path comes directly before all paths below it.
+    closed = sorted([f"{path}/" for path in paths])
+    if any(map(str.startswith, closed[1:], closed)):
+        pairs = pairwise(closed)
+        upper, lower = next(pair for pair in pairs if pair[1].startswith(pair[0]))
+        raise CorruptionError(
+            f"{where}: {upper[:-1]!r} is the path of a leaf, and {lower[:-1]!r}, of another leaf, is "
+            f"the same or lies below it."
+        )
+    joined = "".join(closed[1:] if paths[:1] == [""] else closed)
+    if joined.startswith("/") or "//" in joined:
+        raise CorruptionError(f"{where}: the path of a leaf has a part without a name.")
+
+
+def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
+    """Raise unless a leaf is a scalar with a valid text, or an array cut into chunks by the rules."""
+    if leaf.text is not None or leaf.dtype.startswith(SCALAR_PREFIX):
+        form = _SCALAR_TEXT.get(leaf.dtype)
+        text = leaf.text
+        if leaf.shape or leaf.chunks or leaf.size is not None or text is None:
+            wrong = "is a scalar, and has a shape or chunks, or no text"
+        elif not leaf.dtype.startswith(SCALAR_PREFIX):
+            wrong = f"has the text of a scalar and the dtype {leaf.dtype!r}"
+        elif form is not None and not form.fullmatch(text):
+            wrong = f"has a text that is no {leaf.dtype}: {text[:40]!r}"
+        else:
+            return
+        raise CorruptionError(f"{where}: leaf {leaf.path!r} {wrong}.")
+    lengths = [chunk.length for chunk in leaf.chunks]
+    size = sum(lengths) if leaf.size is None else leaf.size
+    # The count comes first, because the spans of a wrong size could take all memory.
+    fits = -(-size // CHUNK_BYTES) == len(lengths)
+    if fits:
+        sizes = [stop - start for start, stop in chunk_spans(size)]
+        if leaf.size is None:
+            fits = lengths == sizes
+        else:
+            fits = (
+                version >= CODEC_FORMAT
+                and lengths != sizes
+                and all(0 < length <= most for length, most in zip(lengths, sizes, strict=True))
+            )
+    if not (fits and _holds(leaf.dtype, leaf.shape, size)):
+        raise CorruptionError(
+            f"{where}: leaf {leaf.path!r}: {leaf.dtype}{list(leaf.shape)} of {size} bytes cannot lie "
+            f"in {len(lengths)} chunks of together {sum(lengths)} bytes in format {version}."
+        )
+
+
+def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
+    """Whether an array of this dtype and shape takes this number of bytes."""
+    if len(shape) > MAX_DIMENSIONS:
+        return False
+    count = math.prod(shape)
+    if dtype.startswith("key<"):
+        # The implementation of a key decides how many words it has.
+        row = count * _KEY_WORD_BYTES
+        return nbytes % row == 0 and nbytes > 0 if row else not nbytes
+    item = item_bytes(dtype)
+    return item is not None and count * item == nbytes
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one element of a dtype by its name; None for a name without a width.
+
+    An element of less than a byte takes a whole one (docs/FORMAT.md).
+    """
+    match = _DTYPE.search(dtype)
+    if match is None:
+        return None
+    return max(1, int(match[1]) // 8) if match[1] else 1
+
+
+def check_containers(manifest: Manifest, where: str) -> None:
+    """Raise unless the containers and the leaves make up one tree."""
+    leaves = {leaf.path for leaf in manifest.leaves}
+    children = children_of([*leaves, *manifest.containers])
+    wrong = [
+        f"{path!r} ({container.kind})"
+        for path, container in manifest.containers.items()
+        if not _is_sound(container, path in leaves, children.get(path, ()))
+    ]
+    if wrong or manifest.format < STRUCTURE_FORMAT:
+        raise CorruptionError(
+            f"{where}: format {manifest.format}: the containers do not fit the leaves: "
+            f"{', '.join(wrong[:5]) or 'expected none in this format'}."
+        )
+
+
+def _is_sound(container: Container, is_leaf: bool, below: Collection[str]) -> bool:
+    """Whether a container can have these children, given as the last parts of their paths."""
+    kind, keys = container.kind, container.keys
+    if kind in ("array", "object"):
+        named = container.arrays if kind == "array" else container.type
+        extras = (keys, container.factory, container.maxlen)
+        return named is not None and extras == (None,) * 3 and (is_leaf or kind == "object")
+    if (
+        is_leaf
+        or (keys is not None and kind not in MAPPINGS)
+        or (container.factory is not None and kind != "defaultdict")
+        or (container.maxlen is not None and kind != "deque")
+    ):
+        return False
+    if keys is not None:
+        return len(keys) == len(below) and {escape(str(key)) for key in keys} == set(below)
+    return kind in MAPPINGS or set(map(str, range(len(below)))) == set(below)

@@ -1,0 +1,117 @@
+"""The bytes of a manifest: canonical JSON that begins with its own digest.
+
+Invariant: a manifest that `decode_manifest` returns has the bytes that were committed, and its parts
+fit together.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from perdure.errors import CorruptionError
+from perdure.store.format import (
+    MAX_STEP,
+    STRUCTURE_FORMAT,
+    check_version,
+    decode_json,
+    hash_bytes,
+    seconds_of,
+)
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_check import check_containers, checked_fingerprint
+
+MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
+_DIGEST_HEAD = b'{"digest":"'
+_DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
+
+HEAD_BYTES = _DIGEST_BYTES
+"""The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The canonical JSON of a manifest, which begins with its digest."""
+    body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
+    return _DIGEST_HEAD + hash_bytes(body).encode() + b'",' + body[1:]
+
+
+def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
+    """Raise `CorruptionError` unless `data` reads back as `manifest`, by the rules of a reader.
+
+    The digest, the fingerprint and the digits of hashes are not checked again, because they were made
+    from these values.
+    """
+    body = b"{" + data[_DIGEST_BYTES:]
+    try:
+        same = msgspec.json.decode(body, type=Manifest) == manifest
+    except ValueError:
+        same = _manifest(body, where) == manifest  # raises the error that names the cause
+    if not same:
+        raise CorruptionError(
+            f"{where}: decoding it gives other values than were encoded; nothing was written."
+        )
+
+
+def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:
+    """Decode and check a manifest.
+
+    Args:
+        data: The bytes of the file.
+        where: The name of the file, for errors.
+        step: The step that it must have; any step by default.
+
+    Raises:
+        CorruptionError: The bytes are not exactly those that were committed.
+        FormatVersionError: The manifest is intact and has a newer format.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptionError(
+            f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
+        )
+    body = b"{" + data[_DIGEST_BYTES:]
+    head = data[:_DIGEST_BYTES]
+    expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
+    if head != expected:
+        fault = (
+            "is empty" if not data else f"begins with {head[:24]!r} and does not match its digest"
+        )
+        raise CorruptionError(
+            f"{where}: a manifest of {len(data)} bytes {fault}; "
+            f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
+            f"restore an older step meanwhile."
+        )
+    manifest = _manifest(body, where)
+    if step is not None and manifest.step != step:
+        raise CorruptionError(
+            f"{where}: expected the manifest of step {step}, found {manifest.step}."
+        )
+    try:
+        seconds_of(manifest.created)
+    except ValueError:
+        raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
+    if manifest.step > MAX_STEP:
+        raise CorruptionError(f"{where}: expected a step up to {MAX_STEP}, found {manifest.step}.")
+    if manifest.containers:
+        check_containers(manifest, where)
+    if manifest.local:
+        if manifest.format < STRUCTURE_FORMAT:
+            raise CorruptionError(
+                f"{where}: it has local leaves, which format {manifest.format} does not have."
+            )
+        checked_fingerprint(manifest.format, manifest.packs, manifest.local, where)
+    actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
+    if actual != manifest.fingerprint:
+        raise CorruptionError(
+            f"{where}: expected fingerprint {manifest.fingerprint}, its leaves give {actual}."
+        )
+    return manifest
+
+
+def _manifest(body: bytes, where: str) -> Manifest:
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (ValueError, RecursionError):  # a newer format looks like this too
+        check_version(body, where, STRUCTURE_FORMAT)
+        manifest = decode_json(body, Manifest, where)
+    if manifest.format > STRUCTURE_FORMAT:
+        check_version(body, where, STRUCTURE_FORMAT)
+    return manifest

@@ -1,0 +1,101 @@
+"""The index at the end of a pack, which says what the pack holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from blake3 import blake3
+from msgspec import Struct
+
+from perdure.errors import CorruptionError
+from perdure.store.format import (
+    CHUNK_BYTES,
+    CODEC_FORMAT,
+    FORMAT,
+    Hash,
+    Natural,
+    check_hashes,
+    check_version,
+    decode_json,
+)
+
+PACK_MAGIC = b"perdure-pack-1\n\0"
+TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
+
+
+class PackIndex(Struct, frozen=True, forbid_unknown_fields=True):
+    """The chunks of a pack, in order and without gaps from offset 0: (hash, stored length)."""
+
+    format: Natural
+    chunks: tuple[tuple[Hash, Natural], ...]
+
+
+class EncodedPackIndex(Struct, frozen=True, forbid_unknown_fields=True):
+    """The chunks of a pack with encoded chunks: (hash, stored length, size once decoded)."""
+
+    format: Natural
+    chunks: tuple[tuple[Hash, Natural, Natural], ...]
+
+
+PackedChunk = tuple[str, int, int]
+"""Hash, stored length, and size once decoded; both are equal for a chunk that is not encoded."""
+
+
+def encode_pack_tail(
+    chunks: Sequence[tuple[str, int]], sizes: Mapping[str, int] | None = None
+) -> bytes:
+    """Index and trailer that follow the chunks [(hash, stored length)] of a pack.
+
+    `sizes` has the size of each encoded chunk by its hash.
+    """
+    if not sizes:
+        index = msgspec.json.encode(PackIndex(format=FORMAT, chunks=tuple(chunks)))
+    else:
+        rows = tuple((digest, length, sizes.get(digest, length)) for digest, length in chunks)
+        index = msgspec.json.encode(EncodedPackIndex(format=CODEC_FORMAT, chunks=rows))
+    return index + len(index).to_bytes(8, "little") + blake3(index).digest() + PACK_MAGIC
+
+
+def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
+    """(offset, length) of the index of a pack of `size` bytes, from its last TRAILER_BYTES."""
+    length = int.from_bytes(trailer[:8], "little")
+    if len(trailer) < TRAILER_BYTES or trailer[40:] != PACK_MAGIC or length > size - TRAILER_BYTES:
+        raise CorruptionError(
+            f"{where}: a pack of {size} bytes does not end in a pack trailer; it is cut short or "
+            f"was changed. The checkpoints that need it cannot be restored."
+        )
+    return size - TRAILER_BYTES - length, length
+
+
+def decode_pack_index(
+    index: bytes, trailer: bytes, start: int, where: str
+) -> tuple[PackedChunk, ...]:
+    """Decode the index of a pack whose chunks end at byte `start`, and check it by the trailer.
+
+    Raises:
+        CorruptionError: The index is damaged, or does not fit the pack.
+        FormatVersionError: The pack has a newer format.
+    """
+    if blake3(index).digest() != trailer[8:40]:
+        raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
+    chunks: tuple[PackedChunk, ...]
+    if check_version(index, where, CODEC_FORMAT) == FORMAT:
+        pairs = decode_json(index, PackIndex, where).chunks
+        chunks = tuple((digest, length, length) for digest, length in pairs)
+    else:
+        chunks = decode_json(index, EncodedPackIndex, where).chunks
+        for digest, length, size in chunks:
+            if not length <= size <= CHUNK_BYTES:
+                raise CorruptionError(
+                    f"{where}: the index gives {length} bytes to chunk {digest} of {size} bytes."
+                )
+    check_hashes([digest for digest, _, _ in chunks], where)
+    held = sum(length for _, length, _ in chunks)
+    if max((length for _, length, _ in chunks), default=0) > CHUNK_BYTES:
+        raise CorruptionError(f"{where}: the index has a chunk of more than {CHUNK_BYTES} bytes.")
+    if held != start:
+        raise CorruptionError(
+            f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."
+        )
+    return chunks

@@ -1,0 +1,140 @@
+"""Reading the checkpoints of a run: their list, their manifests, and all or some of their leaves.
+
+Readers take no lock and change nothing. A prune may run meanwhile: chunks that it moved are read from
+their new places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from perdure.errors import (
+    CorruptionError,
+    NoGoodCheckpointError,
+    StepNotFoundError,
+)
+from perdure.store.contents import Catalog, committed_steps, pinned_steps
+from perdure.store.failures import read_error
+from perdure.store.format import manifest_name, steps_text
+from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import decode_manifest
+from perdure.store.rollback_notes import rolled_back
+from perdure.store.storage import Storage
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint.
+
+    Attributes:
+        manifest: What was committed.
+        leaves: The leaves of the state, or those that were asked for.
+        skipped: (step, reason) of each newer checkpoint that is damaged.
+        local: The leaves of each process that are no part of the state; empty in a partial load.
+    """
+
+    manifest: Manifest
+    leaves: Leaves
+    skipped: tuple[tuple[int, str], ...] = ()
+    local: Mapping[str, Leaf] = field(default_factory=dict)
+
+
+def list_steps(storage: Storage) -> list[int]:
+    """Committed steps, oldest first; raises `UnreachableError` if they cannot be listed."""
+    try:
+        return committed_steps(storage)
+    except OSError as error:
+        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
+
+
+def list_pins(storage: Storage) -> frozenset[int]:
+    """Pinned steps; raises `UnreachableError` if they cannot be listed."""
+    try:
+        return pinned_steps(storage)
+    except OSError as error:
+        raise read_error(error, f"{storage.where}: the list of its pins") from error
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """The checked manifest of `step`.
+
+    Raises:
+        StepNotFoundError: There is no such checkpoint.
+        CorruptionError: The bytes of the manifest are damaged.
+        UnreachableError: The manifest cannot be read.
+    """
+    name = manifest_name(step)
+    try:
+        data = storage.read(name)
+    except FileNotFoundError:
+        raise StepNotFoundError(_no_such_step(storage, step)) from None
+    except (OSError, MemoryError) as error:
+        raise read_error(error, f"{storage.where}: step {step}: {name}") from error
+    return decode_manifest(data, f"{storage.where}/{name}", step)
+
+
+def load_step(
+    storage: Storage, catalog: Catalog, step: int, wanted: Callable[[str], bool] | None = None
+) -> Loaded:
+    """Read and verify one checkpoint, or only the leaves whose path `wanted` accepts.
+
+    Damage is noted in `catalog`. Raises as `read_manifest` does.
+    """
+    # numpy: not needed to list a run
+    from perdure.store.reader import load_leaves, load_records
+
+    manifest = read_manifest(storage, step)
+    while True:
+        try:
+            leaves = load_leaves(storage, manifest, wanted)
+            local = () if wanted else manifest.local
+            return Loaded(manifest, leaves, local=load_records(storage, manifest, local))
+        except CorruptionError as error:
+            # A prune may have moved the chunks since the manifest was read; then it has changed.
+            renewed = read_manifest(storage, step)
+            if renewed == manifest:
+                catalog.distrust(error)
+                raise
+            manifest = renewed
+
+
+def load_newest(
+    storage: Storage, load: Callable[[int], Loaded], unreadable: Mapping[int, str]
+) -> Loaded | None:
+    """`Run.load_newest`, which gives the whole contract; `load` reads one checkpoint."""
+    skipped = dict(unreadable)
+    # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
+    while untried := [step for step in list_steps(storage) if step not in skipped]:
+        for step in reversed(untried):
+            try:
+                loaded = load(step)
+            except CorruptionError as error:
+                skipped[step] = str(error)
+                continue
+            except StepNotFoundError:
+                if step in list_steps(storage):
+                    raise
+                continue
+            return replace(loaded, skipped=tuple(skipped.items()))
+    if not skipped:
+        return None
+    reasons = "\n".join(f"  step {step}: {reason}" for step, reason in skipped.items())
+    raise NoGoodCheckpointError(
+        f"{storage.where}: expected a readable checkpoint, found {len(skipped)} damaged:\n{reasons}\n"
+        f"Nothing was changed. Run `perdure verify {storage.where}`, bring back the files from a "
+        f"copy, or start in another run directory."
+    )
+
+
+def _no_such_step(storage: Storage, step: int) -> str:
+    steps = list_steps(storage)
+    present = f"steps {steps_text(steps)}" if steps else "no checkpoint"
+    message = f"{storage.where}: expected a checkpoint of step {step}, found {present}. "
+    if any(aside.manifest.step == step for aside in rolled_back(storage)):
+        return message + (
+            f"Step {step} was set aside by a rollback; `perdure rollback {storage.where} --undo` "
+            f"brings it back."
+        )
+    return message + "Ask for one of those."

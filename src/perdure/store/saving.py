@@ -1,0 +1,288 @@
+"""The order of a save: free space, chunks, then the manifest, whose creation is the commit.
+
+Invariant: committed checkpoints are one line of steps, and a save only adds to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from perdure.errors import (
+    CorruptionError,
+    HistoryError,
+    LockedError,
+    SaveError,
+    StepExistsError,
+    UnreachableError,
+)
+from perdure.store.codec import Encode
+from perdure.store.contents import Catalog, committed_steps
+from perdure.store.damage_handler import DamageHandler
+from perdure.store.failures import DamagedChunk
+from perdure.store.format import manifest_name
+from perdure.store.free_space import ensure_free_space
+from perdure.store.gc_pause import gc_paused
+from perdure.store.leaf import Leaf, containers_of
+from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
+from perdure.store.manifest_check import checked_fingerprint
+from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
+from perdure.store.record_builder import Held
+from perdure.store.removal_notes import RemovalNotes
+from perdure.store.restore import list_steps, read_manifest
+from perdure.store.storage import LostLock, Storage, create_whole
+from perdure.store.writer import Written, write_pack
+from perdure.store.writer_session import WriterSession
+
+WriteChunks = Callable[[Mapping[str, Held]], Written]
+"""Makes the chunks durable that the given ones lack, in place of this process."""
+
+
+class Saver:
+    """Commits checkpoints to the run directory whose writer `session` is."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        catalog: Catalog,
+        session: WriterSession,
+        damage: DamageHandler,
+        removals: RemovalNotes,
+        encode: Encode | None,
+        now: Callable[[], str],
+    ) -> None:
+        self._storage = storage
+        self._catalog = catalog
+        self._session = session
+        self._damage = damage
+        self._removals = removals
+        self._encode = encode
+        self._now = now
+
+    def save(
+        self,
+        step: int,
+        leaves: Mapping[str, Leaf],
+        recipe: dict[str, RecipeValue],
+        metrics: dict[str, float | None],
+        write: WriteChunks | None,
+        local: Mapping[str, Leaf],
+    ) -> tuple[Manifest, bool]:
+        """`Run.save`, which gives the contract.
+
+        Returns:
+            The manifest of the checkpoint, and whether the step was not committed before.
+        """
+        try:
+            self._session.begin()
+            present = self._committed(step, leaves)
+            if present is not None and (not local or _same_local(present, local)):
+                return self._with_metrics(present, metrics), False
+            ensure_free_space(self._storage, leaves, self._catalog.held())
+            written = self._write(step, leaves, write, local)
+            manifest = self._manifest(step, written, leaves, recipe, metrics)
+            if present is not None:
+                manifest = _as_present(present, manifest)
+            head = self._store(manifest, replace=present is not None)
+        except FileExistsError as error:
+            self._catalog.forget()
+            raise LockedError(
+                f"{self._storage.where}: step {step} was committed by another writer while this one "
+                f"was saving it ({error}). Nothing was overwritten; stop one of the two."
+            ) from error
+        except SaveError:
+            self._catalog.forget()  # a group failed, perhaps because a pack is gone
+            raise
+        except (OSError, UnreachableError) as error:
+            self._catalog.forget()
+            raise SaveError(self._failed(step, leaves, error)) from error
+        self._catalog.add(manifest, head, written.located)
+        self._catalog.durable.add(step)
+        self._removals.committed_again(step)
+        return manifest, present is None
+
+    def commit(self, manifest: Manifest, located: Mapping[str, Held], *, replace: bool) -> None:
+        """`Run.commit`, which gives the contract."""
+        head = self._store(manifest, replace=replace)
+        if replace:
+            self._catalog.replace(manifest, head)
+        else:
+            self._catalog.add(manifest, head, located)
+            self._removals.committed_again(manifest.step)
+
+    def _write(
+        self,
+        step: int,
+        leaves: Mapping[str, Leaf],
+        write: WriteChunks | None,
+        local: Mapping[str, Leaf],
+    ) -> Written:
+        """Write the chunks that are not held; check that the packs of the others are still there."""
+        if write is not None:
+            written = write(self._catalog.held())
+            if not self._catalog.agrees(written.packs):
+                raise OSError("a pack has another size than its checkpoints say")
+            return written
+        while True:
+            try:
+                held = self._catalog.held()
+                written = write_pack(self._storage, step, 0, leaves, held, self._encode, local)
+            except DamagedChunk as error:  # a pack is gone: its chunks are written again
+                self._catalog.distrust(error)
+                continue
+            if self._catalog.agrees(written.packs):
+                return written
+            # A pack has another size than when it was last looked at.
+            self._catalog.forget()
+
+    def _manifest(
+        self,
+        step: int,
+        written: Written,
+        leaves: Mapping[str, Leaf],
+        recipe: dict[str, RecipeValue],
+        metrics: dict[str, float | None],
+    ) -> Manifest:
+        containers = containers_of(leaves)
+        version = format_of(written.leaves, containers, written.local)
+        name = f"{self._storage.where}: the manifest of this save"
+        return Manifest(
+            format=version,
+            step=step,
+            created=self._now(),
+            fingerprint=checked_fingerprint(version, written.packs, written.leaves, name),
+            recipe=recipe,
+            metrics=metrics,
+            packs=tuple(written.packs),
+            leaves=tuple(written.leaves),
+            containers=containers,
+            local=tuple(written.local),
+        )
+
+    def _store(self, manifest: Manifest, *, replace: bool) -> bytes:
+        """Create or replace the file of a manifest, durably; returns its first bytes."""
+        with gc_paused(len(manifest.leaves)):
+            data = encode_manifest(manifest)
+            # Constructors check nothing: what cannot be read back must never be committed.
+            check_encoded(data, manifest, f"{self._storage.where}: the manifest of this save")
+        if replace:
+            self._storage.replace(manifest_name(manifest.step), data)
+        else:
+            create_whole(self._storage, manifest_name(manifest.step), data)
+        return data[:HEAD_BYTES]
+
+    def _committed(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
+        """The manifest of `step` if these bits are committed, None if the step continues the run.
+
+        Raises `HistoryError` for everything else.
+        """
+        steps = committed_steps(self._storage)
+        if step not in steps:
+            if steps and step < steps[-1]:
+                reason = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
+                raise HistoryError(self._refused(step, reason, steps))
+            return None
+        try:
+            present = read_manifest(self._storage, step)
+        except CorruptionError as error:
+            if step < steps[-1]:
+                reason = f"step {step} is older than step {steps[-1]}, and damaged ({error})"
+                raise HistoryError(self._refused(step, reason, steps)) from error
+            self._damage.quarantine(step, str(error))
+            return None
+        rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
+        actual = fingerprint(rows)
+        if actual != present.fingerprint:
+            reason = (
+                f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
+                f"{actual[:16]}. A run that resumes exactly gives equal bits, so the recipe or the "
+                f"code changed, or this run started elsewhere"
+            )
+            raise StepExistsError(self._refused(step, reason, steps))
+        return present if self._made_durable(present) else None
+
+    def _made_durable(self, present: Manifest) -> bool:
+        """Verify a committed checkpoint and make it durable; False if it was damaged and set aside."""
+        step = present.step
+        if step in self._catalog.durable:
+            return True
+        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
+
+        try:  # the manifest says what should be there; "saved" means that it is
+            verify_leaves(self._storage, present)
+        except CorruptionError as error:
+            self._catalog.distrust(error)
+            self._damage.quarantine(step, str(error))
+            return False
+        # Its writer may have been killed, or failed, before the name was durable.
+        name = manifest_name(step)
+        self._storage.replace(name, self._storage.read(name))
+        self._catalog.durable.add(step)
+        return True
+
+    def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
+        """Add the metrics of an evaluation that ended after the state was saved."""
+        merged = {**metrics, **present.metrics}
+        if merged == present.metrics:
+            return present
+        manifest = msgspec.structs.replace(present, metrics=merged)
+        self._catalog.replace(manifest, self._store(manifest, replace=True))
+        return manifest
+
+    def _refused(self, step: int, reason: str, steps: list[int]) -> str:
+        """Why a save of `step` is refused, and what to do instead."""
+        where = self._storage.where
+        older = [other for other in steps if other < step]
+        advice = "save into another run directory"
+        if older:
+            advice = (
+                f"either set the newer checkpoints aside: `manager.rollback({older[-1]})` or `perdure "
+                f"rollback {where} {older[-1]}`; or continue from step {older[-1]} in another run "
+                f"directory: `perdure fork {where}@{older[-1]} NEW`"
+            )
+        return (
+            f"{where}: {reason}. The checkpoints of a run are one line of steps; nothing was changed. "
+            f"To continue, {advice}."
+        )
+
+    def _failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
+        """Why a save failed, what is left, and what to do."""
+        message = f"{self._storage.where}: saving step {step} failed: {error}."
+        if isinstance(error, LostLock):
+            return f"{message} It was not committed."
+        try:
+            steps = [other for other in list_steps(self._storage) if other != step]
+            free = self._storage.free_bytes()
+        except (OSError, UnreachableError):
+            return (
+                f"{message} Every earlier checkpoint is unchanged. Save again once the storage "
+                f"answers."
+            )
+        size = sum(len(leaf.data) for leaf in leaves.values())
+        room = "" if free is None else f", free space: {free} bytes"
+        newest = (
+            f"last good checkpoint is step {steps[-1]}" if steps else "run has no checkpoint yet"
+        )
+        return (
+            f"{message} Size of the state: {size} bytes{room}; the {newest}. Free space or correct "
+            f"the permissions, then save again."
+        )
+
+
+def _same_local(present: Manifest, local: Mapping[str, Leaf]) -> bool:
+    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.local]
+    return rows == [
+        (path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in sorted(local.items())
+    ]
+
+
+def _as_present(present: Manifest, again: Manifest) -> Manifest:
+    """A checkpoint that is saved again with other local leaves, as after an evaluation that drew random
+    numbers: everything else stays what it was."""
+    return msgspec.structs.replace(
+        again,
+        created=present.created,
+        recipe=present.recipe,
+        metrics={**again.metrics, **present.metrics},
+    )

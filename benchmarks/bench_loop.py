@@ -30,7 +30,7 @@ import numpy as np
 from table import Row, compared, finish, row
 
 from perdure import RunConfig, Trainer
-from perdure.train import Hook
+from perdure.train import Hook, OutputConfig
 from perdure.train.events import EventWriter
 
 TARGET_S = 2e-3
@@ -38,7 +38,7 @@ STATE_BYTES = 5_000_000
 LEAVES = 12
 
 
-class CallGuard(Hook):
+class BareBlocks(Hook):
     """Times blocks of `block` steps of the run, and as many bare ones after each of them.
 
     Blocks begin at `offset`, so that a save behind a multiple of the block lies inside of one.
@@ -99,7 +99,7 @@ def batches(step: int) -> Any:
     return np.float32(step % 7)
 
 
-def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) -> CallGuard:
+def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) -> BareBlocks:
     """One run of the Trainer with bare blocks in it."""
 
     def bare(held: Any, start: int, count: int) -> Any:
@@ -107,12 +107,14 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
             held, _ = step(held, batches(number))
         return held
 
-    turns = CallGuard(bare, block, block // 4)
+    turns = BareBlocks(bare, block, block // 4)
     with tempfile.TemporaryDirectory(prefix="perdure-bench-") as where:
         saves = (
             {"save_checkpoints_secs": 3600} if save is None else {"save_checkpoints_steps": save}
         )
-        config = RunConfig(where, **saves, progress="lines", console=io.StringIO())
+        config = RunConfig(
+            where, **saves, output=OutputConfig(progress="lines", console=io.StringIO())
+        )
         Trainer(step, state, batches, config, [turns]).train(block * (blocks + 1) + block // 4)
     return turns
 
@@ -145,7 +147,7 @@ def figure(what: str, values: list[float], unit: str, against: str, most: float)
     return compared(row(what, value, unit, spread), against, most, most=1.0)
 
 
-def overheads(turns: CallGuard) -> list[float]:
+def overheads(turns: BareBlocks) -> list[float]:
     """Seconds a step that each block took above the mean of the bare blocks around it."""
     around = [turns.bare[0], *turns.bare]
     return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]

@@ -22,7 +22,7 @@ RUNS = {
         ["--batch", "64", "--steps", "8"],
         [
             "the first run: interrupted at step 5",
-            "goes on behind step 4",
+            "resuming after step 4",
             "the second run: at step 8",
         ],
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -99,6 +101,8 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
 
 def tensorboard_steps(where: Path) -> list[int]:
     """The steps of the loss that TensorBoard's own reader shows."""
+    # TensorBoard's own switch: without this module it imports TensorFlow, which takes long.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(where / "summaries"), size_guidance={"scalars": 0})

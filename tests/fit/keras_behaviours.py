@@ -1,8 +1,8 @@
 """What Keras's own tests ask of its two checkpoint callbacks, asked of ours, on one backend.
 
 A part of `backend_worker.py`. There are no file names, because a run directory has none, and one number
-differs: after an interruption in the middle of an epoch Keras repeats its first batches, so that its test
-counts 17 steps where 15 were asked for. Ours must count 15.
+differs: after an interruption in the middle of an epoch Keras repeats its first batches, so that its
+test counts 17 steps where 15 were asked for. Ours must count 15.
 """
 
 from __future__ import annotations

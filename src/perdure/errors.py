@@ -5,25 +5,25 @@ PerdureError
 │   ├── NotARunError              the path holds no run directory
 │   ├── FormatVersionError        written by a newer perdure
 │   ├── StepNotFoundError         no checkpoint of that step
-│   ├── HistoryError              a run has one line of steps, and this would start a second one
+│   ├── HistoryError              it would start a second line of steps in the run
 │   │   └── StepExistsError       that step is already committed with other bits
-│   ├── LockedError               another writer, or the process this one was forked from, writes here
+│   ├── LockedError               another process writes here, or this one was forked from the writer
 │   ├── CorruptionError           bytes that do not match their hash or their schema
 │   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
-│   ├── UnreachableError          the storage cannot be read now: nothing is known about its contents
+│   ├── UnreachableError          the storage cannot be read now, so its contents are unknown
 │   ├── SaveError                 a save did not commit (disk full, permission, ...)
-│   └── PruneError                deleting or compacting did not happen, or not to its end
+│   └── PruneError                deleting or compacting did not start, or stopped in the middle
 ├── StateError                    the live objects and the checkpoint do not fit together
 │   ├── UnsupportedLeafError      a value that has no exact form on disk
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
-├── NonFiniteError                NaN or infinity came out of a logical replica
+├── NonFiniteError                a logical replica computed NaN or infinity
 ├── RecipeMismatchError           checkpoint and run, or the processes of a group, differ in recipe
 ├── TopologyError                 replicas, devices, processes or batch do not fit
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
 ├── LaunchError                   a run cannot be started or watched as asked
 ├── DataError                     a dataset cannot be read or addressed
-├── TrainError                    the training loop is asked for what it cannot do
+├── TrainError                    the training loop cannot do what it was asked for
 └── ArgumentError                 an argument has a value that cannot be used; also a ValueError
 """
 
@@ -73,7 +73,7 @@ class NoGoodCheckpointError(CorruptionError):
 class UnreachableError(StoreError):
     """The storage cannot be read, retries included: no answer, no permission, too many open files, ...
 
-    Nothing is known about what it holds, so nothing was changed because of it.
+    Its contents are unknown, so nothing was changed.
     """
 
 
@@ -82,7 +82,7 @@ class SaveError(StoreError):
 
 
 class PruneError(StoreError):
-    """Deleting or compacting was not done, or not to its end. What should stay is readable."""
+    """Deleting or compacting failed or stopped in the middle. What stays is readable."""
 
 
 class StateError(PerdureError):
@@ -98,11 +98,11 @@ class MismatchError(StateError):
 
 
 class NonFiniteError(PerdureError):
-    """NaN or infinity came out of a logical replica; the state has not changed."""
+    """A logical replica computed NaN or infinity; the state has not changed."""
 
 
 class RecipeMismatchError(PerdureError):
-    """A checkpoint was made by another recipe than the run has, or the processes of a group differ."""
+    """The recipe of the run differs from that of the checkpoint, or between processes of a group."""
 
 
 class TopologyError(PerdureError):
@@ -126,7 +126,7 @@ class DataError(PerdureError):
 
 
 class TrainError(PerdureError):
-    """The training loop was asked for something that it cannot do."""
+    """The training loop cannot do what it was asked for."""
 
 
 class ArgumentError(PerdureError, ValueError):

@@ -1,10 +1,10 @@
-"""Heartbeats: how a training process tells its supervisor where it is.
+"""Heartbeats: a training process reports its step and phase to its supervisor.
 
-Owns the file named by PERDURE_HEARTBEAT_FILE: one line of JSON of a fixed length, written over in
-place by one system call (about 2 µs). Without the variable a beat costs one comparison. Times are of
-the machine's monotonic clock, which all its processes share and which no change of the date moves.
-Invariant: one process writes. The first that imports this takes the variable out of its environment,
-so that no data worker that it starts writes over what the loop has said.
+The file named by PERDURE_HEARTBEAT_FILE holds one line of JSON of a fixed length, which one system call
+overwrites in place (about 2 µs). Without the variable a beat costs one comparison. Times are of the
+machine's monotonic clock, which all its processes share and which a change of the date does not move.
+Invariant: one process writes. The first that imports this module takes the variable out of its
+environment, so that no data worker that it starts overwrites the beats of the loop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ LENGTH = 256
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process said last. Steps count the finished ones; times are seconds, monotonic.
+    """The last heartbeat of a process. Steps count finished steps; times are monotonic seconds.
 
-    `start` is the step that it began at, `first` when it first told of a new one and `first_step`
-    which that was (a later one than `start + 1` in a loop that gives a beat every so many steps),
-    `saving` the step that is being made durable in the background.
+    Attributes:
+        phase: What the process is doing now; one of `PHASES`.
+        step: How many steps are finished; None if it has not reported that yet.
+        time: When it reported this.
+        pid: Its process id.
+        start: The step that it began at.
+        first: When it first reported a finished step after `start`.
+        saving: The step that is being made durable in the background; None for none.
+        first_step: The step that it reported at `first`; later than `start + 1` in a loop that does not
+            report every step.
     """
 
     phase: str
@@ -41,11 +48,17 @@ class Beat:
 
 
 def heartbeat(step: int, phase: str = "step") -> None:
-    """Tell the supervisor that `step` steps are finished, for loops without a `CheckpointManager`.
+    """Report to the supervisor that `step` steps are finished, in loops without a `CheckpointManager`.
 
-    `phase` is what comes now: "start", "restore", "compile", "step", "save", "evaluate", "end"; each
-    has a limit of its own, so that compiling is not hanging. The first call says where the loop
-    starts. Nothing happens outside of `perdure run`.
+    The first call reports the step that the loop starts at. Does nothing outside of `perdure run`.
+
+    Args:
+        step: The number of finished steps.
+        phase: What comes next: "start", "restore", "compile", "step", "save", "evaluate" or "end". Each
+            has a time limit of its own, so that a long compilation is not taken for a hang.
+
+    Raises:
+        ValueError: `phase` is none of these.
     """
     if phase not in PHASES:
         raise ValueError(f"phase: expected one of {', '.join(PHASES)}, found {phase!r}.")
@@ -53,7 +66,7 @@ def heartbeat(step: int, phase: str = "step") -> None:
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """`heartbeat` for the library itself: `phase` is not checked, and `step` may be unknown."""
+    """`heartbeat` for perdure itself: `phase` is not checked, and `step` may be unknown."""
     if _writer is not None:
         _writer.beat(phase, step)
     for listener in listeners:
@@ -61,14 +74,14 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 def saving(step: int | None) -> None:
-    """What is being made durable in the background; None for nothing."""
+    """Report that `step` is being made durable in the background; None for no step."""
     if _writer is not None:
         _writer.saving = step
         _writer.write()
 
 
 def open_file() -> None:
-    """Begin, or begin anew, with the file that the environment names now."""
+    """Write to the file that the environment names now, from its beginning."""
     global _writer
     path = os.environ.pop(VARIABLE, None)
     _writer = None
@@ -76,7 +89,7 @@ def open_file() -> None:
         try:
             _writer = _Writer(path)
         except OSError as error:
-            _unwritten(path, error)
+            _warn_unwritable(path, error)
 
 
 def read(path: str) -> Beat | None:
@@ -84,7 +97,7 @@ def read(path: str) -> Beat | None:
     try:
         with open(path, "rb", buffering=0) as file:
             line = file.read(LENGTH)
-            # One system call writes it, and still a read beside it may see half of either.
+            # One system call writes the line, but a read at the same time may still see half of it.
             while (again := os.pread(file.fileno(), LENGTH, 0)) != line:
                 line = again
     except FileNotFoundError:
@@ -93,7 +106,7 @@ def read(path: str) -> Beat | None:
 
 
 class _Writer:
-    """The side of the process that trains."""
+    """Writes the beats of the process that trains."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -109,12 +122,12 @@ class _Writer:
 
     def beat(self, phase: str, step: int | None) -> None:
         if step is not None:
-            if self._step is None or step < self._step:  # another run may follow in one process
+            if self._step is None or step < self._step:  # another run has begun in this process
                 self._start, self._first, self._first_step = step, None, None
             self._step = step
         if phase == "step" and self._first is None:
             if self._step is None or self._step == self._start:
-                phase = "compile"  # the first step is still to come, and with it the compiler
+                phase = "compile"  # the first step has not ended, and the compiler runs in it
             else:
                 self._first, self._first_step = time.monotonic(), self._step
         self._phase = phase
@@ -130,16 +143,16 @@ class _Writer:
         )
         try:
             os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
-        except OSError as error:  # memory is full, for instance; no reason to end a training
+        except OSError as error:  # a full memory, for instance, must not end the training
             if self._path is not None:
                 path, self._path = self._path, None
-                _unwritten(path, error)
+                _warn_unwritable(path, error)
 
 
-def _unwritten(path: str, error: OSError) -> None:
+def _warn_unwritable(path: str, error: OSError) -> None:
     warnings.warn(
-        f"{path}: the heartbeat cannot be written: {error}. Training goes on, and `perdure run` may "
-        f"take it for hung; free some space there.",
+        f"{path}: the heartbeat cannot be written: {error}. Training continues, and `perdure run` may "
+        f"think that it hangs; free some space there.",
         stacklevel=3,
     )
 
@@ -149,7 +162,7 @@ def _text(number: int | None) -> str:
 
 
 def _forget() -> None:
-    """A forked child trains nothing."""
+    """A forked child does not train."""
     global _writer
     _writer = None
     listeners.clear()

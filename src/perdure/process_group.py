@@ -1,4 +1,4 @@
-"""The seam to the other processes of a group: barriers, broadcasts, votes.
+"""`Processes`: the interface to the other processes of a group.
 
 Invariant: every process of the group calls the same operations of one channel in the same order, from
 one thread at a time.
@@ -10,41 +10,48 @@ from typing import Protocol
 
 
 class Processes(Protocol):
-    """A group of processes that run the same program on one run directory."""
+    """A group of processes that run the same program on one run directory.
+
+    `barrier`, `broadcast`, `gather` and `any` are collectives: every process calls them, and they raise
+    `WorkerLostError` if a process is gone.
+    """
 
     @property
     def index(self) -> int:
-        """Number of this process."""
+        """The number of this process, from 0."""
         ...
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many processes the group has."""
         ...
 
     @property
     def is_chief(self) -> bool:
-        """True in process 0, which writes."""
+        """Whether this is process 0, which commits."""
         ...
 
     def barrier(self) -> None:
-        """Return once every process has called this."""
+        """Wait until every process has called this."""
         ...
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """The bytes that process 0 passed, in every process."""
+        """The bytes that process 0 passed, in every process; the others pass None."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every process, by its number, in every process."""
+        """The bytes that each process passed, in the order of their numbers, in every process."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """True in every process when it is true in one."""
+        """Whether `flag` is true in at least one process, in every process."""
         ...
 
     def channel(self, name: str) -> Processes:
-        """The same group, with operations that are independent of those of other channels."""
+        """The same group, whose operations on this channel do not mix with those of other channels.
+
+        Not a collective. The same name gives the same channel.
+        """
         ...
 
 
@@ -72,7 +79,7 @@ class SingleProcess:
 
 
 def given(data: bytes | None) -> bytes:
-    """What process 0 broadcasts, which is never None there."""
+    """`data`, which process 0 passes to `broadcast`; raises `TypeError` if it is None."""
     if data is None:
         raise TypeError("process 0 must pass the bytes that it broadcasts, got None")
     return data

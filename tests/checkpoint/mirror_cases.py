@@ -207,7 +207,7 @@ class Story:
             current[0] = following(current[0], ord(machine))
             step = current[0]["step"]
             leaves = flatten(current[0])
-            manager._commit(step, leaves, {}, Place(), None)
+            manager._saver.commit(step, leaves, {}, Place(), None)
             self._reported[machine] = step
 
         with mock.patch.object(mirror, "notify"):

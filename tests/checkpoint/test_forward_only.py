@@ -187,7 +187,7 @@ def test_a_save_under_way_keeps_a_manager_that_nobody_else_has(tmp_path: Path) -
     manager = CheckpointManager(storage)
     manager.save(1, state(1))
     assert begun.wait(60)
-    first = weakref.ref(manager)
+    first = weakref.ref(manager._saver)
     manager = CheckpointManager(storage)
     with pytest.raises(LockedError, match="this process already has a manager"):
         manager.save(2, state(2))

@@ -23,7 +23,7 @@ from perdure import (
     verify_run,
 )
 from perdure.checkpoint import group_save
-from perdure.checkpoint import manager as manager_module
+from perdure.checkpoint import saver as saver_module
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -250,7 +250,7 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[BaseException]
 ) -> None:
     train(tmp_path, 1, count=3)
-    real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
+    real, fired = saver_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
         if value.get("victim") == victim:
@@ -258,7 +258,7 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
             raise kind("no room for a snapshot")
         return real(value, arena, *rest)
 
-    monkeypatch.setattr(manager_module, "snapshot", snapshot)
+    monkeypatch.setattr(saver_module, "snapshot", snapshot)
 
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
@@ -294,7 +294,7 @@ def test_a_metric_that_one_process_has_wrong_is_told_to_all(tmp_path: Path) -> N
 def test_on_error_continue_means_the_same_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, fired = manager_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
+    real, fired = saver_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
         if value.get("victim") == 1:
@@ -302,7 +302,7 @@ def test_on_error_continue_means_the_same_in_every_process(
             raise MemoryError
         return real(value, arena, *rest)
 
-    monkeypatch.setattr(manager_module, "snapshot", snapshot)
+    monkeypatch.setattr(saver_module, "snapshot", snapshot)
 
     def program(processes: Pretend) -> list[int]:
         options = ManagerOptions(on_error="continue")

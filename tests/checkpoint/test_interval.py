@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from perdure import CheckpointManager, MemoryStorage
+from perdure.checkpoint.save_interval import SaveInterval
 from perdure.heartbeats import listeners
 
 
@@ -93,3 +94,18 @@ def test_asking_whether_to_save_is_no_sign_of_life() -> None:
             assert heard == [("step", 3)]
         finally:
             listeners.remove(listener)
+
+
+def test_an_answer_does_not_overwrite_a_save_of_another_thread() -> None:
+    class Listing:
+        """A run in which another thread saves step 25 while its checkpoints are listed."""
+
+        def steps(self) -> list[int]:
+            interval.record(25)
+            return [7]
+
+    listing: Any = Listing()
+    interval = SaveInterval(10, listing)
+    assert interval.is_due(12)
+    assert not interval.is_due(26)
+    assert interval.is_due(31)

@@ -300,7 +300,8 @@ def test_in_a_group_all_restore_what_the_chief_picks_and_agree_on_leaving(tmp_pa
         with CheckpointManager(tmp_path, processes=processes) as manager:
             restored, step = manager.restore_or_initialize(lambda: state(0))
             # Threads cannot take over signals; the second process plays one that got SIGTERM.
-            manager.preemption.raised = processes.index == 1
+            if processes.index == 1:
+                manager.preemption.notify()
             asked = manager.reached_preemption(step)
             manager.save(step + 1, state(step + 1))
             manager.wait_until_finished()

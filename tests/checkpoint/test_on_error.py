@@ -44,7 +44,7 @@ def test_continue_warns_trains_on_and_saves_again_when_there_is_room(tmp_path: P
         manager.wait_until_finished()
         fault.on = True
         assert manager.save(2, state(2))
-        with pytest.warns(UserWarning, match=r"saving step 2 failed.*Training goes on"):
+        with pytest.warns(UserWarning, match=r"saving step 2 failed.*Training continues"):
             manager.wait_until_finished()
         assert manager.save(3, state(3))
         while manager.is_saving_in_progress():

@@ -35,7 +35,7 @@ def test_every_field_that_differs_is_named_with_both_values(tmp_path: Path) -> N
     with pytest.raises(RecipeMismatchError) as error:
         resume(tmp_path, OTHER)
     assert str(error.value) == (
-        f"{tmp_path}: step 2 was made by another recipe, so that going on would not give the bits of "
+        f"{tmp_path}: step 2 was made by another recipe, so that resuming would not give the bits of "
         "an uninterrupted run:\n"
         "  replicas: the checkpoint has 8, this run has 4\n"
         "  threads: the checkpoint has 8, this run has 2 (may change bits)\n"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, LocalStorage, load_checkpoint
-from perdure.checkpoint import manager as manager_module
+from perdure.checkpoint import saver as saver_module
 from perdure.errors import LockedError, StoreError
 
 CALLS: dict[str, Callable[[CheckpointManager], object]] = {
@@ -50,7 +50,7 @@ def test_two_threads_commit_each_its_own_bits(
     # The first thread stops between its snapshot and its commit, and the second one saves there. It
     # can only come in without the guard; with it, the wait below ends without it.
     first_has_snapshot, second_has_snapshot = threading.Event(), threading.Event()
-    real = manager_module.snapshot  # pyright: ignore[reportPrivateImportUsage]
+    real = saver_module.snapshot  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
         leaves = real(value, arena, *rest)
@@ -61,7 +61,7 @@ def test_two_threads_commit_each_its_own_bits(
             second_has_snapshot.set()
         return leaves
 
-    monkeypatch.setattr(manager_module, "snapshot", snapshot)
+    monkeypatch.setattr(saver_module, "snapshot", snapshot)
     results: dict[int, Any] = {}
     with CheckpointManager(tmp_path) as manager:
         manager.claim()
@@ -267,7 +267,7 @@ def test_an_abandoned_manager_keeps_the_lock_until_its_save_has_ended(tmp_path: 
     manager = CheckpointManager(LocalStorage(tmp_path, before))
     manager.save(1, state(1))
     assert reached.wait(60)
-    background = manager._background
+    background = manager._saver._background
     del manager
     with CheckpointManager(tmp_path) as other:
         with pytest.raises(LockedError):

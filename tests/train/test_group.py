@@ -45,7 +45,7 @@ class Notice(Hook):
     def after_step(self, trainer: Trainer, logs: Any) -> None:
         assert trainer.manager is not None
         if trainer.step == self.step:
-            trainer.manager.preemption.raised = True
+            trainer.manager.preemption.notify()
 
 
 def member(where: Path, processes: Pretend, step: int | None = None, **options: Any) -> Any:

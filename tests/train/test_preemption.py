@@ -141,7 +141,7 @@ def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypa
     real = PreemptionFlag._on_signal
 
     def deaf(self: PreemptionFlag, *args: Any) -> None:
-        self.interruptible = False
+        self._interruptible = False
         real(self, *args)
 
     monkeypatch.setattr(PreemptionFlag, "_on_signal", deaf)
@@ -184,16 +184,16 @@ def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None
     clock = Clock()
     config = perdure.TerminationConfig(grace_period=5.0)
     flag = PreemptionFlag(config, lambda: "The newest committed checkpoint is step 4.", clock)
-    assert flag.seconds_left() is None
+    assert flag.grace.seconds_left() is None
 
     def save() -> None:
         clock.now += 7.0
 
-    flag.timed(save)()
-    flag._note()
+    flag.grace.timed(save)()
+    flag.notify()
     clock.now += 1.0
-    assert flag.seconds_left() == 4.0
-    flag.before_saving(9)
+    assert flag.grace.seconds_left() == 4.0
+    flag.grace.before_saving(9)
     assert capsys.readouterr().err == (
         "perdure: saving step 9 takes about 7.0 s, and 4.0 s of the grace period of 5 s are left. "
         "The newest committed checkpoint is step 4.\n"
@@ -214,9 +214,9 @@ def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None
 def test_a_save_that_fits_is_not_talked_about(capsys: Any) -> None:
     clock = Clock()
     flag = PreemptionFlag(perdure.TerminationConfig(grace_period=5.0), str, clock)
-    flag.timed(lambda: None)()
-    flag._note()
-    flag.before_saving(9)
+    flag.grace.timed(lambda: None)()
+    flag.notify()
+    flag.grace.before_saving(9)
     assert capsys.readouterr().err == ""
 
 

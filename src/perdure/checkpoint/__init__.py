@@ -1,12 +1,10 @@
 """When to save, what to keep, saving in the background, restoring."""
 
 from perdure.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from perdure.checkpoint.manager import CheckpointManager, ManagerOptions, Restored
-from perdure.checkpoint.preemption import (
-    EXIT_PREEMPTED,
-    PreemptionCheckpointHandler,
-    TerminationConfig,
-)
+from perdure.checkpoint.manager import CheckpointManager
+from perdure.checkpoint.manager_options import ManagerOptions, Restored
+from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
+from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from perdure.checkpoint.retention import Retention
 from perdure.process_group import Processes, SingleProcess
 from perdure.state.per_rank import PerRank

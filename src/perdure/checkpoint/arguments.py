@@ -1,4 +1,4 @@
-"""What callers pass to a manager, checked at the call and turned into plain Python values."""
+"""Checks the arguments of a manager at the call, and turns them into plain Python values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from perdure.errors import ArgumentError
 from perdure.state import is_state
 from perdure.store.format import MAX_STEP
+from perdure.store.urls import name_at_step, split_step
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
 
@@ -34,6 +35,22 @@ def step_number(step: Any) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ArgumentError(
             f"step: expected an integer from 0 to {MAX_STEP}, found {shown(number)}."
+        )
+    return number
+
+
+def step_or_name(step: Any, directory: str) -> int | None:
+    """The step that `step` names in `directory`: a number, a name `RUN@STEP`, or None for the newest.
+
+    Raises `ArgumentError` for a name in another run directory, and as `step_number`.
+    """
+    if not isinstance(step, str):
+        return None if step is None else step_number(step)
+    run, number = split_step(step)
+    if number is None or run != directory:
+        raise ArgumentError(
+            f"step: expected a step, or a name such as {name_at_step(directory, 120)!r}, found "
+            f"{step!r}. For another run directory use `perdure.load_checkpoint`."
         )
     return number
 
@@ -77,8 +94,8 @@ def metric_numbers(metrics: Any) -> dict[str, float]:
 def makes_state(value: Any) -> bool:
     """Whether `value` is a function that makes a state, and not a state that can be called.
 
-    Modules of every framework are callable. Only a function, a method, a class, a
-    `functools.partial`, a compiled function, or another callable that cannot be saved is called.
+    Modules of every framework are callable. The only values taken for a function are functions,
+    methods, classes, `functools.partial`s, compiled functions, and callables that cannot be saved.
     """
     if not callable(value):
         return False

@@ -1,4 +1,7 @@
-"""One save at a time behind the training loop; its error surfaces at the next call, never later."""
+"""`Background`: a thread that saves while the training loop runs.
+
+Invariant: there is one job at a time, and the next call raises its error.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ class Background:
     """Runs one job at a time on a thread of its own."""
 
     def __init__(self) -> None:
-        # One thread that stays: a new one for each save would make the loop wait until it runs. It is
-        # no daemon, so that leaving Python normally waits for the save that is under way.
+        # One thread for all saves: the loop would wait for a new one to start. It is not a daemon, so
+        # that Python waits for the save under way before it exits.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="perdure-save")
         self._job: Future[None] | None = None
         self._pid = os.getpid()
-        atexit.register(_tell_what_nobody_asked, weakref.ref(self))  # behind the wait for threads
+        atexit.register(_log_at_exit, weakref.ref(self))  # runs after the wait for threads
 
     @property
     def busy(self) -> bool:
@@ -28,12 +31,12 @@ class Background:
         return job is not None and not job.done() and os.getpid() == self._pid
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Start `job` once the one before it is done; raises what that one raised."""
+        """Start `job` after the one before it; raises the error of that one."""
         self.wait()
         self._job = self._pool.submit(job)
 
     def wait(self) -> None:
-        """Wait for the job under way; raises what it raised, once."""
+        """Wait for the job under way; raises its error, once."""
         if (job := self._job) is None:
             return
         try:
@@ -44,12 +47,12 @@ class Background:
                 self._job = None
 
     def check(self) -> None:
-        """Raise what a finished job raised, once; never waits."""
+        """Raise the error of a finished job, once; never waits."""
         if not self.busy:
             self.wait()
 
-    def tell(self) -> None:
-        """Log what a finished job raised, where nobody asked for it any more."""
+    def log_error(self) -> None:
+        """Log the error of a finished job that no call has raised."""
         job = self._job
         if job is not None and job.done() and os.getpid() == self._pid:
             self._job = None
@@ -57,9 +60,9 @@ class Background:
                 logging.getLogger(__name__).error("The last save before the end failed: %s", error)
 
     def __del__(self) -> None:
-        self.tell()
+        self.log_error()
 
 
-def _tell_what_nobody_asked(background: weakref.ref[Background]) -> None:
+def _log_at_exit(background: weakref.ref[Background]) -> None:
     if (alive := background()) is not None:
-        alive.tell()
+        alive.log_error()

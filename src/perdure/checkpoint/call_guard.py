@@ -1,4 +1,4 @@
-"""One call at a time changes an object, in the process that made it, until it is closed."""
+"""`CallGuard`: one call at a time changes an object, in the process that made it, until `close`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class CallGuard:
             )
 
     def require_no_call(self, call: str) -> None:
-        """Raise `StoreError` inside of another exclusive call of the same thread: it must not wait for
-        itself, and it must not change what the other call is working on."""
+        """Raise `StoreError` in the middle of another exclusive call of the same thread.
+
+        Such a call would wait for itself, or change what the other call is working on.
+        """
         if self._turn._is_owned():  # type: ignore[attr-defined]
             raise StoreError(
                 f"{self._where}: {call} was called by a signal handler or a callback in the middle of "

@@ -1,13 +1,14 @@
-"""`Checkpoint`: named members saved and restored as one state."""
+"""`Checkpoint`: named members that are saved and restored as one state; and reads without a manager."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import Members, flatten, part_filter, part_names, unflatten
 from perdure.state import restore as restore_state
@@ -16,17 +17,20 @@ from perdure.store.urls import split_step
 
 
 class Checkpoint(Members):
-    """Groups what belongs together: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
+    """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
-    Members are attributes. It is itself a state, for `CheckpointManager.save` and `restore`:
-    modules and optimizers in it are restored in place, other members are replaced.
+    Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules and
+    optimizers in it are restored in place, other members are replaced.
+
+    Raises:
+        AttributeError: A member has the name of a method.
     """
 
     def __init__(self, **members: Any) -> None:
         for name, member in members.items():
             if hasattr(type(self), name):
                 raise AttributeError(
-                    f"a member cannot be called {name!r}; Checkpoint has a method of it."
+                    f"a member cannot be called {name!r}: that is a method of Checkpoint."
                 )
             setattr(self, name, member)
 
@@ -45,24 +49,46 @@ class Checkpoint(Members):
     def save(
         self, directory: str | os.PathLike[str] | Storage, step: int, codec: str | None = None
     ) -> str:
-        """Commit the members as `step` of a run directory; durable on return. Gives the fingerprint.
+        """Commit the members as `step` of a run directory; durable on return.
 
-        `codec` ("shuffle-zstd", with the extra `zstd`) stores them smaller where it can.
-        They are read where they lie: if another thread changes them meanwhile, the checkpoint is
+        The members are not copied first: if another thread changes them meanwhile, the checkpoint is
         readable and holds values from before and after the change.
+
+        Args:
+            directory: Path, URL or `Storage` of the run directory; created if it is missing.
+            step: An integer from 0.
+            codec: "shuffle-zstd" stores chunks in fewer bytes where it can; needs the extra `zstd`.
+
+        Returns:
+            The fingerprint.
+
+        Raises:
+            StoreError: As `CheckpointManager.save`.
         """
         step = step_number(step)
         with Run(directory, create=True, codec=codec) as run:
             saved = run.save(step, flatten(self)).fingerprint
             for note in run.notes:
-                warnings.warn(note, stacklevel=2)
+                warn_caller(note)
             return saved
 
     def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
-        """Restore the members from `step`, or from the newest good checkpoint; returns its step.
+        """Restore the members. Changes nothing in the run directory.
 
-        `directory` may name one checkpoint: `RUN@STEP`, as `CheckpointManager.latest_checkpoint` does.
-        Changes nothing in the run directory. Raises `MismatchError` when the members do not fit.
+        Args:
+            directory: The run directory, or one checkpoint of it: `RUN@STEP`, as
+                `CheckpointManager.latest_checkpoint` gives it.
+            step: The step; None for the newest good checkpoint. Newer ones that are damaged are
+                skipped with a warning.
+
+        Returns:
+            The step that was restored.
+
+        Raises:
+            MismatchError: The members do not fit.
+            StepNotFoundError: There is no such checkpoint.
+            CorruptionError: The `step` that was asked for is damaged, or all are.
+            UnreachableError: A checkpoint cannot be read now.
         """
         loaded = load_verified(directory, step)
         restore_state(self, loaded.leaves)
@@ -76,9 +102,18 @@ def load_checkpoint(
 ) -> Any:
     """A checkpoint as nested dicts of NumPy arrays and Python scalars, without any framework.
 
-    `step` None means the newest good one; `directory` may name one itself: `RUN@STEP`. `leaves` names
-    leaf paths, or branches of the tree (`"model"` for all below it); only their chunks are read.
     Changes nothing in the run directory.
+
+    Args:
+        directory: The run directory, or one checkpoint of it: `RUN@STEP`.
+        step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
+            with a warning.
+        leaves: Paths of leaves or of branches (`"model"` for all below it): only their chunks are read.
+
+    Raises:
+        StepNotFoundError: There is no such checkpoint.
+        CorruptionError: The `step` that was asked for is damaged, or all are.
+        UnreachableError: A checkpoint cannot be read now.
     """
     wanted = part_filter(part_names(leaves)) if leaves else None
     return unflatten(load_verified(directory, step, wanted).leaves)
@@ -97,7 +132,7 @@ def load_verified(
     if directory is None:
         raise ArgumentError(
             "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
-            "first save; `CheckpointManager.restore_or_initialize` starts afresh then."
+            "first save; `CheckpointManager.restore_or_initialize` then starts from a fresh state."
         )
     if isinstance(directory, str):
         directory, named = split_step(directory)
@@ -110,6 +145,5 @@ def load_verified(
     loaded = run.load_newest(wanted) if step is None else run.load(step_number(step), wanted)
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
-    for bad, reason in loaded.skipped:
-        warnings.warn(f"{run.where}: step {bad} is damaged and was skipped: {reason}", stacklevel=3)
+    warn_of_skipped(run.where, loaded)
     return loaded

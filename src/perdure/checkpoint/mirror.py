@@ -12,22 +12,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple
 
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.errors import (
     CorruptionError,
-    NoGoodCheckpointError,
     NotARunError,
     StepNotFoundError,
     StoreError,
     UnreachableError,
 )
-from perdure.store import Loaded, Run, Storage
+from perdure.store import Run, Storage
 from perdure.store.contents import Removed
 from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
 from perdure.store.run_marker import is_run_directory
@@ -39,20 +36,20 @@ EXIT_WAIT_S = 20.0
 _FAILED = "failed: "
 
 
-class RestoreSource(NamedTuple):
-    """The checkpoint that a restore takes, whether the mirror gave it, and what to warn about."""
-
-    loaded: Loaded | None
-    mirrored: bool
-    notes: list[str]
-
-
 class Mirror:
     """Copies the checkpoints of `source` into the run directory `where`, and reads them back.
 
-    `max_to_keep` and `retention` are applied to the mirror's own contents. Nothing is written before
-    the first `notify`; one thread of its own writes then, under the mirror's own lock. Raises
-    `StoreError` for a place that cannot be a mirror; one that does not answer is tried again later.
+    Nothing is written before the first `notify`; then one thread writes, under the mirror's own lock.
+
+    Args:
+        source: The run that is copied.
+        where: Path, URL or `Storage` of the mirror. One that does not answer is tried again later.
+        max_to_keep: As for a manager; applied to the mirror's own contents, like `retention`.
+        retention: As for a manager.
+        clock: Gives the seconds since 1970.
+
+    Raises:
+        StoreError: `where` cannot be a mirror of `source`.
     """
 
     def __init__(
@@ -83,13 +80,18 @@ class Mirror:
         try:
             self._is_run()
         except UnreachableError as error:
-            self._note(_cause(error), f"{self._name} does not answer: {error}")
+            self._note(_cause(error), f"{self.name} does not answer: {error}")
         atexit.register(_report_at_exit, weakref.ref(self))
 
     @property
     def where(self) -> str:
         """Path or URL of the mirror."""
         return self.storage.where
+
+    @property
+    def name(self) -> str:
+        """The mirror in messages."""
+        return f"the mirror {self.where}"
 
     @property
     def in_forked_child(self) -> bool:
@@ -99,7 +101,7 @@ class Mirror:
     # ------------------------------------------------------------ writing
 
     def notify(self) -> None:
-        """Copy what the mirror lacks, in the background; returns at once."""
+        """Copy the checkpoints that the mirror lacks, in the background; returns at once."""
         with self._changed:
             if self._stopped:
                 return
@@ -122,16 +124,16 @@ class Mirror:
         self.notify()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is copied or an attempt failed, at most so long; True if copied."""
+        """Wait at most `seconds` until everything is copied or an attempt failed; True if copied."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._wanted or self._busy), seconds)
             return not (self._wanted or self._busy or self._failed)
 
     def close(self, seconds: float) -> None:
-        """Try once more what failed, wait at most `seconds`, and give the mirror's lock back.
+        """Retry a copy that failed, wait at most `seconds`, and give the mirror's lock back.
 
-        What is missing in the mirror then is among `notes`. The next run copies it. In a forked child
-        this does nothing: the thread that copies, and the locks, are the parent's.
+        The steps that the mirror lacks then are among `notes`; the next run copies them. In a forked
+        child this does nothing: the thread that copies, and the locks, are the parent's.
         """
         if self.in_forked_child:
             return
@@ -149,7 +151,7 @@ class Mirror:
             self._note_missing(seconds)
 
     def notes(self) -> list[str]:
-        """What to warn about since the last call; each cause once until a copy succeeds again."""
+        """The warnings since the last call; each cause once until a copy succeeds again."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
@@ -157,8 +159,8 @@ class Mirror:
     def catch_up(self) -> None:
         """Bring the mirror up to date, in this thread; raises the first error.
 
-        Copies the checkpoints that are newer than the mirror's newest, oldest first. What the source
-        deletes meanwhile is skipped. After each copy the retention is applied to the mirror.
+        Copies the checkpoints that are newer than the mirror's newest, oldest first. A checkpoint
+        that the source deletes meanwhile is skipped. The retention is applied after each copy.
         """
         try:
             target = self._open()
@@ -174,7 +176,7 @@ class Mirror:
                 except CorruptionError as error:
                     self._unreadable.add(step)
                     self._note(
-                        f"damaged {step}", f"step {step} is not copied to {self._name}: {error}"
+                        f"damaged {step}", f"step {step} is not copied to {self.name}: {error}"
                     )
                     continue
                 finally:
@@ -207,7 +209,7 @@ class Mirror:
             except Exception as error:  # noqa: BLE001 (a mirror never fails the training)
                 self._note(
                     _cause(error),
-                    f"{self._name} could not be brought up to date: {error} Training continues; the "
+                    f"{self.name} could not be brought up to date: {error} Training continues; the "
                     f"copy is tried again after the next save and when the manager is closed.",
                 )
             self._failed = failed
@@ -230,47 +232,48 @@ class Mirror:
         return next((step for step in steps if step not in self._unreadable), None)
 
     def _tidy(self, target: Run) -> None:
-        """Set aside what a restore found damaged; pin and delete what is pinned and deleted here."""
-        for step, why in list(self._damaged.items()):
+        """Set damaged steps aside; repeat the pins and deletions of the source in the mirror."""
+        for step, reason in list(self._damaged.items()):
             if step in target.steps():
-                target.quarantine(step, why)
+                target.quarantine(step, reason)
             del self._damaged[step]
-        steps, here = set(target.steps()), set(self._source.steps())
-        pinned, wanted = target.pinned(), self._source.pinned()
-        for step in wanted & steps - pinned:
+        steps, source_steps = set(target.steps()), set(self._source.steps())
+        pinned, source_pinned = target.pinned(), self._source.pinned()
+        for step in source_pinned & steps - pinned:
             target.pin(step)
-        for step in pinned & here - wanted:
+        for step in pinned & source_steps - source_pinned:
             target.unpin(step)
         deleted = set(self._deleted)
         notes = self._source.removed()
-        aside = set(self._aside(target, notes))
-        for step in aside & pinned:
+        removed = set(self._removed_in_source(target, notes))
+        for step in removed & pinned:
             target.unpin(step)
-        if gone := (deleted | aside) & steps:
-            target.delete(gone)
+        if unwanted := (deleted | removed) & steps:
+            target.delete(unwanted)
         with self._changed:
             self._deleted -= deleted
         left = set(target.steps()) if notes else set[int]()
         for note in notes:
-            if note.step not in left or note.fingerprint == self._print_here(note.step):
+            if note.step not in left or note.fingerprint == self._source_fingerprint(note.step):
                 self._source.forget_removed(note)
 
-    def _aside(self, mirror: Run, removed: Iterable[Removed]) -> list[int]:
+    def _removed_in_source(self, target: Run, notes: Iterable[Removed]) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
-        prints: dict[int, set[str]] = {}
-        for each in self._source.rolled_back():
-            prints.setdefault(each.manifest.step, set()).add(each.manifest.fingerprint)
-        for note in removed:
-            prints.setdefault(note.step, set()).add(note.fingerprint)
+        removed: dict[int, set[str]] = {}
+        for rolled_back in self._source.rolled_back():
+            manifest = rolled_back.manifest
+            removed.setdefault(manifest.step, set()).add(manifest.fingerprint)
+        for note in notes:
+            removed.setdefault(note.step, set()).add(note.fingerprint)
         steps = []
-        for step in sorted(prints.keys() & set(mirror.steps())):
+        for step in sorted(removed.keys() & set(target.steps())):
             with suppress(StepNotFoundError, CorruptionError):
-                found = mirror.manifest(step).fingerprint
-                if found in prints[step] and found != self._print_here(step):
+                fingerprint = target.manifest(step).fingerprint
+                if fingerprint in removed[step] and fingerprint != self._source_fingerprint(step):
                     steps.append(step)
         return steps
 
-    def _print_here(self, step: int) -> str | None:
+    def _source_fingerprint(self, step: int) -> str | None:
         with suppress(StepNotFoundError, CorruptionError):
             return self._source.manifest(step).fingerprint
         return None
@@ -279,40 +282,37 @@ class Mirror:
         if self._max_to_keep is not None:
             plan = plan_prune(target, self._max_to_keep, self._retention, saved=step)
             if plan.store.held_back:
-                self._note("held back", f"{self._name}: packs stay: {plan.store.held_back}")
+                self._note("held back", f"{self.name}: packs stay: {plan.store.held_back}")
             if not plan.store.empty:
                 execute_prune(target, plan)
 
     def _compare(self, target: Run) -> None:
         """Warn when the mirror has another history, so that nothing here can be added to it."""
-        here, there = self._source.steps(), target.steps()
-        if not here or not there or here[-1] in self._unreadable:
+        steps, mirrored = self._source.steps(), target.steps()
+        if not steps or not mirrored or steps[-1] in self._unreadable:
             return
-        if here[-1] not in there:
+        newest, mirror_newest = steps[-1], mirrored[-1]
+        if newest not in mirrored:
             self._note(
                 "history",
-                f"{self._name} holds step {there[-1]}, and the newest checkpoint in "
-                f"{self._source.where} is step {here[-1]}: the two have different histories. Steps are "
-                f"copied again once they are newer than {there[-1]}. If {there[-1]} is not wanted any "
-                f"more, delete it in the mirror.",
+                f"{self.name} holds step {mirror_newest}, and the newest checkpoint in "
+                f"{self._source.where} is step {newest}: the two have different histories. Steps are "
+                f"copied again once they are newer than {mirror_newest}. If {mirror_newest} is not "
+                f"wanted any more, delete it in the mirror.",
             )
-        elif (why := disagreement(self._source, target, here[-1])) is not None:
-            self._note("other bits", why)
+        elif (note := disagreement(self._source, target, newest)) is not None:
+            self._note("other bits", note)
 
     def _note_missing(self, seconds: float) -> None:
         # From memory: to ask a mirror that hangs would take longer than the wait is allowed to.
         if missing := [step for step in self._source.steps() if step > self._reached]:
             self._note(
                 "missing",
-                f"{self._name} lacks step{'s' if len(missing) > 1 else ''} "
+                f"{self.name} lacks step{'s' if len(missing) > 1 else ''} "
                 f"{', '.join(map(str, missing))} of {self._source.where} after a wait of at most "
                 f"{seconds:g} s. The next run copies them; `perdure copy {self._source.where} "
                 f"{self.where}` does it now.",
             )
-
-    @property
-    def _name(self) -> str:
-        return f"the mirror {self.where}"
 
     def _note(self, cause: str, text: str) -> None:
         with self._changed:
@@ -322,109 +322,39 @@ class Mirror:
 
     # ------------------------------------------------------------ reading
 
-    def load(
-        self,
-        step: int | None,
-        wanted: Callable[[str], bool] | None = None,
-        unreadable: Mapping[int, str] | None = None,
-    ) -> RestoreSource:
-        """`step`, or the newest good checkpoint of the source and the mirror; all verified.
+    def readable_steps(self) -> tuple[Run | None, list[int], str | None]:
+        """The mirror as a run, the steps that a restore may take from it, and what to warn about.
 
-        Only leaves whose path `wanted` accepts are read. `unreadable` holds steps that are not to be
-        tried if `step` is None, with the reasons.
+        The run is None if the mirror is still empty.
 
-        Of two good checkpoints with the same step the source's is taken. Raises what `Run.load` and
-        `Run.load_newest` raise; and `UnreachableError` when the source holds no checkpoint and the
-        mirror does not answer, because a start from scratch could throw a run away.
+        Raises:
+            UnreachableError: The mirror does not answer.
         """
-        here, notes = self._source, []
-        mirror = None
-        try:
-            mirror = Run(self.storage) if self._is_run() else None
-            there = mirror.steps() if mirror else []
-            if mirror and (aside := self._aside(mirror, here.removed())):
-                there = [step for step in there if step not in aside]
-                notes.append(
-                    f"{self._name} still holds step{'s' if len(aside) > 1 else ''} "
-                    f"{', '.join(map(str, aside))}, which a rollback set aside or a call "
-                    f"deleted here; it is not used, and is deleted there after the next save."
-                )
-        except UnreachableError as error:
-            if not (here.steps() if step is None else step in here.steps()):
-                raise self._neither(step, error) from error
-            there = []
-            notes.append(f"{self._name} does not answer, so only {here.where} is used: {error}")
-        if mirror is None or not there:
-            if step is None:
-                return RestoreSource(here.load_newest(wanted, unreadable), False, notes)
-            return RestoreSource(here.load(step, wanted), False, notes)
-        if step is not None:
-            return self._first(mirror, [step], there, notes, wanted, {})
-        steps = here.steps()
-        if shared := set(steps) & set(there):
-            why = disagreement(here, mirror, max(shared))
-            notes += [why] if why else []
-        try:
-            skipped = dict(unreadable or {})
-            order = sorted({*steps, *there} - skipped.keys(), reverse=True)
-            return self._first(mirror, order, there, notes, wanted, skipped)
-        except StepNotFoundError:
-            if here.steps() == steps and set(there) <= set(mirror.steps()):
-                raise
-            return self.load(
-                None, wanted, unreadable
-            )  # a prune deleted them meanwhile: there are newer ones
+        if not self._is_run():
+            return None, [], None
+        target = Run(self.storage)
+        steps = target.steps()
+        removed = self._removed_in_source(target, self._source.removed())
+        if not removed:
+            return target, steps, None
+        note = (
+            f"{self.name} still holds step{'s' if len(removed) > 1 else ''} "
+            f"{', '.join(map(str, removed))}, which a rollback set aside or a call deleted here; it is "
+            f"not used, and is deleted there after the next save."
+        )
+        return target, [step for step in steps if step not in removed], note
 
-    def _first(
-        self,
-        mirror: Run,
-        steps: Iterable[int],
-        there: list[int],
-        notes: list[str],
-        wanted: Callable[[str], bool] | None,
-        skipped: dict[int, str],
-    ) -> RestoreSource:
-        """The first of `steps` that one of the two can give; adds the damaged ones to `skipped`."""
-        here = self._source
-        wrong: list[str] = []
-        failed: StoreError | None = None
-        for step in steps:
-            try:
-                return RestoreSource(_skipping(here.load(step, wanted), skipped), False, notes)
-            except StepNotFoundError as error:
-                failed = failed or error
-                why = f"{here.where} does not hold it."
-            except CorruptionError as error:
-                skipped[step] = str(error)
-                why = f"it is damaged in {here.where}."
-                wrong.append(f"  {error}")
-            except StoreError as error:  # no damage, so that an older step would be wrong
-                if step not in there:
-                    raise
-                failed, why = error, str(error)
-            if step not in there:
-                continue
-            try:
-                loaded = mirror.load(step, wanted)
-            except StepNotFoundError:
-                continue
-            except UnreachableError as error:
-                failed = self._neither(step, error)
-                notes.append(f"step {step} is only in {self._name}, which does not answer: {error}")
-                continue
-            except CorruptionError as error:
-                self._damaged[step] = str(error)
-                wrong.append(f"  {error}")
-                notes.append(f"step {step} of {self._name} is damaged: {error}")
-                continue
-            notes.append(f"step {step} is restored from {self._name}: {why}")
-            return RestoreSource(_skipping(loaded, skipped), True, notes)
-        if failed is not None and not (wrong and isinstance(failed, StepNotFoundError)):
-            raise failed
-        reasons = "\n".join(wrong)
-        raise NoGoodCheckpointError(
-            f"{here.where} and {self._name}: expected a readable checkpoint, found {len(wrong)} "
-            f"damaged:\n{reasons}\nNothing was changed. `perdure verify` lists what is damaged in each."
+    def set_aside(self, step: int, reason: str) -> None:
+        """Move `step` of the mirror, which is damaged, to its quarantine at the next `catch_up`."""
+        self._damaged[step] = reason
+
+    def holds_neither(self, step: int | None, error: StoreError) -> UnreachableError:
+        """The error of a restore if the source lacks `step` and the mirror does not answer."""
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        return UnreachableError(
+            f"{self._source.where}: expected {wanted}, found none, and {self.name} does not answer: "
+            f"{error} Nothing was changed. Try again when it answers, or leave `mirror` out to do "
+            f"without it."
         )
 
     def _is_run(self) -> bool:
@@ -436,26 +366,18 @@ class Mirror:
                 raise UnreachableError(str(error)) from error
             raise
 
-    def _neither(self, step: int | None, error: StoreError) -> UnreachableError:
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        return UnreachableError(
-            f"{self._source.where}: expected {wanted}, found none, and {self._name} does not answer: "
-            f"{error} Nothing was changed. Try again when it answers, or leave `mirror` out to do "
-            f"without it."
-        )
-
 
 def disagreement(one: Run, other: Run, step: int) -> str | None:
-    """What to say when two runs hold different states at `step`; None when they do not."""
+    """A warning if two runs hold different states at `step`; None if they do not."""
     try:
-        prints = [run.manifest(step).fingerprint for run in (one, other)]
+        first, second = (run.manifest(step).fingerprint for run in (one, other))
     except StoreError:
-        return None  # gone or damaged: whoever reads the checkpoint reports that
-    if prints[0] == prints[1]:
+        return None  # gone or damaged, which a restore reports
+    if first == second:
         return None
     return (
-        f"step {step} is not the same in {one.where} (fingerprint {prints[0][:16]}) and in its mirror "
-        f"{other.where} ({prints[1][:16]}): the two have different histories. Nothing is overwritten."
+        f"step {step} is not the same in {one.where} (fingerprint {first[:16]}) and in its mirror "
+        f"{other.where} ({second[:16]}): the two have different histories. Nothing is overwritten."
     )
 
 
@@ -464,10 +386,6 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{_FAILED}{type(error).__name__} {getattr(error, 'errno', None)}"
-
-
-def _skipping(loaded: Loaded, skipped: dict[int, str]) -> Loaded:
-    return replace(loaded, skipped=tuple(skipped.items()))
 
 
 def _report_at_exit(mirror: weakref.ref[Mirror]) -> None:

@@ -1,4 +1,4 @@
-"""Retention applied to a run directory: which checkpoints go, what that frees."""
+"""Applies retention to a run directory: plans which checkpoints to delete, and executes the plan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from perdure.store.format import MAX_STEP, seconds_of
 from perdure.store.garbage_collection import plan_collect
 
 COMPACT_FROM = 4 * 1024 * 1024
-"""A prune after a save compacts only where that gives back this much; it stands behind the loop."""
+"""Bytes that a compaction after a save has to free: the next save waits for it."""
 
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """A verdict for every checkpoint, and what the store does about it."""
+    """A verdict for every checkpoint, and the plan of the store that follows from them."""
 
     verdicts: tuple[Verdict, ...]
     store: CollectPlan
@@ -25,7 +25,7 @@ class PrunePlan:
 def candidates(held: Contents) -> list[Candidate]:
     """The checkpoints that retention decides on: those whose manifest can be read.
 
-    One that cannot be read neither counts nor goes: it may be readable again once its disk is.
+    A checkpoint that cannot be read does not count and is not deleted: it may be readable again later.
     """
     return [
         Candidate(
@@ -47,12 +47,20 @@ def plan_prune(
     *,
     rolled_back: bool = False,
 ) -> PrunePlan:
-    """What a prune would do. Changes nothing.
+    """Plan a prune. Changes nothing. The newest checkpoint stays whatever the rules say.
 
-    With `saved`, the step of the save just done, it leaves alone what a save in progress may be
-    writing and moves only what is worth it; without, it takes everything that nobody needs. Neither
-    that step nor the newest one goes, whatever the rules say. `in_use` is a step that is being copied
-    to a mirror: it stays until the next prune. With `rolled_back`, what rollbacks set aside goes, too.
+    Args:
+        run: The run directory.
+        max_to_keep: How many of the newest checkpoints stay; None keeps all.
+        retention: Which others stay.
+        saved: The step of the save just done, which stays too. The plan then leaves files alone that a
+            save in progress may be writing, and compacts only if that frees much. None plans for all
+            files that nobody needs.
+        in_use: A step that is being copied to a mirror; it stays until the next prune.
+        rolled_back: Delete the checkpoints that rollbacks set aside, too.
+
+    Raises:
+        PruneError: The run directory cannot be listed.
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
@@ -63,15 +71,15 @@ def plan_prune(
         else verdict
         for verdict in decide(candidates(held), max_to_keep, retention)
     )
-    gone = frozenset(
+    deleted = frozenset(
         verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
     )
     request = PruneRequest(
-        steps=gone,
+        steps=deleted,
         orphans_to=saved if saved is not None else MAX_STEP,
         compact_from=COMPACT_FROM if after_a_save else 0,
         everywhere=not after_a_save,
-        quarantined=frozenset(each.name for each in run.rolled_back())
+        quarantined=frozenset(checkpoint.name for checkpoint in run.rolled_back())
         if rolled_back
         else frozenset(),
     )
@@ -79,5 +87,5 @@ def plan_prune(
 
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:
-    """Carry out a plan; see `Run.execute` for what holds meanwhile and what it raises."""
+    """Execute a plan; `Run.execute` documents its guarantees and its errors."""
     return run.execute(plan.store)

@@ -1,8 +1,7 @@
-"""Whether two runs have one recipe: a checkpoint and who resumes it, or the processes of a group.
+"""Compares recipes: of a checkpoint and the run that resumes it, or of the processes of a group.
 
-Owns that comparison (docs/RECIPE.md). Invariant: a field with two values is refused unless it was
-named, and then it is a warning; nothing that differs goes without a word. What a recipe holds is the
-affair of who makes it: `Strategy.recipe`.
+Invariant: a field with two values is refused, or is a warning if the user allowed it (docs/RECIPE.md).
+The caller decides which fields a recipe has: see `Strategy.recipe`.
 """
 
 from __future__ import annotations
@@ -16,28 +15,57 @@ from typing import Any
 import msgspec
 
 from perdure.checkpoint.arguments import is_text, shown
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.group_call import GroupCall
 from perdure.errors import ArgumentError, RecipeMismatchError
 from perdure.process_group import Processes
 from perdure.store.format import RecipeValue
 
 Recipe = Mapping[str, RecipeValue]
 
-# Fields that may differ, by comma, for a program that takes no argument.
 ALLOW = "PERDURE_ALLOW"
+"""Environment variable with the fields that may differ, separated by commas."""
 
-# Where another value leaves the bits of some models as they are. Refused all the same: nobody can
-# tell beforehand. A difference in any other field changes the result for sure.
+# Fields whose value does not change the bits of some models. Differences are refused all the same:
+# nobody can tell beforehand. A difference in any other field always changes the result.
 _PERHAPS = frozenset(
     {"deterministic", "engine_version", "instruction_set", "platform", "settings", "threads"}
 )
 _MOST_LINES = 20
 
 
-class _Bearer(msgspec.Struct):
-    """A recipe, and the process that has it."""
+class _ProcessRecipe(msgspec.Struct):
+    """A recipe, and the name of the process that has it."""
 
-    who: str
+    process: str
     recipe: dict[str, RecipeValue]
+
+
+class RecipeCheck:
+    """The recipe of a manager: compared once in its group, and with every restored checkpoint."""
+
+    def __init__(self, recipe: Recipe | None, allow: Iterable[str], processes: Processes) -> None:
+        self.recipe = checked({} if recipe is None else recipe)
+        self._allow = allowed(allow)
+        self._processes = processes
+        self._compared = False
+
+    def check_group(self, call: str) -> None:
+        """Compare the recipes of all processes, at the first call. A collective.
+
+        The strategy could not: it does not know the dataset.
+        """
+        if not self._compared:
+            note = check_group(GroupCall(self._processes, call), self.recipe, self._allow)
+            self._compared = True
+            if note:
+                warn_caller(note)
+
+    def check_resume(self, where: str, recipe: Recipe) -> None:
+        """Compare with the recipe of the checkpoint `where`; raises or warns as `check_resume`."""
+        note = check_resume(where, recipe, self.recipe, self._allow)
+        if note and self._processes.is_chief:
+            warn_caller(note)
 
 
 def checked(recipe: Any) -> dict[str, RecipeValue]:
@@ -51,17 +79,15 @@ def checked(recipe: Any) -> dict[str, RecipeValue]:
             f"recipe: expected a mapping from names to values, found {shown(recipe)}."
         )
     fields: dict[str, RecipeValue] = {}
-    for name, given in recipe.items():
+    for name, value in recipe.items():
         if not is_text(name):
             raise ArgumentError(f"recipe: expected strings as names, found {shown(name)}.")
-        value = given
-        if getattr(given, "ndim", None) == 0 and callable(getattr(given, "item", None)):
-            value = given.item()
-        plain = _plain(value)
+        is_scalar = getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None))
+        plain = _plain(value.item() if is_scalar else value)
         if plain is None:
             raise ArgumentError(
                 f"recipe: expected a string, a bool, an integer of at most 64 bits or a finite float "
-                f"for {name!r}, found {shown(given)} of type {type(given).__name__}. Convert it, or "
+                f"for {name!r}, found {shown(value)} of type {type(value).__name__}. Convert it, or "
                 f"leave it out."
             )
         fields[name] = plain
@@ -89,26 +115,37 @@ def allowed(names: Iterable[str] = (), environ: Mapping[str, str] | None = None)
     return frozenset([*names, *stated]) - {""}
 
 
-def check_resume(where: str, there: Recipe, here: Recipe, allow: frozenset[str]) -> str | None:
-    """Raise unless a run of the recipe `here` may go on from a checkpoint of the recipe `there`.
+def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[str]) -> str | None:
+    """Raise unless a run of the recipe `current` may resume from a checkpoint of the recipe `saved`.
 
-    `where` names the checkpoint. Returns what to warn about: fields that differ and were allowed,
-    and fields that only one side has (another release of perdure, or no dataset given), which cannot
-    be compared. A side without any recipe is not compared.
+    A side without any recipe is not compared.
+
+    Args:
+        where: Names the checkpoint.
+        saved: The recipe in the checkpoint.
+        current: The recipe of the run.
+        allow: Fields that may differ.
+
+    Returns:
+        What to warn about: fields that differ and were allowed, and fields that only one side has
+        (another release of perdure, or no dataset given), which cannot be compared.
+
+    Raises:
+        RecipeMismatchError: Another field differs.
     """
-    if not there or not here:
+    if not saved or not current:
         return None
     refused, noted = [], []
-    for field in sorted(there.keys() | here.keys()):
-        if field not in there or field not in here:
-            side, value = ("checkpoint", there) if field in there else ("run", here)
-            noted.append(f"{field}: only the {side} has it ({value[field]!r})")
-        elif not _same(there[field], here[field]):
-            line = f"{field}: the checkpoint has {there[field]!r}, this run has {here[field]!r}"
+    for field in sorted(saved.keys() | current.keys()):
+        if field not in saved or field not in current:
+            side, recipe = ("checkpoint", saved) if field in saved else ("run", current)
+            noted.append(f"{field}: only the {side} has it ({recipe[field]!r})")
+        elif not _same(saved[field], current[field]):
+            line = f"{field}: the checkpoint has {saved[field]!r}, this run has {current[field]!r}"
             (noted if field in allow else refused).append(line + _weight(field))
     if refused:
         raise RecipeMismatchError(
-            f"{where} was made by another recipe, so that going on would not give the bits of an "
+            f"{where} was made by another recipe, so that resuming would not give the bits of an "
             f"uninterrupted run:{_lines(refused)}\nUse the recipe of the checkpoint, or "
             f"{_how_to_allow(refused, allow)}"
         )
@@ -120,24 +157,24 @@ def check_resume(where: str, there: Recipe, here: Recipe, allow: frozenset[str])
 def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> str | None:
     """Raise the same error in every process unless all have one recipe. A collective.
 
-    Returns what the chief warns about, as `check_resume`. Here a field that one process lacks differs,
-    because all run one program.
+    Returns what the chief warns about, as `check_resume` does. A field that one process lacks counts as
+    a difference, because all run one program.
     """
     if processes.count == 1:
         return None
-    who = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
-    mine = msgspec.msgpack.encode(_Bearer(who, dict(recipe)))
-    first, *others = [msgspec.msgpack.decode(data, type=_Bearer) for data in processes.gather(mine)]
+    name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
+    sent = processes.gather(msgspec.msgpack.encode(_ProcessRecipe(name, dict(recipe))))
+    first, *others = [msgspec.msgpack.decode(data, type=_ProcessRecipe) for data in sent]
     refused, noted = [], []
     for other in others:
         for field in sorted(first.recipe.keys() | other.recipe.keys()):
-            values = [bearer.recipe.get(field) for bearer in (first, other)]
+            values = [process.recipe.get(field) for process in (first, other)]
             if not _same(*values):
-                has = [
-                    f"{bearer.who} has {'nothing' if value is None else repr(value)}"
-                    for bearer, value in zip((first, other), values, strict=True)
+                sides = [
+                    f"{process.process} has {'nothing' if value is None else repr(value)}"
+                    for process, value in zip((first, other), values, strict=True)
                 ]
-                line = f"{field}: {', '.join(has)}{_weight(field)}"
+                line = f"{field}: {', '.join(sides)}{_weight(field)}"
                 (noted if field in allow else refused).append(line)
     if refused:
         raise RecipeMismatchError(

@@ -1,4 +1,4 @@
-"""Whether a program could restore what it saves, found out at the save and not after a crash."""
+"""`RestoreCheck`: finds at the first save, not after a crash, that a state could not be restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perdure.store import Leaf
 
 
 class RestoreCheck:
-    """Compares what is saved with the target that the program restores into.
+    """Compares the state that is saved with the target that the program restores into.
 
     The first save of a manager is compared in full; without a target it is compared with the state
     itself. Later ones, and those after a restore, are compared again if the paths, dtypes or shapes
@@ -23,10 +23,10 @@ class RestoreCheck:
         self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
 
     def expect(self, like: Any) -> None:
-        """The program restores into `like`. Of that, names, dtypes and shapes are kept."""
+        """The program restores into `like`, of which names, dtypes and shapes are remembered."""
         try:
             self._template = template_of(like)
-        except StateError:  # the first save raises the same, with the state at hand
+        except StateError:  # the first save raises the same error
             self._template = None
         self._known = None
 
@@ -36,14 +36,14 @@ class RestoreCheck:
         return () if self._template is None else self._template.plain
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
-        """The target took `leaves`, so a save of another structure is a change, and warned about.
+        """The target accepted `leaves`: a later save of another structure is only warned about.
 
         An error would stop an interrupted run at a step that an uninterrupted one passes.
         """
         self._known = _structure(leaves)
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
-        """Raise `MismatchError` if the first save could not be restored. Later calls return at once."""
+        """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""
         if self._known is not None:
             return
         template, target = self._template, "the target that was given to the restore"
@@ -63,7 +63,7 @@ class RestoreCheck:
         self._known = _structure(leaves)
 
     def changed(self, where: str, leaves: Mapping[str, Leaf]) -> str | None:
-        """A warning, if the structure changed to one that the target does not take any more."""
+        """A warning if the structure has changed, and the target does not fit any more; else None."""
         if self._known is None or self._template is None:
             return None
         structure = _structure(leaves)

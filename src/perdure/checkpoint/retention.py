@@ -1,7 +1,7 @@
-"""Which checkpoints stay: a pure function of their steps, times, metrics and pins.
+"""Decides which checkpoints stay: a pure function of their steps, times, metrics and pins.
 
-Applying a decision and deciding again changes nothing more, however often and wherever that is
-interrupted: no rule lets go what it kept before, unless a newer or a better checkpoint takes over.
+Invariant: deciding again after a decision was executed, in part or in full, keeps the same checkpoints.
+A rule drops a checkpoint that it kept before only for a newer or a better one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays besides the newest `max_to_keep` checkpoints and the pinned ones.
+    """Which checkpoints stay besides the newest `max_to_keep` and the pinned ones.
 
-    `keep_every_n_hours` keeps one checkpoint for every so many hours of training, `keep_period`
-    every step that it divides, `best_metric` the `best_to_keep` ones whose metric of that name is
-    the highest (`best_mode` "max") or the lowest ("min"). A metric that is missing, NaN or infinite
-    is never best; of equal ones the newer wins.
+    Attributes:
+        keep_every_n_hours: Keep one checkpoint for every so many hours of training.
+        keep_period: Keep every step that is a multiple of this.
+        best_metric: Keep the checkpoints whose metric of this name is best. A metric that is missing,
+            NaN or infinite is never best; of two equal ones the newer is better.
+        best_mode: Whether the highest ("max") or the lowest ("min") value is best.
+        best_to_keep: How many of the best stay.
+
+    Raises:
+        StoreError: A value cannot be used.
     """
 
     keep_every_n_hours: float | None = None
@@ -46,7 +52,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a decision needs to know of a checkpoint; `created` in seconds since 1970."""
+    """A checkpoint as the rules see it; `created` is in seconds since 1970."""
 
     step: int
     created: float
@@ -88,15 +94,15 @@ def decide(
         for candidate in ranked(ordered, name, retention.best_mode)[: retention.best_to_keep]:
             reasons[candidate.step].append(f"best {name} ({candidate.metrics[name]:g})")
     return [
-        Verdict(step, bool(why), ", ".join(why) or f"older than the newest {max_to_keep}")
-        for step, why in reasons.items()
+        Verdict(step, bool(texts), ", ".join(texts) or f"older than the newest {max_to_keep}")
+        for step, texts in reasons.items()
     ]
 
 
 def ranked(
     candidates: Iterable[Candidate], metric: str, mode: Literal["max", "min"]
 ) -> list[Candidate]:
-    """Those that have the metric, the best first."""
+    """The candidates that have the metric, the best first."""
     sign = 1.0 if mode == "max" else -1.0
     scored = [
         (sign * value, candidate.step, candidate)
@@ -111,9 +117,9 @@ def ranked(
 def spaced(ordered: Sequence[Candidate], seconds: float) -> list[Candidate]:
     """The first, then each that was made `seconds` or more after the one before it in the result.
 
-    Where the clock went back, the time between two checkpoints is unknown: both are kept and the
-    count starts again from the later one. So a clock that jumps keeps more, never less, and what is
-    kept stays kept once the ones in between are gone.
+    If the clock was set back, the time between two checkpoints is unknown: both are kept and the count
+    starts again from the later one. So a clock that jumps keeps more, never less, and a checkpoint that
+    is kept stays so once the ones in between are deleted.
     """
     kept: list[Candidate] = []
     for candidate, following in zip_longest(ordered, ordered[1:]):

@@ -63,8 +63,7 @@ class FitSession(Callback):
         self._state_before_validation: dict[str, Leaf] = {}
         self._buffer = SnapshotBuffer()
         if self._preemptible:
-            manager.preemption.in_scope = fit.iterator.frame_test()
-            manager.preemption.install()
+            manager.preemption.install(fit.iterator.frame_test())
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore what was saved. All other callbacks have begun."""

@@ -168,13 +168,8 @@ class Loop:
 
     def _wait_for(self, fetch: Callable[[], Any], nothing: Any) -> tuple[int, Any]:
         """(0, what `fetch` returns), or (_PREEMPTED, nothing) if a notice comes first."""
-        flag = self._checkpoints.manager.preemption
         try:
-            flag.interruptible = True  # before `raised` is read, or a notice in between would wait
-            try:
-                return (_PREEMPTED, nothing) if flag.raised else (0, fetch())
-            finally:
-                flag.interruptible = False
+            return 0, self._checkpoints.manager.preemption.interruptible(fetch)
         except Interrupted:
             return _PREEMPTED, nothing
 

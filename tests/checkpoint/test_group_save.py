@@ -1,4 +1,4 @@
-"""A group saves one checkpoint, all of it or none, and every process comes out the same."""
+"""A group saves one checkpoint, all of it or none, with the same outcome in every process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,222 @@
+"""Calls that all processes of a group make together.
+
+Invariant: every process returns from a call with the same outcome. An error in one process is raised in
+all of them, as the same class.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from perdure import errors
+from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
+from perdure.process_group import Processes
+from perdure.state.framework_group import framework_group
+
+R = TypeVar("R")
+T = TypeVar("T", bound=Struct)
+
+
+class CallOutcome(Struct):
+    """How a call ended in one process: without an error, or with an error of this class and text.
+
+    Attributes:
+        kind: The name of the error's class; None without an error.
+        text: The text of the error.
+        step: The step that the call is about, for a restore.
+        steps: What the call returns, for calls that return steps.
+        mirrored: Whether `step` is to be read from the mirror.
+        fingerprint: The fingerprint of the checkpoint of `step`.
+    """
+
+    kind: str | None = None
+    text: str = ""
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+    mirrored: bool = False
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> CallOutcome:
+        if error is None:
+            return cls()
+        # The other processes raise the public class that a private one derives from.
+        public = (
+            kind for kind in type(error).__mro__ if kind.__module__ in ("builtins", errors.__name__)
+        )
+        return cls(next(public).__name__, str(error))
+
+    @property
+    def is_damage(self) -> bool:
+        kind = getattr(errors, self.kind or "", None)
+        return isinstance(kind, type) and issubclass(kind, CorruptionError)
+
+    def error_of(self, process: str) -> Exception:
+        """The error as one of this process: of the same class if a text is enough to make it."""
+        name = self.kind or ""
+        kind = getattr(errors, name, None) or getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with suppress(Exception):
+                return kind(f"{process}: {self.text}")
+        return StoreError(f"{process}: {name}: {self.text}")
+
+
+class _Message(Struct):
+    """The bytes of one process in a collective, and the call of the user that they belong to."""
+
+    call: str
+    data: bytes
+
+
+class GroupCall:
+    """The group during one call: collectives of two different calls are an error in every process.
+
+    Without this check the bytes that one process sends in a `save` would be taken for those of a
+    `restore` by another.
+    """
+
+    def __init__(self, processes: Processes, call: str) -> None:
+        self._processes = processes
+        self._call = call
+        self.index = processes.index
+        self.count = processes.count
+        self.is_chief = processes.is_chief
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self.count == 1:
+            return [data]
+        sent = self._processes.gather(msgspec.msgpack.encode(_Message(self._call, data)))
+        messages = [_message(part) for part in sent]
+        if len({message.call for message in messages}) > 1:
+            calls = ", ".join(
+                f"process {number} {message.call}" for number, message in enumerate(messages)
+            )
+            raise StoreError(
+                f"the processes of the group made different calls: {calls}. Nothing was changed. In a "
+                f"group every process makes the same calls, in the same order."
+            )
+        return [message.data for message in messages]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self._processes.broadcast(data)
+
+    def any(self, flag: bool) -> bool:
+        return b"\1" in self.gather(b"\1" if flag else b"\0")
+
+    def channel(self, name: str) -> Processes:
+        return self._processes.channel(name)
+
+
+def run_in_chief(
+    processes: Processes, call: str, action: Callable[[], Sequence[int] | None]
+) -> list[int]:
+    """Run `action` in the chief, with the same outcome in every process. A collective.
+
+    Args:
+        processes: The group.
+        call: Names the call; if two processes name different ones, nothing is done and each raises
+            `StoreError`.
+        action: Called in the chief only.
+
+    Returns:
+        The steps that `action` returned, in every process.
+    """
+    if processes.count == 1:
+        return list(action() or ())
+    GroupCall(processes, call).barrier()
+    if not processes.is_chief:
+        return list(follow_chief(processes).steps)
+    steps, error = attempt(action)
+    outcome = CallOutcome.of(error)
+    outcome.steps = tuple(steps or ())
+    broadcast_outcome(processes, outcome)
+    if error is not None:
+        raise error
+    return list(outcome.steps)
+
+
+def run_in_all(processes: Processes, action: Callable[[], R]) -> R:
+    """Run `action` in every process; an error in one of them is raised in all. A collective."""
+    if processes.count == 1:
+        return action()
+    result, error = attempt(action)
+    if failed := gather_failures(processes, error):
+        raise_first(processes, failed, error)
+    return result  # type: ignore[return-value]
+
+
+def require_group(where: str) -> None:
+    """Raise `ClusterError` if the framework knows of other processes, and a manager was given none.
+
+    Each of the processes would take itself for the only writer.
+    """
+    group = framework_group()
+    if group is not None and group.count > 1:
+        raise ClusterError(
+            f"{where}: {group.source} says that this is process {group.index} of {group.count}, and "
+            f"the manager was not given the group. Make it in every process as "
+            f"CheckpointManager(..., processes=perdure.initialize_distributed({group.engine!r})), or "
+            f"with strategy.processes. For a directory that this process alone uses, pass "
+            f"processes=perdure.checkpoint.SingleProcess()."
+        )
+
+
+def attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
+    """The result of `action`, or its error, so that the other processes can be informed of it."""
+    try:
+        return action(), None
+    except WorkerLostError:
+        raise  # a process of the group is gone: the others cannot agree any more
+    except BaseException as error:  # noqa: BLE001 (raised again after the others are informed)
+        return None, error
+
+
+def broadcast_outcome(processes: Processes, outcome: CallOutcome) -> None:
+    """The chief's side of `follow_chief`."""
+    processes.broadcast(msgspec.msgpack.encode(outcome))
+
+
+def follow_chief(processes: Processes) -> CallOutcome:
+    """The outcome that the chief broadcasts; raises its error."""
+    outcome = decoded(processes.broadcast(None), CallOutcome)
+    if outcome.kind is not None:
+        raise outcome.error_of("the chief process")
+    return outcome
+
+
+def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, CallOutcome]:
+    """The errors of all processes, by process. A collective."""
+    sent = processes.gather(msgspec.msgpack.encode(CallOutcome.of(error)))
+    outcomes = [decoded(data, CallOutcome) for data in sent]
+    return {number: outcome for number, outcome in enumerate(outcomes) if outcome.kind is not None}
+
+
+def raise_first(
+    processes: Processes, failed: Mapping[int, CallOutcome], error: BaseException | None
+) -> NoReturn:
+    """Raise the error of the first process that has one; an interrupt of this process stays one."""
+    first = min(failed)
+    if error is not None and (first == processes.index or not isinstance(error, Exception)):
+        raise error
+    raise failed[first].error_of(f"process {first}") from error
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """The value that another process sent."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def _message(data: bytes) -> _Message:
+    try:
+        return decoded(data, _Message)
+    except msgspec.MsgspecError:
+        return _Message("an operation of its own", data)

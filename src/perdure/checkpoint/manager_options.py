@@ -1,0 +1,63 @@
+"""`ManagerOptions` and `Restored`: what a manager is given and what a restore returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from perdure.checkpoint.retention import Retention
+from perdure.errors import ArgumentError, StoreError
+
+
+class Restored(NamedTuple):
+    """The result of a restore.
+
+    Attributes:
+        state: The restored or the fresh state.
+        step: The step of the checkpoint that it came from; 0 for a fresh state.
+    """
+
+    state: Any
+    step: int
+
+
+@dataclass(frozen=True)
+class ManagerOptions:
+    """What a manager does beyond saving at an interval and keeping the newest checkpoints.
+
+    Attributes:
+        retention: Which checkpoints stay besides the newest `max_to_keep`.
+        on_error: What happens after a save that does not commit (disk full, no permission): "raise"
+            its error at the next call, or "continue" with a warning and try again at the next save.
+            The last good checkpoint stays in both cases.
+        codec: "shuffle-zstd" stores chunks in fewer bytes where it can, for slow or expensive storage.
+            It needs the extra `zstd` and may change between sessions; fingerprints do not depend on it.
+        clock: Gives the seconds since 1970.
+        save_random_state: Save the random generators that the code of a process shares with every
+            checkpoint, and put them back at the end of a restore: Python's `random`, `numpy.random`,
+            PyTorch's (CPU and the devices in use) and Keras's. Each process of a group has its own.
+            They are not part of the fingerprint. Turn this off for a manager that only reads the
+            checkpoints of another run.
+        mirror_wait: Seconds that `close` waits at most for the mirror.
+
+    Raises:
+        ArgumentError: `mirror_wait` is negative or NaN.
+        StoreError: `on_error` is neither of the two.
+    """
+
+    retention: Retention = field(default_factory=Retention)
+    on_error: Literal["raise", "continue"] = "raise"
+    codec: Literal["shuffle-zstd"] | None = None
+    clock: Callable[[], float] = time.time
+    save_random_state: bool = True
+    mirror_wait: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.mirror_wait >= 0:
+            raise ArgumentError(
+                f"mirror_wait: expected at least 0 seconds, found {self.mirror_wait}."
+            )
+        if self.on_error not in ("raise", "continue"):
+            raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")

@@ -1,0 +1,53 @@
+"""`PreemptionCheckpointHandler`: preemption in hand-written loops, under TensorFlow's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from perdure.checkpoint.manager import CheckpointManager
+from perdure.checkpoint.preemption import TerminationConfig
+
+
+class PreemptionCheckpointHandler:
+    """Saves and exits when the run is preempted, for hand-written loops.
+
+    A loop only needs `save_checkpoint_if_preempted` after each step. It uses the manager's own flag,
+    so do not call `manager.reached_preemption` as well.
+
+    Args:
+        manager: Saves the state.
+        termination_config: How the notice comes and how the run exits; None for SIGTERM and status 75.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
+    ) -> None:
+        self._manager = manager
+        manager.preemption.configure(termination_config or TerminationConfig())
+
+    def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
+        """Return, or save `state` as `step` and exit with `exit_fn` or status 75.
+
+        In a group every process calls this at the same steps: all of them exit once one has got the
+        notice. The checkpoint is durable before the exit.
+
+        Args:
+            step: The number of finished steps.
+            state: As for `CheckpointManager.save`.
+        """
+        if self._manager.reached_preemption(step):
+            self._manager.save_and_exit(step, state)
+
+    @contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Take over SIGTERM at once, before the first step (compilation, loading).
+
+        SIGTERM gets its former handler back at the end of the block.
+        """
+        self._manager.preemption.install()
+        try:
+            yield
+        finally:
+            self._manager.preemption.remove()

@@ -1,0 +1,127 @@
+"""`Restorer`: from the checkpoint that a restore takes to the state of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.group_call import GroupCall, run_in_all
+from perdure.checkpoint.managed_run import ManagedRun
+from perdure.checkpoint.manager_options import Restored
+from perdure.checkpoint.restore_check import RestoreCheck
+from perdure.checkpoint.restore_source import load_in_group
+from perdure.errors import StoreError
+from perdure.state import part_filter, part_names, restore_part, unflatten
+from perdure.state import restore as restore_state
+from perdure.state.per_rank import placed
+from perdure.state.process_random import ProcessRandom
+from perdure.store import Loaded, Run
+
+
+class Restorer:
+    """Restores states from a run directory and its mirror, for a manager.
+
+    Args:
+        managed: The run directory.
+        check: Is told which targets the program restores into.
+        random: Gets back the random generators of this process; None to leave them alone.
+    """
+
+    def __init__(
+        self,
+        managed: ManagedRun,
+        check: RestoreCheck,
+        random: ProcessRandom | None,
+    ) -> None:
+        self._managed = managed
+        self._processes = managed.processes
+        self._check = check
+        self._random = random
+
+    def restore(
+        self, step: int | None, like: Any, leaves: str | Iterable[str] | None
+    ) -> Restored | None:
+        """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
+        names = None if leaves is None else part_names(leaves)
+        GroupCall(self._processes, "restore").barrier()
+        self._managed.recipe.check_group("restore")
+        wanted = None if names is None else part_filter(names)
+        run, mirror = self._managed.run, self._managed.mirror
+        source, readable = load_in_group(run, self._processes, step, wanted, mirror)
+        for note in source.notes:
+            warn_caller(f"{run.where}: {note}")
+        if (loaded := source.loaded) is None:
+            return None
+        if self._processes.is_chief:
+            warn_of_skipped(run.where, loaded, set_aside(run, loaded, readable))
+        state = run_in_all(self._processes, lambda: self._rebuild(loaded, like, names))
+        if names is None:
+            self._restore_random(loaded)
+        return Restored(state, loaded.manifest.step)
+
+    def expect(self, like: Any) -> None:
+        """The program may begin with `like`, and later restore into it."""
+        with placed(self._processes.index, self._processes.count):
+            self._check.expect(like)
+
+    def begin(self, like: Any) -> None:
+        """The program begins with the fresh state `like`; random numbers count from here on."""
+        self.expect(like)
+        if self._random:
+            self._random.begin()
+
+    def _rebuild(self, loaded: Loaded, like: Any, names: tuple[str, ...] | None) -> Any:
+        where = f"{self._managed.where}: step {loaded.manifest.step}"
+        self._managed.recipe.check_resume(where, loaded.manifest.recipe)
+        with placed(self._processes.index, self._processes.count):
+            if like is None:
+                return unflatten(loaded.leaves)
+            if names is not None:
+                return restore_part(like, loaded.leaves, names)
+            self._check.expect(like)
+            state = restore_state(like, loaded.leaves)
+            self._check.restored(loaded.leaves)
+            return state
+
+    def _restore_random(self, loaded: Loaded) -> None:
+        """The last part of a restore, because the others may draw random numbers."""
+        if self._random is None:
+            return
+        where = f"{self._managed.where}: step {loaded.manifest.step}"
+        for note in self._random.restore(loaded.local, self._processes, where):
+            warn_caller(note)
+
+
+def set_aside(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:
+    """Move the damaged steps that a restore has skipped to quarantine, if this is the writer.
+
+    Returns what became of each, as a sentence. Those in `readable` are damaged for another process of
+    the group only, and stay.
+    """
+    places: dict[int, str] = {}
+    for step, reason in loaded.skipped:
+        if step in readable:
+            places[step] = "It stays where it is, because process 0 can read it."
+        elif not run.is_writer:
+            # A process that only reads, beside a trainer, never takes the lock for this.
+            run.defer_quarantine(step)
+            places[step] = "It stays where it is; the first save moves it to quarantine."
+        else:
+            try:
+                places[step] = f"It was moved to {run.quarantine(step, reason)}."
+            except StoreError as error:
+                places[step] = f"It stays where it is: {error}"
+    return places
+
+
+def warn_of_skipped(where: str, loaded: Loaded, places: Mapping[int, str] | None = None) -> None:
+    """Warn about each damaged step that `loaded` is restored instead of; `places` as `set_aside`."""
+    newest = loaded.manifest.step
+    for step, reason in loaded.skipped:
+        instead = f"step {newest}" if step != newest else "its copy in the mirror"
+        place = (places or {}).get(step, "It stays where it is.")
+        warn_caller(
+            f"{where}: step {step} is damaged and was skipped; {instead} was restored instead: "
+            f"{reason} {place}"
+        )

@@ -1,0 +1,83 @@
+"""`RunQueries`: what a manager can be asked; also after `close` and in a forked child."""
+
+from __future__ import annotations
+
+from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.call_guard import CallGuard
+from perdure.checkpoint.pruning import candidates
+from perdure.checkpoint.retention import Retention, ranked
+from perdure.errors import StoreError
+from perdure.store import Run
+from perdure.store.urls import name_at_step
+
+
+class RunQueries(CallGuard):
+    """Base of a manager: the methods that only list and read manifests."""
+
+    def __init__(self, run: Run, retention: Retention) -> None:
+        super().__init__(run.where)
+        self._run = run
+        self._retention = retention
+
+    @property
+    def directory(self) -> str:
+        """Path or URL of the run directory."""
+        return self._run.where
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest committed checkpoint as `RUN@STEP`, None before the first.
+
+        `restore`, `Checkpoint.restore` and `perdure.load_checkpoint` accept that name.
+        """
+        step = self.latest_step()
+        return None if step is None else name_at_step(self.directory, step)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The committed checkpoints as `RUN@STEP`, oldest first."""
+        return [name_at_step(self.directory, step) for step in self.all_steps()]
+
+    def all_steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return self._run.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, None before the first."""
+        steps = self._run.steps()
+        return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """The committed step that is best by the retention's metric; None if no step has it.
+
+        Raises:
+            StoreError: The retention names no metric.
+        """
+        if self._retention.best_metric is None:
+            raise StoreError(
+                f"{self.directory}: expected a metric to judge by, found none; name it: "
+                f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
+            )
+        readable = candidates(self._run.contents())
+        best = ranked(readable, self._retention.best_metric, self._retention.best_mode)
+        return best[0].step if best else None
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics that `step` was saved with; None stands for NaN or an infinity.
+
+        Raises:
+            StepNotFoundError: There is no checkpoint of that step.
+        """
+        return dict(self._run.manifest(step_number(step)).metrics)
+
+    def pinned_steps(self) -> list[int]:
+        """Steps that were pinned, oldest first."""
+        return sorted(self._run.pinned())
+
+    def fingerprint(self, step: int) -> str:
+        """Fingerprint of a committed checkpoint: equal fingerprints are equal bits.
+
+        Raises:
+            StepNotFoundError: There is no checkpoint of that step.
+        """
+        return self._run.manifest(step_number(step)).fingerprint

@@ -1,0 +1,245 @@
+"""`BackgroundSaver`: snapshots in the call of the user; commits and retention in the background.
+
+Invariant: one save at a time is under way, and its error is raised by the next call, never swallowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, SupportsFloat
+
+from perdure.checkpoint.arguments import metric_numbers
+from perdure.checkpoint.background import Background
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.grace_period import GracePeriod
+from perdure.checkpoint.group_call import GroupCall
+from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
+from perdure.checkpoint.managed_run import ManagedRun
+from perdure.checkpoint.manager_options import ManagerOptions
+from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.restore_check import RestoreCheck
+from perdure.errors import MismatchError, PruneError, SaveError, StoreError
+from perdure.heartbeats import saving
+from perdure.state import snapshot
+from perdure.state.per_rank import Place, placed
+from perdure.state.process_random import ProcessRandom
+from perdure.state.snapshot_buffer import SnapshotBuffer
+from perdure.store import Leaf
+from perdure.store.pack_part import Own
+
+
+class BackgroundSaver:
+    """Saves states into a run directory, for a manager."""
+
+    def __init__(
+        self,
+        managed: ManagedRun,
+        max_to_keep: int | None,
+        options: ManagerOptions,
+        grace: GracePeriod,
+    ) -> None:
+        self.restore_check = RestoreCheck()
+        self.random = ProcessRandom() if options.save_random_state else None
+        self._managed = managed
+        self._run = managed.run
+        self._processes = managed.processes
+        self._max_to_keep = max_to_keep
+        self._options = options
+        self._grace = grace
+        self._background = Background()
+        self._buffer = SnapshotBuffer()
+        self._notes: list[str] = []
+        self._warned: set[str] = set()
+        # A save above this step is new; None until the processes have agreed on it.
+        self._highest: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._background.busy
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> bool:
+        """Start to save `state`; True if it is under way, False after a warning about its error.
+
+        A save at or below the newest step is waited for, because it may be refused.
+        """
+        try:
+            if self._processes.count == 1:
+                self._run.claim()
+            is_new = self._is_new(step)
+            self.submit(step, state, metrics)
+            if not is_new:
+                if not self.settle(wait=True):
+                    return False
+                self._highest = step
+        except SaveError as error:
+            self._tolerate(error)
+            return False
+        return True
+
+    def submit(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        """Take the snapshot, and commit it in the background.
+
+        A preempted run warns about a state that could not be restored; otherwise that is an error.
+        """
+        self._managed.recipe.check_group("save")
+        try:
+            numbers = metric_numbers({} if metrics is None else metrics)
+            generators = self.random.capture() if self.random else None
+            with placed(self._processes.index, self._processes.count) as place:
+                leaves = snapshot(state, self._buffer, self.restore_check.plain)
+                self._check_restorable(step, state, leaves, preempted)
+        except BaseException as error:
+            if self._processes.count > 1:  # the others are saving, and must not wait for this one
+                self._background.submit(partial(self._decline, step, error))
+                shared = as_save_error(error)
+                if shared is not error and isinstance(error, Exception):
+                    raise shared from error
+            raise
+        commit = partial(self.commit, step, leaves, numbers, place, generators)
+        self._background.submit(self._grace.timed(commit))
+
+    def wait(self) -> None:
+        """Wait for the save under way; raises what it raised, whatever `on_error` says."""
+        self._background.wait()
+
+    def settle(self, *, wait: bool) -> bool:
+        """Raise the error of the last save, or warn and return False under `on_error="continue"`.
+
+        Args:
+            wait: Wait for the save under way; otherwise only look at one that has ended.
+        """
+        committed = True
+        try:
+            if wait:
+                self._background.wait()
+            else:
+                self._background.check()
+        except (SaveError, PruneError) as error:
+            self._tolerate(error)
+            committed = isinstance(error, PruneError)  # pruning starts after the commit
+        if not self._background.busy:
+            notes, self._notes = self._notes, []
+            for note in notes:
+                if note not in self._warned:
+                    self._warned.add(note)
+                    warn_caller(note)
+        self._managed.warn_of_mirror()
+        return committed
+
+    def forget_highest(self) -> None:
+        """The newest step may change: the next save asks for it again."""
+        self._highest = None
+
+    def release(self) -> None:
+        """Give back the memory of snapshots and the lock of the run."""
+        self._buffer.release()
+        self._run.close()
+
+    def commit(
+        self,
+        step: int,
+        leaves: dict[str, Leaf],
+        metrics: Mapping[str, float],
+        place: Place,
+        generators: Mapping[str, Any] | None,
+    ) -> None:
+        """Commit a snapshot and apply the retention; durable on return."""
+        saving(step)
+        if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
+            self._notes.append(note)
+        try:
+            local: Mapping[str, Leaf] = {}
+            if self.random and generators is not None:
+                local = self.random.leaves(generators, place.index)
+            if self._processes.count > 1:
+                self._commit_in_group(step, leaves, metrics, place, local)
+                return
+            self._run.save(step, leaves, self._managed.recipe.recipe, metrics, local=local)
+        finally:
+            saving(None)
+            notes, self._run.notes = self._run.notes, []
+            self._notes += notes
+        self._prune(step)
+
+    def _commit_in_group(
+        self,
+        step: int,
+        leaves: dict[str, Leaf],
+        metrics: Mapping[str, float],
+        place: Place,
+        local: Mapping[str, Leaf],
+    ) -> None:
+        ranked: dict[str, Leaf] = {}
+        if place.members:
+            ranked = {path: leaves.pop(path) for path in [*leaves] if place.owns(path)}
+        state = GroupState(step, leaves, Own(ranked, local))
+        channel = self._processes.channel("save")
+        with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
+            if self._processes.is_chief:
+                self._prune(step)
+
+    def _decline(self, step: int, error: BaseException) -> None:
+        decline_save(self._processes.channel("save"), step, error)
+
+    def _check_restorable(
+        self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool
+    ) -> None:
+        try:
+            self.restore_check.check_first(f"{self._run.where}: step {step}", state, leaves)
+        except MismatchError as error:
+            if not preempted:
+                raise
+            warn_caller(str(error))  # better than to lose the state
+
+    def _is_new(self, step: int) -> bool:
+        """Whether `step` is above every committed one, so that a save of it continues the run.
+
+        The answer only decides whether the call waits for the save, which decides by itself. The first
+        call, and the first after a restore or a rollback, is a collective.
+        """
+        if self._highest is None:
+            newest = -1
+            if self._processes.is_chief:
+                with suppress(StoreError):  # the save finds the same, and raises it
+                    newest = max(self._run.steps(), default=-1)
+            self._highest = int(GroupCall(self._processes, "save").gather(b"%d" % newest)[0])
+        is_new = step > self._highest
+        self._highest = max(step, self._highest)
+        return is_new
+
+    def _prune(self, step: int) -> None:
+        try:
+            self._apply_retention(step)
+        finally:
+            self._managed.update_mirror()
+
+    def _apply_retention(self, step: int) -> None:
+        if self._max_to_keep is None:
+            return
+        mirror = self._managed.mirror
+        in_use = None if mirror is None else mirror.copying
+        plan = plan_prune(
+            self._run, self._max_to_keep, self._options.retention, saved=step, in_use=in_use
+        )
+        if plan.store.held_back:
+            self._notes.append(f"{self._run.where}: packs stay: {plan.store.held_back}")
+        if plan.store.empty:
+            return
+        for pack, reason in execute_prune(self._run, plan).left.items():
+            self._notes.append(f"{self._run.where}: {pack} was not compacted: {reason}")
+
+    def _tolerate(self, error: StoreError) -> None:
+        """Raise `error`, or warn if the user wants to continue."""
+        if self._options.on_error == "raise":
+            raise error
+        warn_caller(f"{error} Training continues; the next save tries again.")

@@ -62,7 +62,7 @@ def perdure_job(kind: str, where: Path, steps: int) -> None:
 def trainer_job(where: Path, steps: int) -> None:
     from perdure import ArrayDataset, RunConfig, Trainer
     from perdure.demo import train_jax as program
-    from perdure.train import AutoInterval, Hook
+    from perdure.train import AutoInterval, Hook, OutputConfig
 
     progress = Progress(where)
 
@@ -73,7 +73,9 @@ def trainer_job(where: Path, steps: int) -> None:
 
     strategy = program.make_strategy(1, REPLICAS, 0, False)
     auto = AutoInterval(mean_time_between_failures=float(os.environ["BENCH_FAILURES_S"]))
-    config = RunConfig(where / "run", save_checkpoints_secs=auto, progress="off")
+    config = RunConfig(
+        where / "run", save_checkpoints_secs=auto, output=OutputConfig(progress="off")
+    )
     data = ArrayDataset(images(), BATCH, seed=0)
     step = strategy.step(program.grad, program.update)
     Trainer(step, lambda: program.init(0), data, config, [Tell()], strategy=strategy).train(steps)

@@ -24,13 +24,13 @@ def options(doc: str | None, **numbers: int) -> argparse.Namespace:
 
 
 def prove(undisturbed: Path, other: Path) -> None:
-    """Compare the newest checkpoints of two runs, bit by bit; leave with status 1 where they differ."""
-    found = []
+    """Compare the newest checkpoints of two runs, bit by bit; exit with status 1 if they differ."""
+    newest = []
     for where in (undisturbed, other):
         run = Run(where)
-        newest = run.manifest(run.steps()[-1])
-        found.append((newest.step, newest.fingerprint))
-        print(f"{where}: step {newest.step}, fingerprint {newest.fingerprint[:16]}")
-    if found[0] != found[1]:
+        manifest = run.manifest(run.steps()[-1])
+        newest.append((manifest.step, manifest.fingerprint))
+        print(f"{where}: step {manifest.step}, fingerprint {manifest.fingerprint[:16]}")
+    if newest[0] != newest[1]:
         sys.exit("FAIL: they differ")
     print("PASS: every bit is equal")

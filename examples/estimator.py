@@ -1,4 +1,4 @@
-"""Estimator-style training that fails at step 5 and goes on where it stood.
+"""Estimator-style training that fails at step 5 and resumes from its last checkpoint.
 
 TensorFlow's migration guide "Fault tolerance": a `SessionRunHook` that raises, a `RunConfig` with a
 checkpoint in every step, and the same call of `train` once more.

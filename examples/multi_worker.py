@@ -75,7 +75,7 @@ def train(directory: Path) -> None:
                 state.step_in_epoch += 1
                 step += 1
                 if step == args.kill_at and not strategy.is_chief:
-                    print(f"  worker 1 is killed behind step {step}", flush=True)
+                    print(f"  worker 1 is killed after step {step}", flush=True)
                     os.kill(os.getpid(), signal.SIGKILL)
                 manager.save(step, state, force=step == steps)
                 if strategy.is_chief and state.step_in_epoch == dataset.steps_per_epoch:
@@ -110,7 +110,7 @@ def main() -> None:
     ended = [
         workers(1, alone),
         workers(2, group, kill_at=args.kill_at),
-        workers(2, group),  # both again: a group goes on together
+        workers(2, group),  # both are started again: a group resumes together
     ]
     print("exit statuses:", ended)
     assert ended == [[0], [1, -signal.SIGKILL], [0, 0]]

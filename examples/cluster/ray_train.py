@@ -3,7 +3,7 @@
     python ray_train.py /shared/runs/mine --workers 4             (--gpu: one GPU for each)
 
 The run directory is perdure's own, and has to be where all workers reach it; Ray's storage holds
-nothing but Ray's records. What is behind `--` goes to train.py.
+nothing but Ray's records. The arguments after `--` go to train.py.
 """
 
 from __future__ import annotations

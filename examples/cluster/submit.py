@@ -1,10 +1,10 @@
-"""Any training program under submitit: a signal before the time limit saves, and the job goes on.
+"""Any training program under submitit: a signal before the time limit saves and queues the job again.
 
     python submit.py --workers 4 --minutes 240 -- python train.py /shared/runs/mine
     python submit.py --cluster local --workers 2 -- python train.py runs/mine
 
 submitit sends SIGUSR2 before the time limit and calls `checkpoint`, which passes it on as the SIGTERM
-that perdure listens to, and hands back what to submit next: the same command, which goes on from there.
+that perdure listens to, and hands back what to submit next: the same command, which resumes from there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _status(process: subprocess.Popen[bytes]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", nargs="+", help="behind --")
+    parser.add_argument("command", nargs="+", help="after --")
     parser.add_argument("--cluster", choices=["slurm", "local"], default="slurm")
     parser.add_argument("--workers", type=int, default=1, help="Slurm: one for each node")
     parser.add_argument("--minutes", type=int, default=60, help="time limit of one attempt")

@@ -2,9 +2,9 @@
 
     python train.py runs/mine --steps 400
 
-Ends with 0 when it is done, with 75 when it was asked to leave and has saved (start it again: it goes
-on), with 1 when another process of its group died (start the group again). The result depends on
---replicas and not on how many processes and devices share them.
+Exit status: 0 when it is done, 75 when it was asked to end and has saved (start it again to resume),
+1 when another process of its group died (start the group again). The result depends on --replicas, and
+not on how many processes and devices share them.
 """
 
 from __future__ import annotations

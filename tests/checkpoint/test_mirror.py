@@ -34,6 +34,7 @@ from perdure.store import LocalStorage, Run
 from perdure.testing import check_run
 from perdure.testing.proxy import Request, proxy_to
 from perdure.testing.servers import ObjectServer, moto_server
+from perdure.train import CheckpointConfig
 from pretend import Pretend, play
 
 MIB = 1024 * 1024
@@ -708,7 +709,9 @@ def test_a_trainer_continues_from_the_mirror(tmp_path: Path, there: Remote) -> N
             return {"w": state["w"] + batch}, {}
 
         config = RunConfig(
-            tmp_path / directory, save_checkpoints_steps=2, mirror=there, progress="off"
+            tmp_path / directory,
+            save_checkpoints_steps=2,
+            checkpoint=CheckpointConfig(mirror=there),
         )
         trainer = Trainer(step, {"w": np.zeros(3)}, Numbers(), config)
         trainer.train(steps)

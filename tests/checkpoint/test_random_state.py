@@ -17,6 +17,7 @@ from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Tr
 from perdure.state import process_random
 from perdure.store import Run
 from perdure.torch import MirroredStrategy
+from perdure.train import CheckpointConfig
 from pretend import Pretend, play
 
 STEPS, KILLED_AFTER, EVERY = 12, 7, 3
@@ -92,10 +93,8 @@ def trainer_loop(directory: Path, stop: int, options: ManagerOptions | None) -> 
         optimizer.step()
         return state, loss.item()
 
-    checkpoint = options or ManagerOptions()
-    config = RunConfig(
-        directory, save_checkpoints_steps=EVERY, checkpoint=checkpoint, progress="off"
-    )
+    checkpoint = CheckpointConfig(save_random_state=options is None)
+    config = RunConfig(directory, save_checkpoints_steps=EVERY, checkpoint=checkpoint)
     state = Checkpoint(model=model, optimizer=optimizer)
     Trainer(step_fn, state, lambda step: torch.full((4, 6), float(step)), config).train(stop)
     return bits(*model.state_dict().values())

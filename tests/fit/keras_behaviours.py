@@ -1,18 +1,16 @@
 """What Keras's own tests ask of its two checkpoint callbacks, asked of ours, on one backend.
 
-Run as a program with KERAS_BACKEND and a scratch directory; prints `{behaviour: null or the error}` as
-JSON. Behaviours differ from Keras's tests in what follows from a run directory (no file names) and in
-one number: after an interruption in the middle of an epoch Keras repeats its first batches, so that its
+A part of `backend_worker.py`. There are no file names, because a run directory has none, and one number
+differs: after an interruption in the middle of an epoch Keras repeats its first batches, so that its
 test counts 17 steps where 15 were asked for. Ours must count 15.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +166,29 @@ def bad_arguments_are_value_errors(directory: Path) -> None:
 # ---------------------------------------------------------------- ModelCheckpoint
 
 
-def classifier() -> Any:
+def new_classifier() -> Any:
     layers = keras.layers
     model = keras.Sequential(
         [layers.Input((3,)), layers.Dense(5, "relu"), layers.Dense(3, "softmax")]
     )
     model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.Accuracy("acc")])
+    return model
+
+
+@cache
+def classifier_and_start() -> tuple[Any, list[Any]]:
+    model = new_classifier()
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    return model, [np.asarray(keras.ops.convert_to_numpy(v.value)).copy() for v in variables]
+
+
+def classifier() -> Any:
+    """One model, as it was before any training: to compile it takes longer than to train it."""
+    model, start = classifier_and_start()
+    variables = [*model.variables, *model.optimizer.variables]
+    for variable, value in zip(variables, start, strict=True):
+        variable.assign(value)
     return model
 
 
@@ -262,7 +277,7 @@ def the_initial_threshold_decides_the_first_save(directory: Path) -> None:
             )
         )
         assert bool(saved_steps(run)) is saves, (monitor, mode, threshold)
-    model = classifier()
+    model = new_classifier()
     model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.AUC()])
     run = directory / "auc"
     callback = ModelCheckpoint(run, "val_auc", save_best_only=True, initial_value_threshold=1)
@@ -277,13 +292,14 @@ def what_was_saved_is_loaded(directory: Path) -> None:
         trained = fit_classifier(
             ModelCheckpoint(run, save_best_only=True, save_weights_only=weights_only)
         )
-        fresh = classifier()
+        fresh = new_classifier()
         assert load_weights(fresh, run) == 6
         for value, expected in zip(fresh.get_weights(), trained.get_weights(), strict=True):
             assert value.tobytes() == expected.tobytes()
 
 
-def main(directory: Path) -> dict[str, str | None]:
+def check_behaviours(directory: Path) -> dict[str, str | None]:
+    """The error of each behaviour, or None."""
     results: dict[str, str | None] = {}
     for name, check in BEHAVIOURS.items():
         keras.utils.set_random_seed(1)
@@ -293,7 +309,3 @@ def main(directory: Path) -> dict[str, str | None]:
         except Exception:  # noqa: BLE001 (reported by name, and judged by the test)
             results[name] = traceback.format_exc()
     return results
-
-
-if __name__ == "__main__":
-    print(json.dumps([keras.backend.backend(), main(Path(sys.argv[1]))]))  # noqa: T201

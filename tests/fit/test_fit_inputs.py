@@ -79,12 +79,21 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def begun_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was interrupted; a `fit` that is refused changes nothing of it."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    begun(run)
+    return run
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_listed(change: str, tmp_path: Path) -> None:
-    begun(tmp_path / "run")
+def test_what_changed_is_listed(change: str, begun_run: Path) -> None:
     fit, words = CHANGES[change]
+    before = Run(begun_run).steps()
     with pytest.raises(RecipeMismatchError) as error:
-        train(tmp_path / "run", **fit)
+        train(begun_run, **fit)
+    assert Run(begun_run).steps() == before
     for word in words:
         assert word in str(error.value)
 

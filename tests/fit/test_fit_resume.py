@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def interrupted(
 def whole() -> End:
     """A run without any callback of ours: those with one must not differ from it either."""
     return train(None)
+
+
+_uninterrupted: dict[Any, End] = {}
+
+
+def uninterrupted(name: Any, run: Callable[[], End]) -> End:
+    """The end of a run that several tests compare with; it is run once in a process."""
+    if name not in _uninterrupted:
+        _uninterrupted[name] = run()
+    return _uninterrupted[name]
 
 
 def test_the_callback_changes_nothing(whole: End, tmp_path: Path) -> None:
@@ -180,7 +191,7 @@ def test_data(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [(0, 1), (0, 3), (1, 3)])
 def test_data_of_unknown_length(at: tuple[int, int], tmp_path: Path) -> None:
     fit = {"x": lambda: torch.utils.data.DataLoader(Stream(), batch_size=None), "shuffle": False}
-    whole = train(None, **fit)
+    whole = uninterrupted("unknown length without validation", lambda: train(None, **fit))
     end, went_on = interrupted(tmp_path / "run", at, **fit)
     assert same(end, whole)
     assert end.steps == ALL[went_on:]
@@ -249,7 +260,7 @@ def others() -> list[Any]:
 
 @pytest.mark.parametrize("at", [(2, 1), (3, -1)])
 def test_other_callbacks(at: tuple[int, int], tmp_path: Path) -> None:
-    whole = train(None, callbacks=others, epochs=9)
+    whole = uninterrupted("others", lambda: train(None, callbacks=others, epochs=9))
     assert len(whole.epochs) < 9, "early stopping must have stopped"
     at = (min(at[0], whole.epochs[-1]), at[1])
     end, _ = interrupted(tmp_path / "run", at, callbacks=others, epochs=9)
@@ -324,7 +335,7 @@ def in_validation(
 @pytest.mark.parametrize("batch", [-1, 0, 2])
 def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -> None:
     fit = {"model": lambda: network(mc_dropout=True)}
-    whole = in_validation(None, None, **fit)
+    whole = uninterrupted("dropout in validation", lambda: in_validation(None, None, **fit))
     in_validation(tmp_path / "run", (1, batch), **fit)
     end = in_validation(tmp_path / "run", None, **fit)
     assert same(end, whole)
@@ -392,7 +403,7 @@ def made(fit: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", ENDS)
 def test_sigterm_in_the_validation_of_any_epoch(kind: str, tmp_path: Path) -> None:
-    whole = in_validation(None, None, **made(ENDS[kind]))
+    whole = uninterrupted(kind, lambda: in_validation(None, None, **made(ENDS[kind])))
     in_validation(tmp_path / "run", (1, 1), **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
     assert same(end, whole)
@@ -402,7 +413,7 @@ def test_sigterm_in_the_validation_of_any_epoch(kind: str, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", ENDS)
 def test_sigterm_in_validations_again_and_again(kind: str, tmp_path: Path) -> None:
-    whole = in_validation(None, None, **made(ENDS[kind]))
+    whole = uninterrupted(kind, lambda: in_validation(None, None, **made(ENDS[kind])))
     for at in [(0, 1), (0, -1), (1, 1)]:
         in_validation(tmp_path / "run", at, **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
@@ -430,7 +441,7 @@ def test_sigterm_before_a_validation_is_answered_before_it(tmp_path: Path) -> No
 def test_steps_per_epoch_with_a_validation(steps: int, term: bool, tmp_path: Path) -> None:
     fit: dict[str, Any] = {"steps_per_epoch": steps, "validation_data": arrays()}
     fit |= {"validation_batch_size": 5, "epochs": 4}
-    whole = train(None, **fit)
+    whole = uninterrupted(f"{steps} steps", lambda: train(None, **fit))
     before = signal.getsignal(signal.SIGTERM)
     options = {"save_before_preemption": True}
     fault = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if term else None

@@ -155,23 +155,24 @@ def test_a_checkpoint_is_durable_before_the_backup_behind_it(
 ) -> None:
     kept, order = str(tmp_path / "kept"), []
     may_go = threading.Event()
-    commit, wait = CheckpointManager._commit, CheckpointManager.wait_until_finished
+    commit, wait = Run.save, CheckpointManager.wait_until_finished
 
-    def committed(manager: CheckpointManager, step: int, *rest: Any) -> None:
-        if manager.directory == kept:
+    def committed(run: Run, step: int, *rest: Any, **named: Any) -> Any:
+        if run.where == kept:
             assert may_go.wait(60)
             may_go.clear()
-        order.append((step, manager.directory == kept))
-        commit(manager, step, *rest)
-        if manager.directory != kept:
+        order.append((step, run.where == kept))
+        saved = commit(run, step, *rest, **named)
+        if run.where != kept:
             may_go.set()  # so that nothing hangs where nobody waited
+        return saved
 
     def waited(manager: CheckpointManager) -> None:
         if manager.directory == kept:
             may_go.set()
         wait(manager)
 
-    monkeypatch.setattr(CheckpointManager, "_commit", committed)
+    monkeypatch.setattr(Run, "save", committed)
     monkeypatch.setattr(CheckpointManager, "wait_until_finished", waited)
     others = [ModelCheckpoint(kept, "loss")]
     train(tmp_path / "run", callbacks=others, save_freq="epoch", epochs=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 from perdure import ArrayDataset, RunConfig, Trainer
 from perdure.store import Run
-from perdure.train import Hook
+from perdure.train import Hook, OutputConfig
 from perdure.train.summaries import METRICS, read
 
 STEPS = 12
@@ -39,7 +39,13 @@ def eval_fn(state: Any, batch: Any) -> Any:
 
 
 def config(where: Any, **options: Any) -> RunConfig:
-    given = {"save_checkpoints_steps": 4, "save_summary_steps": 2, "console": io.StringIO()}
+    """A quiet configuration; the options of `OutputConfig` and `CheckpointConfig` may be given flat."""
+    output = {name: options.pop(name) for name in ("progress", "summary_dir") if name in options}
+    given = {
+        "save_checkpoints_steps": 4,
+        "save_summary_steps": 2,
+        "output": OutputConfig(console=io.StringIO(), **output),
+    }
     return RunConfig(where, **{**given, **options})
 
 
@@ -49,7 +55,7 @@ def trainer(where: Any, hooks: Any = (), **options: Any) -> Trainer:
 
 
 def said(of: Trainer) -> str:
-    return of.config.console.getvalue()
+    return of.config.output.console.getvalue()
 
 
 def prints(where: Path) -> dict[int, str]:

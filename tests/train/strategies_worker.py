@@ -12,6 +12,7 @@ import numpy as np
 from problem import Spy, prints
 
 from perdure import ArrayDataset, Checkpoint, RunConfig, Trainer
+from perdure.train import OutputConfig
 
 STEPS, SAVES, V = 6, 2, 4
 
@@ -87,7 +88,7 @@ def train(
 ) -> Any:
     """Fingerprints by step. A run that fails is seen by its last one."""
     strategy, step, state = ENGINES[engine](devices)
-    config = RunConfig(where, save_checkpoints_steps=SAVES, progress="off")
+    config = RunConfig(where, save_checkpoints_steps=SAVES, output=OutputConfig(progress="off"))
     source = data() if batches is None else batches(strategy)
     made = Trainer(step, state, source, config, [Spy(fail_after)], strategy=strategy)
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
+import problem
 import pytest
 from problem import STEPS, data, eval_fn, fresh, prints, rows, step_fn, trainer
 
@@ -49,11 +49,10 @@ class Notice(Hook):
 
 
 def member(where: Path, processes: Pretend, step: int | None = None, **options: Any) -> Any:
-    given = {"save_checkpoints_steps": 4, "save_summary_steps": 2, "console": io.StringIO()}
-    config = RunConfig(where, **{**given, **options})
+    given = problem.config(where, **options)
     hooks = [Notice(step if processes.index == 1 else None)]
     made = Trainer(
-        step_fn, fresh(), data(), config, hooks, strategy=Strategy(processes), eval_fn=eval_fn
+        step_fn, fresh(), data(), given, hooks, strategy=Strategy(processes), eval_fn=eval_fn
     )
     try:
         made.train_and_evaluate(data(16), STEPS, every=3)

@@ -13,14 +13,13 @@ from problem import data, fresh, prints, step_fn, trainer
 from perdure import (
     CheckpointManager,
     LocalStorage,
-    ManagerOptions,
     RunConfig,
     Trainer,
     load_checkpoint,
 )
 from perdure.errors import SaveError, TrainError
 from perdure.store import Run
-from perdure.train import Hook
+from perdure.train import CheckpointConfig, Hook, OutputConfig
 
 
 class Listener(Hook):
@@ -84,8 +83,12 @@ def test_a_save_that_failed_has_no_after(tmp_path: Path, on_error: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     listener = Listener()
-    options = {"save_checkpoints_steps": 4, "checkpoint": ManagerOptions(on_error=on_error)}
-    config = RunConfig(LocalStorage(tmp_path, before), progress="off", **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "save_checkpoints_steps": 4,
+        "checkpoint": CheckpointConfig(on_error=on_error),
+    }
+    options["output"] = OutputConfig(progress="off")
+    config = RunConfig(LocalStorage(tmp_path, before), **options)  # type: ignore[arg-type]
     made = Trainer(step_fn, fresh(), data(), config, [listener])
     if on_error == "raise":
         with pytest.raises(SaveError, match="step 4"):

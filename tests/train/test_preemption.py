@@ -19,7 +19,7 @@ from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.errors import StoreError
 from perdure.store import Run
 from perdure.testing import check_run
-from perdure.train import Hook
+from perdure.train import CheckpointConfig, Hook
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
     assert check_run(where).good[-1] == saved
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     made = At("nowhere", 0).run(where, keep_checkpoint_max=None)
-    assert f"goes on behind step {saved}" in said(made)
+    assert f"resuming after step {saved}" in said(made)
     found, expected = prints(where), prints(tmp_path / "whole")
     assert {step: expected[step] for step in found if step in expected} == {
         step: found[step] for step in found if step in expected
@@ -248,7 +248,13 @@ def test_a_termination_watcher_ends_a_wait_for_data_too(tmp_path: Path) -> None:
 
     left = []
     termination = perdure.TerminationConfig(watcher, exit_fn=lambda: left.append("exit_fn"))
-    made = Trainer(step_fn, fresh(), source, config(tmp_path, termination=termination), [poll])
+    made = Trainer(
+        step_fn,
+        fresh(),
+        source,
+        config(tmp_path, checkpoint=CheckpointConfig(termination=termination)),
+        [poll],
+    )
     with pytest.raises(SystemExit):
         made.train(STEPS)
     assert asked[-1]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from problem import STEPS, Spy, config, rows, said, trainer
 
 from perdure import RunConfig
-from perdure.errors import TrainError
-from perdure.train import AutoInterval, optimum_interval
+from perdure.errors import PerdureError, TrainError
+from perdure.train import AutoInterval, CheckpointConfig, OutputConfig, optimum_interval
 from perdure.train.events import crc32c, varint
 from perdure.train.interval import SaveMeter, Timer, interval
 from perdure.train.progress import Progress, duration
@@ -99,6 +101,8 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
 
 def tensorboard_steps(where: Path) -> list[int]:
     """The steps of the loss that TensorBoard's own reader shows."""
+    # TensorBoard's own switch: without this module it imports TensorFlow, which takes long.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(where / "summaries"), size_guidance={"scalars": 0})
@@ -223,25 +227,49 @@ def test_a_meter_counts_the_stall_and_the_slower_steps() -> None:
             {"keep_checkpoint_every_n_hours": 0},
             "keep_checkpoint_every_n_hours: expected None or more than 0, found 0.",
         ),
-        ({"allow": "fit"}, "allow: expected a tuple of names, found 'fit'."),
-        ({"termination": 5}, "termination: expected a TerminationConfig, found 5."),
-        ({"checkpoint": None}, "checkpoint: expected a ManagerOptions, found None."),
+        ({"checkpoint": None}, "checkpoint: expected a CheckpointConfig, found None."),
+        ({"output": "off"}, "output: expected an OutputConfig, found 'off'."),
         ({"keep_checkpoint_max": 0}, "keep_checkpoint_max: expected None or an integer"),
         ({"save_summary_steps": None}, "save_summary_steps: expected an integer of at least 1"),
         ({"steps_per_execution": True}, "steps_per_execution: expected an integer"),
-        (
-            {"nan_metrics": "stop"},
-            "nan_metrics: expected one of 'save', 'skip', 'raise', found 'stop'.",
-        ),
-        (
-            {"progress": "on"},
-            "progress: expected one of 'auto', 'bar', 'lines', 'off', found 'on'.",
-        ),
+        ({"mirror": "x"}, "RunConfig(..., checkpoint=CheckpointConfig(mirror=...))"),
+        ({"allow": ()}, "RunConfig(..., checkpoint=CheckpointConfig(allow=...))"),
+        ({"termination": None}, "RunConfig(..., checkpoint=CheckpointConfig(termination=...))"),
+        ({"nan_metrics": "skip"}, "RunConfig(..., checkpoint=CheckpointConfig(nan_metrics=...))"),
+        ({"summary_dir": "x"}, "RunConfig(..., output=OutputConfig(summary_dir=...))"),
+        ({"progress": "off"}, "RunConfig(..., output=OutputConfig(progress=...))"),
+        ({"console": None}, "RunConfig(..., output=OutputConfig(console=...))"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_one_error(options: Any, text: str) -> None:
     with pytest.raises(TrainError) as caught:
         RunConfig("runs/x", **options)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "text"),
+    [
+        (CheckpointConfig, {"allow": "fit"}, "allow: expected a tuple of names, found 'fit'."),
+        (CheckpointConfig, {"termination": 5}, "termination: expected a TerminationConfig"),
+        (
+            CheckpointConfig,
+            {"nan_metrics": "stop"},
+            "nan_metrics: expected one of 'save', 'skip', 'raise', found 'stop'.",
+        ),
+        (CheckpointConfig, {"on_error": "ignore"}, "on_error: expected 'raise' or 'continue'"),
+        (
+            OutputConfig,
+            {"progress": "on"},
+            "progress: expected one of 'auto', 'bar', 'lines', 'off', found 'on'.",
+        ),
+    ],
+)
+def test_a_group_of_it_that_makes_no_sense_is_one_error(
+    group: Any, options: Any, text: str
+) -> None:
+    with pytest.raises(PerdureError) as caught:
+        group(**options)
     assert text in str(caught.value)
 
 
@@ -261,7 +289,7 @@ def test_off_a_terminal_a_run_says_little(tmp_path: Path) -> None:
     made = trainer(tmp_path, log_step_count_steps=5)
     made.train(STEPS + 4)
     lines = said(made).splitlines()
-    assert lines[0] == f"{tmp_path}: goes on behind step 12"
+    assert lines[0] == f"{tmp_path}: resuming after step 12"
     assert lines[1].startswith("step 15/16  loss ")
     assert "steps/s  left 0:0" in lines[1]
     assert lines[1].endswith("saved 12")
@@ -296,5 +324,5 @@ def test_summaries_are_told_about_once_where_there_are_none(tmp_path: Path) -> N
     made = trainer(tmp_path, save_summary_steps=4)
     made.train(6)
     assert [step for step, _ in rows(tmp_path)] == [4]
-    assert config(tmp_path).save_every is None
-    assert RunConfig(tmp_path).save_every == 600.0
+    assert config(tmp_path).save_interval_secs is None
+    assert RunConfig(tmp_path).save_interval_secs == 600.0

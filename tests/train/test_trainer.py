@@ -26,7 +26,6 @@ from problem import (
 from perdure import (
     Checkpoint,
     CheckpointManager,
-    ManagerOptions,
     MemoryStorage,
     Retention,
     Trainer,
@@ -41,7 +40,7 @@ from perdure.errors import (
 )
 from perdure.store import Run, verify_run
 from perdure.testing import check_run
-from perdure.train import EarlyStopping, Hook, ReduceLROnPlateau
+from perdure.train import CheckpointConfig, EarlyStopping, Hook, ReduceLROnPlateau
 from perdure.train.batch_source import evaluation_batches
 
 
@@ -151,7 +150,7 @@ def test_another_call_goes_on_and_a_step_that_is_reached_is_a_statement(tmp_path
     assert third.train(STEPS)["n"] == STEPS
     assert last.ran == []
     assert last.calls == [("begin", 12), ("end", 12)]
-    assert "max_steps 12 is reached already: nothing to train." in said(third)
+    assert "max_steps 12 has been reached already" in said(third)
     assert made.train(STEPS + 1)["n"] == STEPS + 1  # the first one knows what the others did
 
 
@@ -262,7 +261,7 @@ class Countdown:
 def test_data_that_end_end_the_run_with_a_save(tmp_path: Path) -> None:
     made = trainer(tmp_path, data=Countdown(6), steps_per_execution=4)
     assert made.train(STEPS)["n"] == 6
-    assert "stopped behind step 6: the data ended" in said(made)
+    assert "stopped after step 6: the data ended" in said(made)
     assert load_checkpoint(tmp_path)["n"] == 6
     assert load_checkpoint(tmp_path)["data"]["at"] == 6
     assert trainer(tmp_path, data=Countdown(9)).train(STEPS)["n"] == 9
@@ -274,7 +273,7 @@ def test_data_that_end_end_the_run_with_a_save(tmp_path: Path) -> None:
 def test_data_that_cannot_be_put_back_are_refused_at_once(tmp_path: Path, source: Any) -> None:
     with pytest.raises(DataError) as caught:
         Trainer(step_fn, fresh(), source, config(tmp_path))
-    assert "expected data that can be put back where a run was interrupted" in str(caught.value)
+    assert "expected data whose position can be restored" in str(caught.value)
     assert "a list of batches, or an iterator with get_state" in str(caught.value)
 
 
@@ -285,7 +284,7 @@ def test_early_stopping_is_final(tmp_path: Path) -> None:
     made = run()
     made.train(1000)
     assert made.step < 20
-    assert f"stopped behind step {made.step}: loss has not improved 2 times" in said(made)
+    assert f"stopped after step {made.step}: loss has not improved 2 times" in said(made)
     assert load_checkpoint(tmp_path)["n"] == made.step
     again = run()
     again.train(1000)
@@ -305,7 +304,7 @@ def test_the_best_checkpoint_by_an_evaluation_stays_and_nan_is_never_best(tmp_pa
     def judged(state: Any, batch: Any) -> Any:
         return {"score": next(values)}
 
-    best = ManagerOptions(retention=Retention(best_metric="eval/score"))
+    best = CheckpointConfig(retention=Retention(best_metric="eval/score"))
     made = Trainer(
         step_fn,
         fresh(),
@@ -329,8 +328,12 @@ def diverging(state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def test_a_policy_decides_about_saves_with_nan(tmp_path: Path) -> None:
-    def run(policy: str) -> Trainer:
-        made = config(tmp_path / policy, nan_metrics=policy, keep_checkpoint_max=None)
+    def run(policy: Any) -> Trainer:
+        made = config(
+            tmp_path / policy,
+            checkpoint=CheckpointConfig(nan_metrics=policy),
+            keep_checkpoint_max=None,
+        )
         return Trainer(diverging, fresh(), data(), made)
 
     with pytest.warns(UserWarning, match="step 8: the metric 'loss' is NaN; the step was saved"):

@@ -12,14 +12,14 @@ import keras
 
 from perdure.checkpoint import CheckpointManager
 from perdure.errors import ArgumentError, TrainError
-from perdure.keras.fit_internals import running_fit
+from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
 from perdure.keras.open_managers import close_manager, open_manager
 from perdure.store import LocalStorage
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
 from perdure.store.urls import open_storage
 
-_KEPT = 2  # so that there is one to fall back to if the newest is damaged on disk
+_MAX_TO_KEEP = 2  # the older one is for the case that the newest is damaged
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -86,14 +86,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._manager: CheckpointManager | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        model = self._model
+        model = attached_model(self)
         if model is None or not model.built:
             raise TrainError(
                 "BackupAndRestore: expected a model that is built, found one without variables. Give "
                 "it a `keras.Input`, or call it on a batch before `fit`."
             )
         fit = running_fit(model)
-        manager = self._manager = open_manager(self.backup_dir, self.params, max_to_keep=_KEPT)
+        manager = self._manager = open_manager(
+            self.backup_dir, self.params, max_to_keep=_MAX_TO_KEEP
+        )
         session = FitSession(
             fit,
             manager,
@@ -104,14 +106,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         )
         session.set_params(self.params)
         session.set_model(model)
-        # The list is being gone through, and calls what stands at its end last.
+        # `fit` is iterating over this list, and calls the session last.
         fit.callbacks.callbacks.append(session)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Nothing to do; Keras calls callbacks in the step's own thread once one looks at batches."""
+        """Does nothing. But for such a method Keras might call callbacks in another thread."""
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Nothing to do; as for the batches of training."""
+        """Does nothing; as `on_train_batch_end`."""
 
     def on_train_end(self, logs: Any = None) -> None:
         manager, self._manager = self._manager, None
@@ -128,13 +130,13 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _delete(storage: LocalStorage) -> None:
-    """Delete a run directory, and nothing of it that is not the store's.
+    """Delete the files of a run directory that belong to the store.
 
-    Where `backup_dir` is a link, the link stays, and what it leads to.
+    If `backup_dir` is a link, the link and its target stay.
     """
     try:
-        for part in (MANIFESTS, PACKS, PINS, QUARANTINE):
-            if os.path.isdir(path := os.path.normpath(storage.path(part))):
+        for name in (MANIFESTS, PACKS, PINS, QUARANTINE):
+            if os.path.isdir(path := os.path.normpath(storage.path(name))):
                 shutil.rmtree(path)
         for name in (MARKER, LOCK):
             with contextlib.suppress(FileNotFoundError):
@@ -144,6 +146,6 @@ def _delete(storage: LocalStorage) -> None:
     except OSError as error:
         warnings.warn(
             f"BackupAndRestore: {storage.where} could not be deleted: {error}. Training is finished, "
-            f"and the checkpoints there are gone; delete the rest yourself.",
+            f"and its checkpoints have been deleted; delete the rest yourself.",
             stacklevel=3,
         )

@@ -1,210 +1,223 @@
-"""How `fit` comes to its batches: where it is in the data, and how it gets back there.
+"""How `fit` gets its batches: the position in the data, and how to return to it.
 
-The position is the state of the random generators at the begin of a pass over the data, and the
-number of batches taken since. Going back makes the pass again and drops what was trained on. A pass
-begins twice: when it is made, and when its first batch is asked for. Keras may validate in between, and
-both draw from the generators.
+The position is the state of the random generators when a pass over the data was begun, and the number
+of batches taken since. To return, the pass is begun again, and the batches that were trained on are
+dropped. A pass begins twice: when it is made, and when its first batch is read. Keras may validate in
+between, and both draw from the generators.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import keras
 
 from perdure.errors import DataError
 from perdure.keras import fit_inputs, randomness
-from perdure.keras.fit_internals import RunningFit
+from perdure.keras.fit_internals import FitIterator
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
-_iterators_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_iterator_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class _NextPass(NamedTuple):
+    """A pass that is about to be made: the generators then and at its first batch; batches to drop."""
+
+    random_when_made: dict[str, Any]
+    random_when_started: dict[str, Any] | None
+    drop: int
 
 
 class FitBatches:
-    """Follows the epoch iterator of one call of `fit`, or brings it back to a position."""
+    """Follows the epoch iterator of one `fit`, or returns it to a position.
 
-    def __init__(self, fit: RunningFit) -> None:
-        self._iterator = fit.iterator
-        self._class = type(fit.iterator)
+    Attributes:
+        executions: Number of executions of this epoch that have ended.
+        batch: Number of batches of this epoch that they contained.
+    """
+
+    def __init__(self, iterator: FitIterator) -> None:
+        self._iterator = iterator
         self._tensorflow = keras.backend.backend() == "tensorflow"
-        self._generators = fit_inputs.loader_generators(fit.iterator.data_adapter)
-        self._reshuffled = fit_inputs.reshuffled(fit.iterator.data_adapter)
-        self._steering = fit_inputs.steer(fit.iterator)
-        self._back: dict[str, Any] | None = None
-        self._ready: Callable[[], Any] = lambda: None
-        # The pass that the epoch begins with: how it was made and begun, and what is to be dropped.
-        self._first: tuple[dict[str, Any], dict[str, Any] | None, int] | None = None
-        self._begin: dict[str, Any] = {}
-        self._started: dict[str, Any] | None = None
-        self._behind: dict[str, Any] | None = None  # the position behind the last batch, where kept
-        self._made = self._taken = self._drop = 0
-        self.executions = self.batch = 0  # of this epoch
-        fit.iterator._enumerate_iterator = self._enumerate
-        fit.iterator._get_iterator = self._pass
+        self._generators = fit_inputs.loader_generators(iterator.data)
+        self._reshuffling = fit_inputs.reshuffling_dataset(iterator.data)
+        self._order = fit_inputs.control_order(iterator)
+        self._resume_position: dict[str, Any] | None = None
+        self._before_first_batch: Callable[[], Any] = lambda: None
+        self._next_pass: _NextPass | None = None  # the pass that the epoch begins with
+        self._random_when_made: dict[str, Any] = {}
+        self._random_when_started: dict[str, Any] | None = None
+        self._kept_position: dict[str, Any] | None = None
+        self._passes = self._taken = self._skip = 0
+        self.executions = self.batch = 0
+        iterator.replace_methods(self._enumerate_steps, self._make_pass)
 
     def position(self) -> dict[str, Any]:
-        """Where the data are, as plain values: behind the last batch, until the epoch has ended."""
-        if self._behind is not None:
-            return self._behind
+        """The position after the last batch, as plain values."""
+        if self._kept_position is not None:
+            return self._kept_position
         random = self.random()
-        # With `steps_per_epoch` an epoch goes on in the pass of the one before it.
-        carried = self._carries and self._iterator._current_iterator is not None
-        inside = carried or self.executions > 0
+        # With `steps_per_epoch` an epoch continues the pass of the epoch before.
+        in_pass = self.executions > 0 or (
+            self._iterator.has_steps_per_epoch and self._iterator.is_in_pass
+        )
         return {
             "executions": self.executions,
             "batch": self.batch,
-            "inside": inside,
-            "made": self._made,
-            "taken": self._taken if inside else 0,
-            "begin": self._begin if inside else random,
-            "started": self._started if inside else None,
+            "inside": in_pass,
+            "made": self._passes,
+            "taken": self._taken if in_pass else 0,
+            "begin": self._random_when_made if in_pass else random,
+            "started": self._random_when_started if in_pass else None,
             "random": random,
-            "batches": self._iterator._num_batches,
+            "batches": self._iterator.batches_per_pass,
         }
 
     def random(self) -> dict[str, Any]:
         """The state of the random generators now."""
         return randomness.state(self._generators)
 
-    def keep(self) -> None:
-        """Remember the position: this batch may be the last one of its epoch, and a resume repeats
-        what comes behind it, with whatever is drawn there."""
-        if self._behind is None:
-            self._behind = self.position()
+    def keep_position(self) -> None:
+        """Keep this position for the next save. This may be the last batch of its epoch, and a resume
+        repeats what follows it, with whatever that draws."""
+        if self._kept_position is None:
+            self._kept_position = self.position()
 
-    def go_back(self, position: dict[str, Any], ready: Callable[[], Any]) -> None:
-        """The next epoch begins at `position`; `ready` is called before its first batch, and gives
-        what the loop is to see before it, or None."""
-        self._back, self._ready = position, ready
+    def restore(self, position: dict[str, Any], before_first_batch: Callable[[], Any]) -> None:
+        """Let the next epoch begin at `position`.
+
+        `before_first_batch` is called before its first batch, and may return a step that the loop gets
+        before that.
+        """
+        self._resume_position, self._before_first_batch = position, before_first_batch
         self.executions, self.batch = position["executions"], position["batch"]
-        self._made, self._taken = position["made"], position["taken"]
-        self._begin = position["begin"]
+        self._passes, self._taken = position["made"], position["taken"]
+        self._random_when_made = position["begin"]
         randomness.restore(position["random"], self._generators)
-        if self._iterator._num_batches is None:
-            self._iterator._num_batches = position["batches"]
+        if self._iterator.batches_per_pass is None:
+            self._iterator.batches_per_pass = position["batches"]
 
     def next_epoch(self) -> None:
         """An epoch has ended."""
         self.executions = self.batch = 0
-        self._behind = None
+        self._kept_position = None
 
-    def executed(self, end_step: int) -> int:
-        """One execution has ended with step `end_step` of its epoch; gives how many steps it had."""
-        known = self._iterator.num_batches
+    def count_execution(self, end_step: int) -> int:
+        """An execution has ended with step `end_step` of its epoch; returns its number of steps."""
+        known = self._iterator.batches_per_epoch
         batch = end_step + 1 if known is None else min(end_step + 1, known)
         steps = batch - self.batch
         self.batch, self.executions = batch, self.executions + 1
         self._taken += steps
-        self._behind = None
+        self._kept_position = None
         return steps
 
     @property
     def at_end(self) -> bool | None:
-        """Whether the epoch has no batch left; None where that is not known."""
-        known = self._iterator.num_batches
+        """Whether the epoch has no batch left; None if that is not known."""
+        known = self._iterator.batches_per_epoch
         return None if known is None else self.batch >= known
 
     @property
-    def unknown(self) -> bool:
-        """Whether nobody knows how many batches a pass has, until one is missing."""
-        return self._iterator.data_adapter.num_batches is None
+    def length_is_unknown(self) -> bool:
+        """Whether the data do not know how many batches a pass has."""
+        return self._iterator.data.num_batches is None
 
-    @property
-    def _carries(self) -> bool:
-        return self._iterator.steps_per_epoch is not None
-
-    def _enumerate(self) -> Iterator[Any]:
-        """In place of the epoch iterator's own."""
+    def _enumerate_steps(self) -> Iterator[Any]:
+        """Replaces `FitIterator.enumerate_steps`."""
         iterator = self._iterator
-        steps = self._class._enumerate_iterator(iterator)
-        back, self._back = self._back, None
+        steps = iterator.enumerate_steps()
+        position, self._resume_position = self._resume_position, None
         drawn: dict[str, Any] = {}
-        played = started = None
-        if back is not None:
-            # Between epochs, callbacks have begun this one as they would have without the interruption,
-            # and what they drew counts. Inside one they have begun it a second time.
-            drawn = back["random"] if back["executions"] else self.random()
-            played = self._ready()
-            if back["inside"]:
-                started = back.get("started")  # older backups have none
-                randomness.restore(back["begin"], self._generators)
-            self._made = back["made"] - back["inside"]  # the pass that it is in is made again
-            self._drop = back["taken"]
-            self._count_up()
-        if back is not None or not (self._carries and iterator._current_iterator is not None):
-            # Before Keras makes the pass: a PyDataset with workers begins to read earlier.
-            begin = self.random()
-            self._first = (begin, started, self._steering.start(self._drop))
-        if back is not None and self._carries and back["inside"]:
-            iterator._current_iterator = iter(self._pass())
-            iterator._steps_seen = back["taken"] - back["batch"]
-        if back is not None and back["inside"]:
-            for _ in range(back["executions"]):
+        replayed = started = None
+        if position is not None:
+            # Between epochs, callbacks have begun this epoch as without the interruption, and what they
+            # drew counts. Inside an epoch they have begun it for the second time.
+            drawn = position["random"] if position["executions"] else self.random()
+            replayed = self._before_first_batch()
+            if position["inside"]:
+                started = position.get("started")  # older backups have none
+                randomness.restore(position["begin"], self._generators)
+            self._passes = position["made"] - position["inside"]  # the current pass is made again
+            self._skip = position["taken"]
+            self._restore_iterator_count()
+        continues_pass = iterator.has_steps_per_epoch and iterator.is_in_pass
+        if position is not None or not continues_pass:
+            # Before Keras makes the pass: workers of a PyDataset begin to read earlier.
+            random = self.random()
+            self._next_pass = _NextPass(random, started, self._order.begin_pass(self._skip))
+        if position is not None and position["inside"]:
+            if iterator.has_steps_per_epoch:
+                batches = iter(self._make_pass())
+                iterator.continue_pass(batches, position["taken"] - position["batch"])
+            for _ in range(position["executions"]):
                 next(steps, None)
             randomness.restore(drawn, self._generators)
-        if played is not None:  # when all is back: the loop may ask for nothing more in this epoch
-            yield played
+        if replayed is not None:  # last, because the loop may read nothing more in this epoch
+            yield replayed
         yield from steps
 
-    def _pass(self) -> Any:
-        """In place of the epoch iterator's own: what the next batches come from."""
-        first, self._first = self._first, None
-        if first is None:
-            self.keep()  # the epoch has ended, and this pass is made again behind its last batch
-            if not self._carries:
-                return self._unused()
-            first = self.random(), None, self._steering.start(0)
-        self._begin, self._started, drop = first
-        self._taken, self._drop = self._drop, 0
-        self._made += 1
-        if self._reshuffled is not None:
-            _iterators_of[self._reshuffled] = self._made
-        source = self._class._get_iterator(self._iterator)
+    def _make_pass(self) -> Any:
+        """Replaces `FitIterator.make_pass`."""
+        next_pass, self._next_pass = self._next_pass, None
+        if next_pass is None:
+            self.keep_position()  # the epoch has ended; a resume makes this pass again
+            if not self._iterator.has_steps_per_epoch:
+                return self._make_unused_pass()
+            next_pass = _NextPass(self.random(), None, self._order.begin_pass(0))
+        self._random_when_made, self._random_when_started, drop = next_pass
+        self._taken, self._skip = self._skip, 0
+        self._count_iterator()
+        source = self._iterator.make_pass()
         if self._tensorflow:
             return source.skip(drop) if drop else source
         source = iter(source)
-        if self._started is not None:
-            randomness.restore(self._started, self._generators)
+        if self._random_when_started is not None:
+            randomness.restore(self._random_when_started, self._generators)
         elif not drop:
-            return self._noting(source)
+            return self._recording_start(source)
         for number in range(drop):
             try:
                 next(source)
             except StopIteration:
                 raise DataError(
-                    f"the data have shrunk: expected to go on behind batch {drop} of the pass, found "
+                    f"the data have shrunk: expected to resume after batch {drop} of the pass, found "
                     f"{number} batches."
                 ) from None
         return source
 
-    def _noting(self, source: Iterator[Any]) -> Iterator[Any]:
-        """`source`; its order may be drawn only now, as its first batch is asked for."""
-        self._started = self.random()
+    def _recording_start(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yields from `source`, whose order may be drawn only when its first batch is read."""
+        self._random_when_started = self.random()
         yield from source
 
-    def _unused(self) -> Any:
+    def _make_unused_pass(self) -> Any:
         """Keras makes a pass at the end of an epoch, and does not use it."""
         if not self._tensorflow:
-            return self._class._get_iterator(self._iterator)
-        if self._reshuffled is None:
+            return self._iterator.make_pass()
+        if self._reshuffling is None:
             return ()
-        self._made += 1  # which another order follows from
-        _iterators_of[self._reshuffled] = self._made
-        return self._iterator._distributed_dataset
+        self._count_iterator()
+        return self._iterator.tf_pipeline
 
-    def _count_up(self) -> None:
-        """Bring the iterators that a shuffled dataset counts to their number of then."""
-        if self._reshuffled is None:
+    def _count_iterator(self) -> None:
+        self._passes += 1
+        if self._reshuffling is not None:
+            _iterator_counts[self._reshuffling] = self._passes
+
+    def _restore_iterator_count(self) -> None:
+        """Iterate a shuffled dataset as often as it had been then."""
+        if self._reshuffling is None:
             return
-        made = _iterators_of.get(self._reshuffled, 0)
-        if made > self._made:
+        count = _iterator_counts.get(self._reshuffling, 0)
+        if count > self._passes:
             warnings.warn(
                 "the data are a tf.data.Dataset with another order for each epoch, and this process "
-                "has iterated it before, so its order cannot be put back. Resume in a new process.",
+                "has iterated it before, so its order cannot be restored. Resume in a new process.",
                 stacklevel=2,
             )
-        for _ in range(made, self._made):
-            iter(self._reshuffled)
+        for _ in range(count, self._passes):
+            iter(self._reshuffling)

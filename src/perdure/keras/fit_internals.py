@@ -1,8 +1,8 @@
-"""The call of `fit` that is running: the one place that knows how Keras is made inside.
+"""All private details of Keras that this package relies on; no other module of it knows any.
 
-A callback is told of epochs and batches; how `fit` comes to its batches is in the local variables of
-`fit` and in the methods of its epoch iterator. They are read here, and changed on that one iterator and
-on that one list of callbacks, which end with the call: no class and no function of Keras is replaced.
+A callback sees epochs and batches. How `fit` gets its batches is in the local variables of `fit` and in
+the methods of its epoch iterator. They are read here, and changed only on that iterator, its data
+adapter and the list of callbacks, which end with the call. No class of Keras is replaced.
 """
 
 from __future__ import annotations
@@ -10,36 +10,194 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
+from weakref import ref
 
 import keras
+from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+from keras.src.utils.io_utils import print_msg
 
 from perdure.errors import TrainError
 
-_OLDEST = (3, 12)  # the first whose epoch iterator is that of today; tested with 3.15
+__all__ = ["MonitorCallback", "print_msg"]
+
+CALLBACK_ATTRIBUTES = frozenset({"_model", "params", "model"})
+"""Attributes that Keras sets on every callback."""
+
+COMPILED_ATTRIBUTES = ("_optimizer", "_loss_tracker", "_compile_metrics")
+"""Attributes of a compiled model. `fit` of an outer model may never use those of a nested one."""
+
+_OLDEST = (3, 12)  # the first with today's epoch iterator; tested with 3.15
 _NEEDED = ("data_adapter", "steps_per_epoch", "steps_per_execution", "_current_iterator")
 _NEEDED += ("_steps_seen", "_num_batches", "_enumerate_iterator", "_get_iterator")
+_ADAPTERS: dict[str, Any] = {
+    "arrays": ArrayDataAdapter,
+    "generator": GeneratorDataAdapter,
+    "PyDataset": PyDatasetAdapter,
+    "tf.data": TFDatasetAdapter,
+    "DataLoader": TorchDataLoaderAdapter,
+}
+
+
+class FitData:
+    """The training data of one `fit`, as the data adapter of Keras holds them.
+
+    Attributes:
+        kind: "arrays", "generator", "PyDataset", "tf.data", "DataLoader" or "other".
+        adapter_name: Name of the adapter's class.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self.adapter_name = type(adapter).__name__
+        matching = (kind for kind, cls in _ADAPTERS.items() if isinstance(adapter, cls))
+        self.kind = next(matching, "other")
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of a pass over the data; None if it is not known."""
+        return self._adapter.num_batches
+
+    def arrays(self) -> tuple[list[Any], int, int]:
+        """The arrays, the number of examples, and the batch size, of kind "arrays"."""
+        adapter = self._adapter
+        arrays = [array for array in keras.tree.flatten(adapter._inputs) if array is not None]
+        return arrays, adapter._num_samples, adapter._batch_size
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether Keras shuffles, for the kinds "arrays" and "PyDataset"."""
+        adapter = self._adapter
+        return bool(adapter._shuffle if self.kind == "arrays" else adapter.shuffle)
+
+    @property
+    def py_dataset(self) -> Any:
+        """The dataset, of kind "PyDataset"."""
+        return self._adapter.py_dataset
+
+    def replace_py_dataset(self, dataset: Any) -> None:
+        """Let Keras, and its workers, read `dataset` in order."""
+        adapter = self._adapter
+        for reader in (adapter, adapter.enqueuer):
+            if reader is not None:
+                reader.py_dataset, reader.shuffle = dataset, False
+
+    def discard_batches_read_ahead(self) -> None:
+        """Drop what workers read in the pass before, which Keras would yield first in the next."""
+        if self._adapter.enqueuer is not None:
+            self._adapter.enqueuer.ready_queue.queue.clear()
+
+    def tf_dataset(self) -> Any:
+        """A `tf.data.Dataset` of the batches."""
+        return self._adapter.get_tf_dataset()
+
+    def torch_loader(self) -> Any:
+        """The DataLoader, of kind "DataLoader"."""
+        return self._adapter.get_torch_dataloader()
+
+
+class FitIterator:
+    """The epoch iterator of one `fit`. A pass is one iteration over the data.
+
+    Raises:
+        TrainError: It is not the iterator that this package knows.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        missing = [name for name in _NEEDED if not hasattr(iterator, name)]
+        version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+        if version < _OLDEST or missing:
+            raise TrainError(
+                f"expected Keras {_OLDEST[0]}.{_OLDEST[1]} or newer, whose `fit` can be resumed at a "
+                f"batch, found {keras.__version__}{f' without {missing[0]}' if missing else ''}."
+            )
+        self._iterator = iterator
+        self._class: Any = type(iterator)
+        self.data = FitData(iterator.data_adapter)
+
+    @property
+    def has_steps_per_epoch(self) -> bool:
+        """Whether `steps_per_epoch` was given, so that passes do not end with epochs."""
+        return self._iterator.steps_per_epoch is not None
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches of an epoch; None if it is not known."""
+        return self._iterator.num_batches
+
+    @property
+    def batches_per_pass(self) -> int | None:
+        """Number of batches of a pass, which Keras may learn at the end of the first."""
+        return self._iterator._num_batches
+
+    @batches_per_pass.setter
+    def batches_per_pass(self, count: int | None) -> None:
+        self._iterator._num_batches = count
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass has begun that the next epoch continues."""
+        return self._iterator._current_iterator is not None
+
+    def continue_pass(self, batches: Iterator[Any], steps_seen: int) -> None:
+        """Let the next epoch continue a pass of which `steps_seen` steps are done."""
+        self._iterator._current_iterator = batches
+        self._iterator._steps_seen = steps_seen
+
+    def replace_methods(
+        self, enumerate_steps: Callable[[], Iterator[Any]], make_pass: Callable[[], Any]
+    ) -> None:
+        """Let `fit` call these in place of the methods of the same names below."""
+        self._iterator._enumerate_iterator = enumerate_steps
+        self._iterator._get_iterator = make_pass
+
+    def enumerate_steps(self) -> Iterator[Any]:
+        """Keras's own steps of an epoch: (first step, last step, batches)."""
+        return self._class._enumerate_iterator(self._iterator)
+
+    def make_pass(self) -> Any:
+        """Keras's own next pass over the data."""
+        return self._class._get_iterator(self._iterator)
+
+    @property
+    def tf_pipeline(self) -> Any:
+        """The `tf.data.Dataset` that passes are made of, on TensorFlow."""
+        return self._iterator._distributed_dataset
+
+    @tf_pipeline.setter
+    def tf_pipeline(self, dataset: Any) -> None:
+        self._iterator._distributed_dataset = dataset
+
+    def frame_test(self) -> Callable[[FrameType | None], bool]:
+        """A function that tells whether a frame is inside this `fit`. It keeps nothing alive."""
+        weak = ref(self._iterator)
+
+        def is_inside(frame: FrameType | None) -> bool:
+            iterator = weak()
+            return iterator is not None and (
+                _fit_frame(frame, lambda local: local.get("epoch_iterator") is iterator) is not None
+            )
+
+        return is_inside
 
 
 class RunningFit:
-    """What `fit` was called with, and how it iterates."""
+    """The `fit` that is running: its arguments, its callbacks, and its iterator."""
 
     def __init__(self, model: Any, local: dict[str, Any]) -> None:
         self.model = model
-        self.iterator = local["epoch_iterator"]
+        self.iterator = FitIterator(local["epoch_iterator"])
         self.callbacks = local["callbacks"]
         names = inspect.signature(keras.Model.fit).parameters
         self.arguments = {name: local[name] for name in names if name in local and name != "self"}
-        version = tuple(int(part) for part in keras.__version__.split(".")[:2])
-        missing = [name for name in _NEEDED if not hasattr(self.iterator, name)]
-        if version < _OLDEST or missing or not hasattr(model, "_initial_epoch"):
-            raise TrainError(
-                f"expected Keras {_OLDEST[0]}.{_OLDEST[1]} or newer, whose `fit` can be brought back "
-                f"to a batch, found {keras.__version__}{f' without {missing[0]}' if missing else ''}."
-            )
 
     def build(self) -> None:
         """Make the variables of the optimizer and of the metrics, which TensorFlow makes late.
@@ -48,13 +206,21 @@ class RunningFit:
         """
         model = self.model
         if keras.backend.backend() == "tensorflow":
-            spec = self.iterator.data_adapter.get_tf_dataset().element_spec
-            model._symbolic_build(data_batch=spec)
+            model._symbolic_build(data_batch=self.iterator.data.tf_dataset().element_spec)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
-    def ahead_of_validation(self, action: Callable[[], None]) -> None:
-        """Call `action` as the validation of an epoch begins, before any callback is told of it."""
+    def set_initial_epoch(self, epoch: int | None) -> None:
+        """Let `fit` begin with this epoch; None is the one that the caller asked for."""
+        self.model._initial_epoch = epoch
+
+    def update_model(self) -> None:
+        """Bring the variables of the model up to date, which JAX keeps elsewhere during an epoch."""
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+
+    def call_before_validation(self, action: Callable[[], None]) -> None:
+        """Call `action` when the validation of an epoch begins, before any callback is called."""
         callbacks = self.callbacks
 
         def begin(logs: Any = None) -> None:
@@ -63,23 +229,23 @@ class RunningFit:
 
         callbacks.on_test_begin = begin
 
-    def release(self) -> None:
-        """The list of callbacks is as Keras made it."""
+    def restore_callbacks(self) -> None:
+        """Undo `call_before_validation`."""
         with suppress(AttributeError):
             del self.callbacks.on_test_begin
 
-    def stand_in(self, logs: dict[str, float]) -> tuple[int, int, Any]:
+    def replay_step(self, logs: dict[str, float]) -> tuple[int, int, Any]:
         """What the iterator yields so that the body of the loop runs once and changes nothing.
 
-        `fit` remembers what the last step returned, and an epoch may have no step left. So that step
-        is played: the training function gives back `logs`, and no callback is told.
+        `fit` keeps the logs of the last step in a local variable, and an epoch may have no step left.
+        So the training function returns `logs` once, and no callback is called.
         """
         model, callbacks = self.model, self.callbacks
-        trained = model.train_function
+        train_function = model.train_function
 
-        def step(*given: Any) -> Any:
-            model.train_function = trained
-            return (logs, given[0]) if keras.backend.backend() == "jax" else logs
+        def step(*arguments: Any) -> Any:
+            model.train_function = train_function
+            return (logs, arguments[0]) if keras.backend.backend() == "jax" else logs
 
         def end(*_: Any, **named: Any) -> None:  # noqa: ARG001 (as Keras calls it)
             del callbacks.on_train_batch_begin, callbacks.on_train_batch_end
@@ -91,8 +257,12 @@ class RunningFit:
 
 
 def running_fit(model: Any) -> RunningFit:
-    """The call of `fit` on `model` that this is called from."""
-    frame = _search(sys._getframe(1), lambda local: local.get("self") is model)
+    """The `fit` of `model` that the caller is called from.
+
+    Raises:
+        TrainError: There is none, or this package does not know how this version of Keras works.
+    """
+    frame = _fit_frame(sys._getframe(1), lambda local: local.get("self") is model)
     if frame is None:
         raise TrainError(
             f"expected to be called by the `fit` of Keras, found another loop (Keras "
@@ -102,16 +272,73 @@ def running_fit(model: Any) -> RunningFit:
     return RunningFit(model, frame.f_locals)
 
 
-def is_running(frame: FrameType | None, iterator: Any) -> bool:
-    """Whether `frame` is below the `fit` that has this epoch iterator."""
-    return _search(frame, lambda local: local.get("epoch_iterator") is iterator) is not None
+def attached_model(callback: Any) -> Any:
+    """The model of a callback. `callback.model` would copy the whole state on JAX."""
+    return callback._model
 
 
-def _search(frame: FrameType | None, wanted: Any) -> FrameType | None:
+def compiled_metrics(model: Any) -> Any:
+    """The metrics that were given to `compile`, or None."""
+    return getattr(model, "_compile_metrics", None)
+
+
+def has_direction(callback: Any) -> bool:
+    """Whether a callback that monitors a metric has decided if lower or higher is better."""
+    return isinstance(callback, MonitorCallback) and callback.monitor_op is not None
+
+
+def set_direction(callback: Any) -> None:
+    """Let the callback decide that. It changes the sign of `min_delta`, so this is called once.
+
+    Raises:
+        ValueError: The direction cannot be inferred from the metric.
+    """
+    callback._set_monitor_op()
+
+
+def direction(callback: MonitorCallback) -> Literal["min", "max"] | None:
+    """What the callback has decided; None if nothing yet."""
+    if callback.monitor_op is None:
+        return None
+    return "min" if callback.monitor_op is keras.ops.less else "max"
+
+
+def is_improvement(callback: MonitorCallback, value: Any) -> bool:
+    """Whether `value` is better than the best so far, by `min_delta`."""
+    return bool(callback._is_improvement(value, callback.best))
+
+
+def torch_device() -> str:
+    """The device that Keras computes on, on PyTorch."""
+    from keras.src.backend.torch.core import get_device
+
+    return get_device()
+
+
+def tf_dataset_nodes(dataset: Any) -> Iterator[Any]:
+    """A `tf.data.Dataset` and all datasets that it is made of."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from tf_dataset_nodes(source)
+
+
+def tf_shuffles(node: Any) -> bool:
+    """Whether this node of a `tf.data.Dataset` shuffles."""
+    return "Shuffle" in type(node).__name__
+
+
+def tf_seeds(node: Any) -> tuple[Any, Any]:
+    """The two seeds of a node that shuffles."""
+    return getattr(node, "_seed", None), getattr(node, "_seed2", None)
+
+
+def _fit_frame(
+    frame: FrameType | None, matches: Callable[[dict[str, Any]], bool]
+) -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         is_fit = code.co_name == "fit" and "epoch_iterator" in code.co_varnames
-        if is_fit and wanted(frame.f_locals):
+        if is_fit and matches(frame.f_locals):
             return frame
         frame = frame.f_back
     return None

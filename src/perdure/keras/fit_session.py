@@ -1,8 +1,8 @@
-"""One call of `fit` under a backup: saves it, and brings it back.
+"""Saves one call of `fit`, and resumes it.
 
-Stands behind every other callback, so that a save holds what all of them know of the same step, and a
-restore is the last word before the loop goes on. Invariant: `step` is the number of batches that are
-in the model, and what the checkpoint of a step holds is a function of the step.
+It is the last callback, so that a save holds the state of all others after the same step, and a restore
+comes after all that they do. Invariant: `step` is the number of batches that are in the model, and what
+the checkpoint of a step holds is a function of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import warnings
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import keras
 import numpy as np
@@ -24,18 +23,17 @@ from perdure.heartbeats import beat
 from perdure.keras import fit_arguments, fit_inputs, model_state, packing
 from perdure.keras.callback_state import CallbackState
 from perdure.keras.fit_batches import FitBatches
-from perdure.keras.fit_internals import RunningFit, is_running
+from perdure.keras.fit_internals import RunningFit
 from perdure.keras.open_managers import close_manager, finish_others
 from perdure.state import flatten, restore, snapshot, unflatten
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 
-# Members that are restored in place.
-_HERE = frozenset({"model", "optimizer", "metrics", model_state.ATTRIBUTES})
+_RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", model_state.ATTRIBUTES})
 
 
 class FitSession(Callback):
-    """Follows one call of `fit`; made by `BackupAndRestore` and gone with the call."""
+    """Follows one call of `fit`. Made by `BackupAndRestore`; it ends with the call."""
 
     def __init__(
         self,
@@ -45,81 +43,81 @@ class FitSession(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        if doubt := fit_inputs.doubts(fit.iterator.data_adapter):
-            warnings.warn(f"BackupAndRestore: {doubt}", stacklevel=4)
+        if problem := fit_inputs.position_warning(fit.iterator.data):
+            warnings.warn(f"BackupAndRestore: {problem}", stacklevel=4)
         self._fit = fit
         self._manager = manager
-        self._every = save_freq if type(save_freq) is int else None
-        self._each_epoch = save_freq == "epoch"
+        self._save_interval_steps = save_freq if type(save_freq) is int else None
+        self._save_each_epoch = save_freq == "epoch"
         self._preemptible: bool = options["save_before_preemption"]
         self._allow: tuple[str, ...] = options["allow"]
         self._owner: Callback = options["owner"]
-        self._batches = FitBatches(fit)
+        self._batches = FitBatches(fit.iterator)
         self._epoch = 0
         self._step = 0
-        self._saved = -1
-        self._due = False
+        self._saved_step = -1
+        self._save_is_due = False
         self._logs: dict[str, float] = {}
-        self._others: CallbackState
+        self._callback_state: CallbackState
         self._recipe: dict[str, Any]
-        self._ahead_of_test: dict[str, Leaf] = {}  # the whole state as validation begins
-        self._arena = SnapshotBuffer()
+        self._state_before_validation: dict[str, Leaf] = {}
+        self._buffer = SnapshotBuffer()
         if self._preemptible:
-            iterator = ref(fit.iterator)
-            manager.preemption.install(lambda frame: is_running(frame, iterator()))
+            manager.preemption.install(fit.iterator.frame_test())
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """All other callbacks have begun: bring back what was saved."""
+        """Restore what was saved. All other callbacks have begun."""
         fit, manager = self._fit, self._manager
-        self._others = CallbackState(fit.callbacks.callbacks, (self, self._owner))
-        self._recipe = fit_arguments.describe(fit, self._others.describe())
-        fit.model._initial_epoch = None
+        self._callback_state = CallbackState(fit.callbacks.callbacks, (self, self._owner))
+        self._recipe = fit_arguments.describe(fit, self._callback_state.describe())
+        fit.set_initial_epoch(None)
         self._epoch = fit.arguments["initial_epoch"]
         try:
-            model_state.attributes(fit.model)  # which refuses what could not be brought back
-            manager.claim()  # before the newest is read: another process must not go on from it too
+            model_state.attributes(fit.model)  # refuses what could not be restored
+            manager.claim()  # first, so that no other process resumes from the same checkpoint
             if manager.latest_step() is not None:
                 self._resume()
             if self._preemptible:
-                fit.ahead_of_validation(self._ahead_of_validation)
+                fit.call_before_validation(self._before_validation)
             beat("compile", self._step)
         except BaseException:
             close_manager(manager)
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._fit.model._initial_epoch = None  # it was read; the next `fit` begins at its own
+        self._fit.set_initial_epoch(None)  # it has been read; the next `fit` begins at its own
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not self.model: on JAX it fetches the whole state, in every step.
         before, batches = self._step, self._batches
-        self._step += batches.executed(batch)
+        self._step += batches.count_execution(batch)
         self._logs = dict(logs or {})
         beat("step", self._step)
-        if self._every is not None and self._step // self._every > before // self._every:
-            self._due = True
+        interval = self._save_interval_steps
+        if interval is not None and self._step // interval > before // interval:
+            self._save_is_due = True
         if self._preemptible:
             if self._manager.reached_preemption(self._step):
                 self._leave()
-            if batches.unknown or self._fit.model.stop_training:
-                batches.keep()  # else Keras makes a pass behind the last batch, where it is noticed
-        if self._due and not batches.at_end:  # where it is, the end of the epoch is worth more
+            if batches.length_is_unknown or self._fit.model.stop_training:
+                batches.keep_position()  # this may be the last batch, and Keras makes no other pass
+        if self._save_is_due and not batches.at_end:  # at the end, the end of the epoch is saved
             self._save()
 
-    def _ahead_of_validation(self) -> None:
-        """All is as it was behind the last batch. A resume begins the validation anew, which empties
-        the metrics and may draw from seeds; other callbacks may swap the weights for it."""
+    def _before_validation(self) -> None:
+        """Copy the state after the last batch. A resume repeats the validation, which resets the
+        metrics and may draw from seeds; other callbacks may swap the weights for it."""
         if self._manager.reached_preemption(self._step):
             self._leave()
-        self._ahead_of_test = snapshot(self._state(), self._arena)
+        self._state_before_validation = snapshot(self._state(), self._buffer)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Of the validation of an epoch; no other `evaluate` calls the callbacks of this `fit`."""
+        """A validation of this `fit` begins; other calls of `evaluate` have other callbacks."""
         self.on_test_batch_end(-1)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._preemptible and self._manager.reached_preemption(self._step):
-            self._leave(unflatten(self._ahead_of_test))
+            self._leave(unflatten(self._state_before_validation))
         beat("evaluate", self._step)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -132,109 +130,107 @@ class FitSession(Callback):
         beat("step", self._step)
         if self._preemptible and self._manager.reached_preemption(self._step):
             self._leave()
-        if self._each_epoch or self._due:
+        if self._save_each_epoch or self._save_is_due:
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._fit.model._initial_epoch = None
-        self._fit.release()
+        self._fit.set_initial_epoch(None)
+        self._fit.restore_callbacks()
         self._fit.callbacks.callbacks.remove(self)
 
     def _resume(self) -> None:
         fit, manager = self._fit, self._manager
         tree, self._step = manager.restore()
-        self._saved = self._step
+        self._saved_step = self._step
         if not isinstance(tree, dict) or not {"fit", "recipe", "model"} <= tree.keys():
             raise TrainError(
                 f"{manager.directory}: expected a backup of `fit`, found checkpoints of something "
                 f"else. Give BackupAndRestore a directory of its own."
             )
-        self._check(json.loads(bytes(tree["recipe"])))
-        found = packing.unpack(tree["fit"])
-        inside = bool(found["batches"]["executions"])
-        begun = found["epoch"] + inside
+        self._check_recipe(json.loads(bytes(tree["recipe"])))
+        position = packing.unpack(tree["fit"])
+        in_epoch = bool(position["batches"]["executions"])
+        begun = position["epoch"] + in_epoch
         if begun > fit.arguments["epochs"]:
             raise TrainError(
                 f"{manager.directory}: the backup of step {self._step} is "
-                f"{'in' if inside else 'at the end of'} epoch {begun}, and fit was called with "
+                f"{'in' if in_epoch else 'at the end of'} epoch {begun}, and fit was called with "
                 f"epochs={fit.arguments['epochs']}, which ends before. Nothing was changed. Call fit "
-                f"with epochs={begun} or more, or give BackupAndRestore another directory to begin "
+                f"with epochs={begun} or more, or give BackupAndRestore another directory to start "
                 f"again."
             )
         fit.build()
-        self._bring_back(tree)
-        self._epoch, self._logs = found["epoch"], found["logs"]
-        if found["batches"]["executions"]:
-            fit.model._initial_epoch = self._epoch
-            self._batches.go_back(found["batches"], lambda: self._again(tree, found))
+        self._restore_members(tree)
+        self._epoch, self._logs = position["epoch"], position["logs"]
+        if in_epoch:
+            fit.set_initial_epoch(self._epoch)
+            self._batches.restore(position["batches"], lambda: self._reenter(tree, position))
         else:
-            ended = found["stop_training"]
-            fit.model._initial_epoch = fit.arguments["epochs"] if ended else self._epoch
-            self._batches.go_back(found["batches"], lambda: None)
-            self._others.restore(found["others"])
-            fit.model.stop_training = ended
+            stopped = position["stop_training"]
+            fit.set_initial_epoch(fit.arguments["epochs"] if stopped else self._epoch)
+            self._batches.restore(position["batches"], lambda: None)
+            self._callback_state.restore(position["others"])
+            fit.model.stop_training = stopped
 
-    def _check(self, there: dict[str, Any]) -> None:
+    def _check_recipe(self, saved: dict[str, Any]) -> None:
         where = f"{self._manager.directory}: the backup of step {self._step}"
-        if note := check_resume(where, there, self._recipe, allowed(self._allow)):
+        if note := check_resume(where, saved, self._recipe, allowed(self._allow)):
             warnings.warn(note, stacklevel=6)
 
-    def _bring_back(self, tree: dict[str, Any]) -> None:
-        here = {name: each for name, each in self._members().items() if name in _HERE}
-        stored = {name: each for name, each in tree.items() if name in _HERE}
-        restore(here, flatten(stored))
+    def _restore_members(self, tree: dict[str, Any]) -> None:
+        members = {n: member for n, member in self._members().items() if n in _RESTORED_IN_PLACE}
+        saved = {name: member for name, member in tree.items() if name in _RESTORED_IN_PLACE}
+        restore(members, flatten(saved))
 
-    def _again(self, tree: dict[str, Any], found: dict[str, Any]) -> Any:
-        """Before the first batch, in the middle of an epoch: callbacks have begun the epoch anew, and
-        Keras has emptied its metrics."""
-        self._bring_back(tree)
-        self._others.restore(found["others"])
-        self._fit.model.stop_training = found["stop_training"]
-        return self._fit.stand_in(self._logs)
+    def _reenter(self, tree: dict[str, Any], position: dict[str, Any]) -> Any:
+        """Before the first batch in the middle of an epoch: restore all again, because callbacks have
+        begun the epoch a second time and Keras has reset its metrics."""
+        self._restore_members(tree)
+        self._callback_state.restore(position["others"])
+        self._fit.model.stop_training = position["stop_training"]
+        return self._fit.replay_step(self._logs)
 
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
         named = model_state.members(model) | {"metrics": model_state.metrics(model)}
-        more = model_state.attributes(model)
-        return named | ({model_state.ATTRIBUTES: more} if more else {})
+        attributes = model_state.attributes(model)
+        return named | ({model_state.ATTRIBUTES: attributes} if attributes else {})
 
     def _position(self) -> dict[str, Any]:
-        """Where `fit` is: what is no variable of the model."""
-        found = {
+        """The position of `fit`: everything but the variables of the model."""
+        position = {
             "epoch": self._epoch,
             "logs": {name: _logged(name, value) for name, value in self._logs.items()},
             "stop_training": bool(self._fit.model.stop_training),
             "batches": self._batches.position(),
-            "others": self._others.state(),
+            "others": self._callback_state.state(),
         }
-        return packing.pack(found)
+        return packing.pack(position)
 
     def _state(self) -> Checkpoint:
-        model = self._fit.model
-        if hasattr(model, "jax_state_sync"):
-            model.jax_state_sync()
+        self._fit.update_model()
         recipe = np.frombuffer(json.dumps(self._recipe, sort_keys=True).encode(), np.uint8)
         return Checkpoint(**self._members(), fit=self._position(), recipe=recipe)
 
     def _save(self) -> None:
-        self._due = False
-        # The last batch of an epoch was saved before its end was known: a resume repeats the rest.
-        if self._step != self._saved:
+        self._save_is_due = False
+        # Not again if the last batch was saved before the epoch ended: a resume repeats its end.
+        if self._step != self._saved_step:
             numbers = {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
             state = self._state()
             finish_others(self._manager)
             self._manager.save(self._step, state, numbers, force=True)
-            self._saved = self._step
+            self._saved_step = self._step
 
     def _leave(self, state: Any = None) -> None:
         finish_others(self._manager)
-        if self._step == self._saved:
+        if self._step == self._saved_step:
             self._manager.exit_preempted()
         self._manager.save_and_exit(self._step, self._state() if state is None else state)
 
 
 def _logged(name: str, value: Any) -> Any:
-    """What a `train_step` of the user's returned under `name`: a number most often, or an array."""
+    """A plain value for what a `train_step` returned under `name`: a number or an array."""
     if packing.is_plain(value):
         return value
     with suppress(Exception):  # whatever the backend raises for what it cannot convert
@@ -243,5 +239,5 @@ def _logged(name: str, value: Any) -> Any:
             return array
     raise TrainError(
         f"{name!r} in the logs of a step: expected a number or an array, found {type(value).__name__}, "
-        f"which cannot be backed up. Return from `train_step` what can."
+        f"which cannot be saved. Return numbers or arrays from `train_step`."
     )

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import keras
 import numpy as np
 from keras import ops
-from keras.src.callbacks.monitor_callback import MonitorCallback
-from keras.src.utils import io_utils
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention
 from perdure.checkpoint.checkpoint import load_verified
@@ -19,6 +17,14 @@ from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.retention import ranked
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.keras import model_state
+from perdure.keras.fit_internals import (
+    MonitorCallback,
+    direction,
+    has_direction,
+    is_improvement,
+    print_msg,
+    set_direction,
+)
 from perdure.keras.open_managers import close_manager, open_manager
 from perdure.state import part_filter, restore
 from perdure.store import Run, Storage
@@ -118,16 +124,16 @@ class ModelCheckpoint(MonitorCallback):
         if self.save_best_only and not self._can_compare(value):
             value = None
         if self.save_best_only and value is not None:
-            if not math.isfinite(value) or not self._is_improvement(value, self.best):
+            if not math.isfinite(value) or not is_improvement(self, value):
                 self._print(f"{self.monitor} did not improve from {_text(self.best)}")
                 return
             message = f"{self.monitor} improved from {_text(self.best)} to {_text(value)}, saving"
         else:
             message = "saving"
         model: Any = self.model  # on JAX this copies the state out of the compiled step
-        optimizer, more = model.optimizer, model_state.optimizers(model)
+        optimizer, further = model.optimizer, model_state.optimizers(model)
         step = self._batches
-        if optimizer is not None and not more:
+        if optimizer is not None and not further:
             step = int(np.asarray(ops.convert_to_numpy(optimizer.iterations.value)))
             if step == self._last_step and isinstance(
                 optimizer, keras.optimizers.LossScaleOptimizer
@@ -138,8 +144,8 @@ class ModelCheckpoint(MonitorCallback):
         saved = model_state.members(model)
         if self.save_weights_only:
             saved = {"model": model}
-        elif more:
-            saved[model_state.ATTRIBUTES] = more
+        elif further:
+            saved[model_state.ATTRIBUTES] = further
         metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}
         if not self._was_pruned(manager, step):
             self._print(f"{message} step {step} to {manager.directory}")
@@ -158,11 +164,11 @@ class ModelCheckpoint(MonitorCallback):
 
     def _print(self, message: str) -> None:
         if self.verbose > 0:
-            io_utils.print_msg(f"\nEpoch {self._epoch + 1}: {message}")
+            print_msg(f"\nEpoch {self._epoch + 1}: {message}")
 
     def _was_pruned(self, manager: CheckpointManager, step: int) -> bool:
-        """Whether a `fit` before this one was beyond `step` and let its checkpoint go: a resumed `fit`
-        begins at its backup. Steps that are still there are compared bit for bit."""
+        """Whether an earlier `fit` passed `step` and pruned its checkpoint: a resumed `fit` begins at
+        its backup. Steps whose checkpoints still exist are compared bit for bit."""
         steps = manager.all_steps()
         if not steps or step >= steps[-1] or step in steps:
             return False
@@ -175,9 +181,9 @@ class ModelCheckpoint(MonitorCallback):
         return True
 
     def _open(self) -> CheckpointManager:
-        if self.monitor_op is None:
+        if not has_direction(self):
             try:
-                self._set_monitor_op()
+                set_direction(self)
             except ValueError as error:
                 if self.save_best_only:
                     raise ArgumentError(
@@ -185,8 +191,7 @@ class ModelCheckpoint(MonitorCallback):
                         f"inferred from this metric. Pass mode='max' or mode='min'."
                     ) from error
         retention, recipe = Retention(), {}
-        if self.monitor_op is not None:
-            mode: Literal["min", "max"] = "min" if self.monitor_op is ops.less else "max"
+        if (mode := direction(self)) is not None:
             retention = Retention(best_metric=self.monitor, best_mode=mode)
             recipe = {"monitor": self.monitor, "mode": mode}
         self._manager = open_manager(

@@ -1,7 +1,7 @@
-"""What of a Keras model a checkpoint of `fit` holds: the model, its optimizer, and what else it owns.
+"""What a checkpoint of `fit` holds of a Keras model: the model, its optimizer, and its attributes.
 
-Keras counts neither further optimizers of a model (of the discriminator, say) nor metrics that a
-`metrics` of the user's leaves out among the model's variables. They are found by attribute.
+Further optimizers of a model (of a discriminator, say), and metrics that its own `metrics` property
+leaves out, are not among the variables of the model. They are found by attribute.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 import keras
 
 from perdure.errors import TrainError
+from perdure.keras.fit_internals import COMPILED_ATTRIBUTES
 
 ATTRIBUTES = "attributes"
-# Of a nested model that was compiled itself: `fit` of the outer one does not need to use them.
-_COMPILED = ("_optimizer", "_loss_tracker", "_compile_metrics")
 _KINDS = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
 
@@ -26,74 +25,76 @@ def members(model: Any) -> dict[str, Any]:
 
 
 def metrics(model: Any) -> dict[str, Any]:
-    """The metrics by name; those of one name are numbered."""
+    """The metrics by name; equal names are numbered."""
     named: dict[str, Any] = {}
-    for each in model.metrics:
-        number, name = 1, each.name
+    for metric in model.metrics:
+        number, name = 1, metric.name
         while name in named:
-            number, name = number + 1, f"{each.name}_{number + 1}"
-        named[name] = each
+            number, name = number + 1, f"{metric.name}_{number + 1}"
+        named[name] = metric
     return named
 
 
 def attributes(model: Any) -> dict[str, Any]:
-    """Optimizers, metrics and seed generators that Keras does not count, by the path of the attribute.
+    """Optimizers, metrics and seed generators that are not in `model.variables`, by attribute path.
 
-    `{"d_optimizer": ..., "discriminator.noise": ...}`. Raises `TrainError` for an optimizer that is
-    not built, whose variables cannot be brought back before its first step.
+    For example `{"d_optimizer": ..., "discriminator.noise": ...}`.
+
+    Raises:
+        TrainError: An optimizer is not built, so its variables could not be restored.
     """
-    found = dict(_uncounted(model))
-    for path, each in found.items():
-        if not getattr(each, "built", True):
+    members = dict(_uncounted(model))
+    for path, member in members.items():
+        if not getattr(member, "built", True):
             raise TrainError(
                 f"model.{path}: expected an optimizer that is built, found one without variables, so "
-                f"that a resume could not bring it back. Call `model.{path}.build(...)` before `fit`, "
+                f"that a resume could not restore it. Call `model.{path}.build(...)` before `fit`, "
                 f"with the variables that it trains."
             )
-    return found
+    return members
 
 
 def optimizers(model: Any) -> dict[str, Any]:
-    """Of `attributes`, the optimizers that have begun."""
+    """The optimizers among `attributes` that are built."""
     kind = keras.optimizers.Optimizer
-    found = _uncounted(model)
-    return {path: each for path, each in found if isinstance(each, kind) and each.built}
+    members = _uncounted(model)
+    return {path: member for path, member in members if isinstance(member, kind) and member.built}
 
 
 def _uncounted(model: Any) -> Iterator[tuple[str, Any]]:
-    counted = {id(each) for each in model.variables}
+    counted = {id(variable) for variable in model.variables}
     for owner in [*model.metrics, *([] if model.optimizer is None else [model.optimizer])]:
-        counted |= {id(each) for each in owner.variables}
-    within = {id(model.optimizer), id(getattr(model.optimizer, "inner_optimizer", None))}
-    for path, each in _walk(model, "", {id(model)}):
-        built, name = getattr(each, "built", True), path.rpartition(".")[2]
-        if id(each) in within or (not built and name in _COMPILED):
+        counted |= {id(variable) for variable in owner.variables}
+    main = {id(model.optimizer), id(getattr(model.optimizer, "inner_optimizer", None))}
+    for path, member in _walk(model, "", {id(model)}):
+        built, name = getattr(member, "built", True), path.rpartition(".")[2]
+        if id(member) in main or (not built and name in COMPILED_ATTRIBUTES):
             continue
-        seed = isinstance(each, keras.random.SeedGenerator)
-        variables = [each.state] if seed else each.variables
+        is_seed = isinstance(member, keras.random.SeedGenerator)
+        variables = [member.state] if is_seed else member.variables
         if not built or not counted.issuperset(map(id, variables)):
-            yield path, each
+            yield path, member
 
 
 def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    for name, each in _parts(value):
-        at = f"{path}.{name}" if path else name
-        if isinstance(each, _KINDS):
-            if id(each) not in seen:
-                seen.add(id(each))
-                yield at, each
-        elif isinstance(each, (keras.Layer, dict, list, tuple)) and id(each) not in seen:
-            seen.add(id(each))
-            yield from _walk(each, at, seen)
+    for name, child in _children(value):
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, _KINDS):
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield child_path, child
+        elif isinstance(child, (keras.Layer, dict, list, tuple)) and id(child) not in seen:
+            seen.add(id(child))
+            yield from _walk(child, child_path, seen)
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, keras.Layer):
-        own = vars(value)
-        # PyTorch keeps attributes that are modules apart. Public ones first: they name what is in
-        # Keras's own lists too.
-        pairs = {**own, **own.get("_modules", {})}.items()
+        attributes = vars(value)
+        # PyTorch keeps modules in a dict of their own. Public names come first, because Keras's private
+        # lists hold the same objects.
+        pairs = {**attributes, **attributes.get("_modules", {})}.items()
         return sorted(pairs, key=lambda pair: pair[0].startswith("_"))
     if isinstance(value, dict):
-        return [(str(key), each) for key, each in value.items()]
-    return [(str(number), each) for number, each in enumerate(value)]
+        return [(str(key), child) for key, child in value.items()]
+    return [(str(number), child) for number, child in enumerate(value)]

@@ -1,4 +1,4 @@
-"""The managers that callbacks of this process have open."""
+"""The managers that the Keras callbacks of this process have open."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.errors import ArgumentError
 
-# By directory. An exception ends a `fit` without a word to its callbacks, and the next one must not
-# find the directory locked by what is left of it.
+# By directory. An exception ends a `fit` without calling its callbacks, and the next `fit` must not
+# find the directory locked by the manager of the first.
 _open: dict[str, CheckpointManager] = {}
-# By directory too, the `params` of the callback. All callbacks of one `fit` share one such dict.
+# By directory: the `params` of the callback. All callbacks of one `fit` share one such dict.
 _params: dict[str, Any] = {}
 
 
 def open_manager(
-    directory: Any, params: Any, options: ManagerOptions | None = None, **more: Any
+    directory: Any, params: Any, options: ManagerOptions | None = None, **arguments: Any
 ) -> CheckpointManager:
-    """A manager for `directory`; one that an earlier `fit` of this process left is closed before.
+    """A manager for `directory`. The one that an earlier `fit` of this process left is closed first.
 
-    ArgumentError if another callback of the same `fit` (the same `params`) has it open.
+    Raises:
+        ArgumentError: Another callback of the same `fit` (the same `params`) has it open.
     """
-    # A backup holds the generators itself, as they were where `fit` resumes.
+    # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
     options = replace(options or ManagerOptions(), save_random_state=False)
-    manager = CheckpointManager(directory, options=options, **more)
+    manager = CheckpointManager(directory, options=options, **arguments)
     if manager.directory in _open:
         if params is not None and _params.get(manager.directory) is params:
             manager.close()
@@ -38,17 +39,17 @@ def open_manager(
 
 
 def close_manager(manager: CheckpointManager) -> None:
-    """Wait for the save under way and let others write; raises what the save raised."""
+    """Wait for the current save and unlock the directory. Raises what the save raised."""
     _open.pop(manager.directory, None)
     _params.pop(manager.directory, None)
     manager.close()
 
 
 def finish_others(manager: CheckpointManager) -> None:
-    """Wait for the saves of all other managers; raises what they raised.
+    """Wait for the saves of all other managers. Raises what they raised.
 
-    A backup says that what happened before it need not be done again. So a checkpoint of a model that
-    was saved before a backup is durable before it.
+    A resume does not repeat what happened before a backup. So a checkpoint that was saved before a
+    backup must be durable before it.
     """
-    for other in [each for each in _open.values() if each is not manager]:
+    for other in [open_ for open_ in _open.values() if open_ is not manager]:
         other.wait_until_finished()

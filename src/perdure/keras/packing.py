@@ -1,6 +1,6 @@
-"""Plain values as two kinds of leaves, a text and arrays, whatever their structure.
+"""Packs plain values of any structure into leaves: one text, and arrays.
 
-What callbacks know grows while they run (a history), so that it has no template to be restored into.
+The state of callbacks grows while they run (a history), so there is no template to restore it into.
 Floats come back with their bits.
 """
 
@@ -15,12 +15,15 @@ _TAG = "perdure"
 
 
 def pack(value: Any) -> dict[str, Any]:
-    """`{"json": uint8 text, "arrays": {"0": ...}}`; raises `TypeError` for what is not plain.
+    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`.
 
-    Plain are None, booleans, numbers, strings, arrays, and lists, tuples and mappings of them.
+    Plain values are None, booleans, numbers, strings, arrays, and lists, tuples and dicts of them.
+
+    Raises:
+        TypeError: The value is not plain.
     """
     arrays: dict[str, Any] = {}
-    text = json.dumps(_lean(value, arrays), separators=(",", ":"))
+    text = json.dumps(_encode(value, arrays), separators=(",", ":"))
     packed: dict[str, Any] = {"json": np.frombuffer(text.encode(), np.uint8)}
     return packed | ({"arrays": arrays} if arrays else {})
 
@@ -28,20 +31,20 @@ def pack(value: Any) -> dict[str, Any]:
 def unpack(packed: dict[str, Any]) -> Any:
     """The inverse of `pack`."""
     text = bytes(np.asarray(packed["json"])).decode()
-    return _full(json.loads(text), packed.get("arrays", {}))
+    return _decode(json.loads(text), packed.get("arrays", {}))
 
 
 def is_plain(value: Any) -> bool:
     """Whether `pack` takes it."""
     try:
-        _lean(value, {})
+        _encode(value, {})
     except TypeError:
         return False
     return True
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two packed values are bit for bit the same."""
+    """Whether two packed values have the same bits."""
     left, right = _flat(one), _flat(other)
     return left.keys() == right.keys() and all(
         array.dtype == right[name].dtype
@@ -55,32 +58,32 @@ def _flat(packed: dict[str, Any]) -> dict[str, Any]:
     return {"json": packed["json"], **packed.get("arrays", {})}
 
 
-def _lean(value: Any, arrays: dict[str, Any]) -> Any:
+def _encode(value: Any, arrays: dict[str, Any]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
-        # A subclass (np.float64 is a float) has a kind of its own.
+        # Subclasses are other types (np.float64 is a float).
         if type(value) in (type(None), bool, int, float, str):
             return value
         if not isinstance(value, np.generic):
             raise TypeError(type(value).__name__)
     if isinstance(value, (np.ndarray, np.generic)):
-        array = np.array(value)  # a copy: what it came from may change in place
+        array = np.array(value)  # a copy, because the original may change in place
         if array.dtype.kind not in "biufc" and array.dtype.num < 256:
             raise TypeError(str(array.dtype))
         name = str(len(arrays))
         arrays[name] = array
         return {_TAG: "scalar" if isinstance(value, np.generic) else "array", "at": name}
     if isinstance(value, list):
-        return [_lean(each, arrays) for each in value]
+        return [_encode(item, arrays) for item in value]
     if type(value) is tuple:
-        return {_TAG: "tuple", "of": [_lean(each, arrays) for each in value]}
+        return {_TAG: "tuple", "of": [_encode(item, arrays) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
-        return {key: _lean(each, arrays) for key, each in value.items()}
+        return {key: _encode(item, arrays) for key, item in value.items()}
     raise TypeError(type(value).__name__)
 
 
-def _full(value: Any, arrays: dict[str, Any]) -> Any:
+def _decode(value: Any, arrays: dict[str, Any]) -> Any:
     if isinstance(value, list):
-        return [_full(each, arrays) for each in value]
+        return [_decode(item, arrays) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(_TAG):
@@ -89,5 +92,5 @@ def _full(value: Any, arrays: dict[str, Any]) -> Any:
         case "scalar":
             return np.asarray(arrays[value["at"]])[()]
         case "tuple":
-            return tuple(_full(each, arrays) for each in value["of"])
-    return {key: _full(each, arrays) for key, each in value.items()}
+            return tuple(_decode(item, arrays) for item in value["of"])
+    return {key: _decode(item, arrays) for key, item in value.items()}

@@ -1,9 +1,7 @@
-"""A Keras model and its optimizer as functions of a state, on the JAX and the PyTorch backend.
+"""Turns a Keras model and its optimizer into functions of a state, on JAX and PyTorch.
 
-Owns the way from a Keras model, whose variables change in place, to pure functions of a state. The
-strategies are those of `perdure.jax` or `perdure.torch`, as the backend is.
-Invariant: what `Stateless` computes is a function of its arguments; the model's own variables are
-read by `state` and written by `write`, and by nothing else.
+Invariant: what `Stateless` computes is a function of its arguments. The variables of the model are only
+read by `state` and only written by `write`.
 """
 
 from __future__ import annotations
@@ -21,11 +19,14 @@ __all__ = ["Stateless"]
 
 
 class Stateless:
-    """A Keras model, and its optimizer, as functions of a state.
+    """A Keras model and its optimizer as functions of a state, for `perdure.jax` and `perdure.torch`.
 
     The state is `{"model": ..., "optimizer": ...}` with the leaf paths that `perdure.Checkpoint` gives
-    the model and the optimizer themselves, so a checkpoint of one restores into the other. The
-    model must be built; the optimizer is built here where it is not.
+    the model and the optimizer, so a checkpoint of one restores into the other.
+
+    Args:
+        model: A built model.
+        optimizer: Built here if it is not.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any = None) -> None:
@@ -41,7 +42,7 @@ class Stateless:
         self._paths = {id(variable): path for path, variable in self._variables.items()}
 
     def state(self) -> dict[str, Any]:
-        """The values of the model and of the optimizer now, as a tree of arrays."""
+        """The values of the model and of the optimizer now, copied into a tree of arrays."""
         state = {
             "model": unflatten_dict(
                 {path: _copy(read_variable(v)) for path, v in self._variables.items()}
@@ -54,14 +55,14 @@ class Stateless:
             )
         return state
 
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Put a state back into the model and the optimizer, to evaluate or to save with Keras."""
+    def write_variables(self, state: Mapping[str, Any]) -> None:
+        """Write a state into the model and the optimizer, to evaluate or to save with Keras."""
         write_variables(self._variables, flatten_dict(state["model"]))
         if self._optimizer is not None and "optimizer" in state:
             write_variables(variables_by_path(self._optimizer), flatten_dict(state["optimizer"]))
 
     def trainable(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The trainable variables by path: what a loss is differentiated by."""
+        """The trainable variables by path, to differentiate a loss by."""
         values = flatten_dict(state["model"])
         if keras.backend.backend() == "torch":
             return {path: values[path].detach().requires_grad_() for path in self._trainable}
@@ -76,10 +77,18 @@ class Stateless:
         *,
         training: bool = True,
     ) -> tuple[Any, dict[str, Any]]:
-        """(outputs, statistics) of one logical replica; losses that layers add are not among them.
+        """Call the model for one logical replica. Losses that layers add are not computed.
 
-        `key` is the replica's: every seed generator of the model starts from it. The statistics are
-        the non-trainable variables (of BatchNormalization) by path; return them as contributions.
+        Args:
+            state: The state.
+            trainable: The trainable variables by path.
+            x: The inputs.
+            key: The key of the replica; every seed generator of the model starts from it.
+            training: As in `model(x, training=...)`.
+
+        Returns:
+            The outputs, and the non-trainable variables (of BatchNormalization) by path; return these
+            as contributions.
         """
         values = {**flatten_dict(state["model"]), **trainable, **self._seeded(key)}
         model = self._model
@@ -98,7 +107,13 @@ class Stateless:
     ) -> dict[str, Any]:
         """The state after one step of the optimizer.
 
-        `grads` are by path, divided already; `statistics` are means over the replicas.
+        Args:
+            state: The state before.
+            grads: Mean gradients by path.
+            statistics: Means over the replicas, by path.
+
+        Raises:
+            StateError: There is no optimizer.
         """
         if self._optimizer is None:
             raise StateError("apply needs an optimizer: Stateless(model, optimizer)")

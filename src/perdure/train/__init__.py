@@ -1,15 +1,17 @@
-"""The ready-made loop: `Trainer`, `RunConfig`, hooks, progress, summaries."""
+"""The ready-made training loop: `Trainer`, `RunConfig` and hooks."""
 
-from perdure.train.config import RunConfig
-from perdure.train.hooks import EarlyStopping, Hook, ReduceLROnPlateau
+from perdure.train.config import CheckpointConfig, OutputConfig, RunConfig
+from perdure.train.hooks import EarlyStopping, ReduceLROnPlateau
 from perdure.train.interval import AutoInterval, optimum_interval
 from perdure.train.profiler import Profiler
-from perdure.train.trainer import Trainer
+from perdure.train.trainer import Hook, Trainer
 
 __all__ = [
     "AutoInterval",
+    "CheckpointConfig",
     "EarlyStopping",
     "Hook",
+    "OutputConfig",
     "Profiler",
     "ReduceLROnPlateau",
     "RunConfig",

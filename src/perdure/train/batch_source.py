@@ -1,9 +1,9 @@
-"""Where batches come from, as the loop needs it: the batch of a step, and what to save of it.
+"""Gives the loop the batch of a step, and says what to save of the data.
 
-Data that are addressed by index have no position, so nothing of them is saved. An iterator is taken
-when it can say where it is and be put back; every other one is refused, because a run that goes on
-with other data would not be the same run. Invariant: what is saved of an iterator is its position
-before the batches that were fetched and not used yet.
+Data that are addressed by index have no position, so nothing of them is saved. An iterator is accepted
+if its position can be saved and restored. Any other one is refused, because a resumed run would see
+other data. Invariant: what is saved of an iterator is its position before the batches that were fetched
+and not used yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perdure.state import is_positioned, position, reposition
 
 
 class BatchSource:
-    """Batches by index. `fetch` gives the one of a step."""
+    """Batches by index. `fetch` returns the batch of a step."""
 
     stateful = False
 
@@ -28,7 +28,7 @@ class BatchSource:
 
 
 class IteratorBatchSource(BatchSource):
-    """Batches from an iterator that can be put back; a member of the checkpoint itself.
+    """Batches from an iterator with a position; it is a member of the checkpoint.
 
     `fetch` raises `StopIteration` at the end of the data.
     """
@@ -41,45 +41,52 @@ class IteratorBatchSource(BatchSource):
         self._before: Any = None
 
     def used(self) -> None:
-        """The batches that were fetched went into the state."""
+        """The batches that were fetched are in the state now."""
         self._before = None
 
     def state_dict(self) -> Any:
-        return self._where() if self._before is None else self._before
+        return self._position() if self._before is None else self._before
 
-    def load_state_dict(self, where: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         self._before = None
         if is_positioned(self._iterator):
-            reposition(self._iterator, where)
+            reposition(self._iterator, state)
         else:
-            self._iterator.load_state_dict(where)  # type: ignore[attr-defined]
+            self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
 
-    def _where(self) -> Any:
+    def _position(self) -> Any:
         if is_positioned(self._iterator):
             return position(self._iterator)
         return self._iterator.state_dict()  # type: ignore[attr-defined]
 
     def _next(self, step: int) -> Any:
         if self._before is None:
-            self._before = self._where()
+            self._before = self._position()
         return next(self._iterator)
 
 
 def open_source(data: Any, strategy: Any = None) -> BatchSource:
-    """The source of training batches that `data` stands for.
+    """The source of training batches for `data`.
 
-    A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
-    distributed dataset, a function of the step, a sequence of batches (which begins again at its
-    end), or an iterator with a position. Without a strategy also Grain's `MapDataset` and
-    `IterDataset` of batches. Raises `DataError` for anything else.
+    Args:
+        data: A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
+            distributed dataset, a function of the step, a sequence of batches (which starts again at
+            its end), or an iterator with a position. Without a strategy also Grain's `MapDataset` and
+            `IterDataset` of batches.
+        strategy: The strategy that the steps run under, or None.
+
+    Raises:
+        DataError: `data` is something else.
     """
-    own = strategy.recipe() if strategy is not None else {}
+    strategy_recipe = strategy.recipe() if strategy is not None else {}
     if callable(getattr(data, "from_step", None)):
         recipe = strategy.recipe(data) if strategy is not None else data.recipe()
         return BatchSource(lambda step: next(iter(data.from_step(step).take(1))), recipe)
     if is_grain(data, "MapDataset") and strategy is None:
         # Not modulo its length: Grain draws the order of the next epoch from the larger index.
-        return BatchSource(lambda step: _grain_batch(data, step), {**own, "batches": len(data)})
+        return BatchSource(
+            lambda step: _grain_batch(data, step), {**strategy_recipe, "batches": len(data)}
+        )
     if is_pipeline(data) and (strategy is not None or not is_grain(data, "IterDataset")):
         raise pipeline_error(data)
     if gives_batch_of_step(data):
@@ -90,18 +97,18 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         count = len(data)
         if not count:
             raise DataError("the sequence of batches is empty; training needs at least one.")
-        return BatchSource(lambda step: data[step % count], {**own, "batches": count})
+        return BatchSource(lambda step: data[step % count], {**strategy_recipe, "batches": count})
     if callable(data) and not isinstance(data, Iterable):
-        return BatchSource(data, own)
+        return BatchSource(data, strategy_recipe)
     iterator = iter(data) if isinstance(data, Iterable) else data
     if is_positioned(iterator) or (
         hasattr(iterator, "__next__")
         and hasattr(iterator, "state_dict")
         and hasattr(iterator, "load_state_dict")
     ):
-        return IteratorBatchSource(iterator, own)
+        return IteratorBatchSource(iterator, strategy_recipe)
     raise DataError(
-        f"expected data that can be put back where a run was interrupted, found a "
+        f"expected data whose position can be restored after an interruption, found a "
         f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset addressed by step "
         f"(perdure.ArrayDataset, anything with batch(step)), a function of the step, a list of "
         f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict."
@@ -119,9 +126,9 @@ def _grain_batch(data: Any, step: int) -> Any:
 
 
 def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> Iterator[Any]:
-    """One pass over `data`, or its first `steps` batches. Any iterable will do: nothing resumes it."""
+    """One pass over `data`, or its first `steps` batches. Any iterable will do: it is never resumed."""
     if callable(getattr(data, "from_step", None)):
-        # From its start, wherever it stands: an evaluation depends on the step alone.
+        # From its start, whatever its position: an evaluation depends on the step alone.
         data = data.from_step(0)
         yield from data.take(data.steps_per_epoch if steps is None else steps)
         return
@@ -132,7 +139,7 @@ def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> It
         steps = getattr(data, "steps_per_epoch", None)
     if steps is None:
         raise DataError(
-            f"an evaluation needs to know where a {type(data).__qualname__} ends; pass `steps`."
+            f"the length of a {type(data).__qualname__} is not known; pass `steps` to evaluate on it."
         )
     source = open_source(data, strategy)
     for number in range(steps):

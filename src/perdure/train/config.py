@@ -1,4 +1,4 @@
-"""`RunConfig`: everything about a run that is not the training itself."""
+"""`RunConfig`: everything about a run that is not the training itself, in TensorFlow's names."""
 
 from __future__ import annotations
 
@@ -17,27 +17,84 @@ DEFAULT_SAVE_SECS = 600.0
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(ManagerOptions):
+    """The checkpoints of a `Trainer`: `ManagerOptions`, and what a manager takes as arguments.
+
+    Args:
+        mirror: A second run directory that receives a copy of every checkpoint in the background.
+        allow: Fields of the recipe that may differ between the checkpoint and this run.
+        termination: How the run learns that it is preempted, and how it exits.
+        nan_metrics: What happens to a save while a metric is NaN: "save" (with a warning), "skip" or
+            "raise".
+    """
+
+    mirror: str | os.PathLike[str] | Storage | None = None
+    allow: tuple[str, ...] = ()
+    termination: TerminationConfig = field(default_factory=TerminationConfig)
+    nan_metrics: Literal["save", "skip", "raise"] = "save"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_type("allow", self.allow, (tuple, list), "a tuple of names")
+        _require_type("termination", self.termination, TerminationConfig, "a TerminationConfig")
+        _require_choice("nan_metrics", self.nan_metrics, ("save", "skip", "raise"))
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Where a `Trainer` writes for people.
+
+    Args:
+        summary_dir: Local directory of `metrics.jsonl` and of the TensorBoard events. None is the run
+            directory, if that is local.
+        progress: "bar", "lines", "off", or "auto": a bar on a terminal, lines elsewhere.
+        console: A text stream or a `rich` console for the bar or the lines. None is standard error.
+    """
+
+    summary_dir: str | os.PathLike[str] | None = None
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    console: Any = None
+
+    def __post_init__(self) -> None:
+        _require_choice("progress", self.progress, ("auto", "bar", "lines", "off"))
+
+
+# Fields that were arguments of RunConfig itself, and where they are now.
+_MOVED = {
+    **dict.fromkeys(
+        ("mirror", "allow", "termination", "nan_metrics"), "checkpoint=CheckpointConfig"
+    ),
+    **dict.fromkeys(("summary_dir", "progress", "console"), "output=OutputConfig"),
+}
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives, when it saves, what it writes down; the names are those of TensorFlow's
-    estimators.
+    """Everything about a run that is not the training itself; the flat names are TensorFlow's.
 
-    Saving: `save_checkpoints_steps`, or `save_checkpoints_secs` (seconds; "auto" or an `AutoInterval`
-    finds the interval that pays), and every 600 seconds when neither is given; always before the
-    first step, with an evaluation, and at the end. `keep_checkpoint_max` newest ones stay (None: all),
-    and one for every `keep_checkpoint_every_n_hours`; `checkpoint` has the rest of it (best by a
-    metric, what a failed save means), and `mirror` is a second run directory that receives a copy of
-    every checkpoint in the background (see `CheckpointManager`).
+    Args:
+        model_dir: Run directory (a path, a URL or a `Storage`).
+        save_checkpoints_steps: Save after every so many steps. Every run also saves before its first
+            step, with each evaluation and at its end.
+        save_checkpoints_secs: Save every so many seconds instead; "auto" or an `AutoInterval` finds the
+            interval that loses the least time. 600 if neither is given.
+        keep_checkpoint_max: How many of the newest checkpoints to keep; None keeps all
+            (`max_to_keep` of `CheckpointManager`).
+        keep_checkpoint_every_n_hours: Keep one checkpoint for every so many hours too
+            (`Retention.keep_every_n_hours`).
+        save_summary_steps: Write the metrics into TensorBoard events and `metrics.jsonl` after every so
+            many steps.
+        log_step_count_steps: Show progress after every so many steps. None: every half second on a
+            terminal, else every ten seconds.
+        seed: Recorded in the recipe, and passed to a `state` that is a function of one argument.
+        steps_per_execution: Steps that run in one call. Saves, hooks and preemption are then handled
+            after every so many steps.
+        checkpoint: The other options of the checkpoints.
+        output: Where summaries and progress go.
+        clock: Returns seconds; for tests.
 
-    Writing down: metrics every `save_summary_steps` steps into TensorBoard events and
-    `metrics.jsonl`, in the run directory or in `summary_dir`; a line or the progress bar every
-    `log_step_count_steps` steps, by default every half second on a terminal and every ten seconds
-    off it. `progress` chooses ("auto": a bar on a terminal, lines elsewhere), and `console` is where
-    it goes: a text stream or a `rich` console, by default standard error.
-
-    `steps_per_execution` steps run in one call, with saves, hooks and preemption behind it.
-    `nan_metrics` is what a save means while a metric is NaN: "save" (with a warning), "skip", or
-    "raise". `seed` is recorded in the recipe and given to a `state` that is a function of one
-    argument. `allow` names fields of the recipe that may differ. `clock` counts seconds.
+    Raises:
+        TrainError: A field has a value that cannot be used, or has moved into `checkpoint` or `output`.
     """
 
     model_dir: str | os.PathLike[str] | Storage
@@ -49,15 +106,17 @@ class RunConfig:
     log_step_count_steps: int | None = None
     seed: int | None = None
     steps_per_execution: int = 1
-    nan_metrics: Literal["save", "skip", "raise"] = "save"
-    allow: tuple[str, ...] = ()
-    mirror: str | os.PathLike[str] | Storage | None = None
-    checkpoint: ManagerOptions = field(default_factory=ManagerOptions)
-    termination: TerminationConfig = field(default_factory=TerminationConfig)
-    summary_dir: str | os.PathLike[str] | None = None
-    progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    console: Any = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
     clock: Callable[[], float] = time.monotonic
+
+    def __new__(cls, *_arguments: Any, **named: Any) -> RunConfig:
+        for name in named.keys() & _MOVED.keys():
+            raise TrainError(
+                f"{name}: expected it in a group of RunConfig, found it on its own. Write "
+                f"RunConfig(..., {_MOVED[name]}({name}=...))."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
@@ -96,32 +155,30 @@ class RunConfig:
             raise TrainError(
                 f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
             )
-        for name, kinds, wanted in (
-            ("allow", (tuple, list), "a tuple of names"),
-            ("checkpoint", (ManagerOptions,), "a ManagerOptions"),
-            ("termination", (TerminationConfig,), "a TerminationConfig"),
-        ):
-            if not isinstance(value := getattr(self, name), kinds):
-                raise TrainError(f"{name}: expected {wanted}, found {value!r}.")
-        for name, choices in (
-            ("nan_metrics", ("save", "skip", "raise")),
-            ("progress", ("auto", "bar", "lines", "off")),
-        ):
-            if getattr(self, name) not in choices:
-                raise TrainError(
-                    f"{name}: expected one of {', '.join(map(repr, choices))}, found "
-                    f"{getattr(self, name)!r}."
-                )
+        _require_type("checkpoint", self.checkpoint, CheckpointConfig, "a CheckpointConfig")
+        _require_type("output", self.output, OutputConfig, "an OutputConfig")
 
     @property
-    def save_every(self) -> float | AutoInterval | None:
-        """Seconds between saves; None where steps decide."""
+    def save_interval_secs(self) -> float | AutoInterval | None:
+        """Seconds between saves; None if steps decide."""
         if self.save_checkpoints_steps is not None:
             return None
         secs = self.save_checkpoints_secs
         if secs is None:
             return DEFAULT_SAVE_SECS
         return AutoInterval() if isinstance(secs, str) else secs
+
+
+def _require_type(name: str, value: Any, kinds: Any, expected: str) -> None:
+    if not isinstance(value, kinds):
+        raise TrainError(f"{name}: expected {expected}, found {value!r}.")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise TrainError(
+            f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}."
+        )
 
 
 def _is_positive(value: Any) -> bool:

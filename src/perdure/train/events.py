@@ -5,7 +5,7 @@ bytes little-endian, the masked CRC-32C of these 8 bytes, the data, its masked C
 `Event` (`tensorflow/core/util/event.proto`) in the protocol buffers' wire format. CRC-32C is that of
 RFC 3720, appendix B.4; it is masked by a rotation by 15 bits and the addition of 0xa282ead8.
 
-Invariant: whole records only are handed to the system, each in one write.
+Invariant: only whole records are written, each by one call.
 """
 
 from __future__ import annotations
@@ -89,27 +89,24 @@ def _single(value: float) -> bytes:
 
 
 class EventWriter:
-    """Writes events to an open binary file, which it neither opens nor closes.
-
-    Buffered: `flush` hands what was written to the system.
-    """
+    """Writes events to an open, buffered binary file."""
 
     def __init__(self, file: BufferedWriter, wall_time: float) -> None:
         self._file = file
         self._file.write(record(b"\x09" + _DOUBLE.pack(wall_time) + _bytes(3, b"brain.Event:2")))
 
     def start(self, step: int, wall_time: float) -> None:
-        """A SessionLog START: TensorBoard drops the points of `step` and above that came before."""
+        """Write a SessionLog START: TensorBoard drops earlier points of `step` and of later steps."""
         self._event(step, wall_time, _bytes(7, b"\x08\x01"))
 
     def scalars(self, step: int, values: Mapping[str, SupportsFloat], wall_time: float) -> None:
-        """One point of each tag, as float32, in one event."""
-        each = [_tag(tag) + _single(float(value)) for tag, value in values.items()]
-        summary = b"".join([b"\x0a" + varint(len(one)) + one for one in each])
+        """Write one point of each tag, as float32, in one event."""
+        points = [_tag(tag) + _single(float(value)) for tag, value in values.items()]
+        summary = b"".join([b"\x0a" + varint(len(point)) + point for point in points])
         self._event(step, wall_time, _bytes(5, summary))
 
     def text(self, step: int, tag: str, text: str, wall_time: float) -> None:
-        """A text, which TensorBoard shows as Markdown."""
+        """Write a text, which TensorBoard shows as Markdown."""
         # TensorProto: dtype 7 (DT_STRING), an empty shape, one string_val.
         tensor = b"\x08\x07" + _bytes(2, b"") + _bytes(8, text.encode())
         plugin = _bytes(1, _bytes(1, b"text"))
@@ -117,9 +114,9 @@ class EventWriter:
         self._event(step, wall_time, _bytes(5, _bytes(1, value)))
 
     def flush(self) -> None:
-        """Hand everything to the system: it survives the end of the process."""
+        """Flush the file: what was written then survives the end of the process."""
         self._file.flush()
 
-    def _event(self, step: int, wall_time: float, what: bytes) -> None:
-        at = b"\x09" + _DOUBLE.pack(wall_time) + b"\x10" + varint(step)
-        self._file.write(record(at + what))
+    def _event(self, step: int, wall_time: float, body: bytes) -> None:
+        header = b"\x09" + _DOUBLE.pack(wall_time) + b"\x10" + varint(step)
+        self._file.write(record(header + body))

@@ -1,15 +1,15 @@
-"""Hooks: what is called around the steps of a `Trainer`, and those that most runs want.
+"""Ready-made hooks for a `Trainer`: early stopping, and a learning rate that follows a metric.
 
-A hook that has `state_dict` and `load_state_dict` is part of the checkpoint, under `hooks/NAME`: what
-it knows after a resume is what it knew without the interruption. Its state must have the same
-structure at any time (infinity or NaN for "nothing yet", not None).
+A hook that has `state_dict` and `load_state_dict` is part of the checkpoint, under `hooks/NAME`, so
+that a resume restores it. Its state must always have the same structure: infinity or NaN for "nothing
+yet", not None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,49 +18,11 @@ from perdure.state import flatten, restore
 from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
 from perdure.store import Leaf
 from perdure.train.metrics import is_finite, scalars
-
-if TYPE_CHECKING:
-    from perdure.train.trainer import Trainer
-
-
-class Hook:
-    """Base of hooks; overriding any of these is enough, and a method left alone costs nothing.
-
-    The trainer that is passed has `step` (finished ones), `state`, which a hook may replace, `due`,
-    `request_stop`, `summaries`, and `manager`, to pin a step or to look at others. With
-    `steps_per_execution` the two around a step are called around several. In a group every process
-    calls every hook, and must come to the same decisions.
-    """
-
-    def begin(self, trainer: Trainer) -> None:
-        """Training begins or goes on at `trainer.step`; the state is restored."""
-
-    def before_step(self, trainer: Trainer) -> None:
-        """The next step is about to run. Called for steps that run, and for no others."""
-
-    def after_step(self, trainer: Trainer, logs: Any) -> None:
-        """A step was run; `logs` is what it returned. Reading a value of it waits for the step."""
-
-    def before_save(self, trainer: Trainer) -> None:
-        """The state of `trainer.step` is about to be saved. The hook must not change it: an
-        interrupted run saves at other steps than one that was not interrupted."""
-
-    def after_save(self, trainer: Trainer) -> None:
-        """The checkpoint of `trainer.step` is durable.
-
-        Training waits for every save if a hook has this method. A save that fails, and the one before
-        leaving after a preemption, do not call it.
-        """
-
-    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
-        """An evaluation is done and saved. Called again after a resume at this very step."""
-
-    def end(self, trainer: Trainer) -> None:
-        """Training ends, however it ends."""
+from perdure.train.trainer import Hook, Trainer
 
 
 class _Monitor(Hook):
-    """Counts how often in a row a metric was not better than ever before."""
+    """Counts how often in a row a metric was not better than its best value so far."""
 
     def __init__(
         self,
@@ -85,7 +47,7 @@ class _Monitor(Hook):
         self.wait = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and how often it was not reached since."""
+        """The best value so far, and how often it has not been exceeded since."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +62,7 @@ class _Monitor(Hook):
             self._judge(trainer, metrics)
 
     def patience_over(self, trainer: Trainer) -> None:
-        """It was `patience` times not better."""
+        """The metric has not been better `patience` times in a row."""
         raise NotImplementedError
 
     def _judge(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
@@ -124,9 +86,14 @@ class _Monitor(Hook):
 
 
 class EarlyStopping(_Monitor):
-    """Ends training once `monitor` has not improved by `min_delta` for `patience` looks in a row.
+    """Ends training when a metric has stopped improving.
 
-    It looks at the metrics of evaluations, or with `every` at the logs of a step each so many steps.
+    Args:
+        monitor: Name of the metric.
+        patience: How often in a row the metric may fail to improve.
+        min_delta: How much better than the best value counts as an improvement.
+        mode: Whether lower ("min") or higher ("max") is better.
+        every: Look at the logs of a step after every so many steps. None: at each evaluation.
     """
 
     def __init__(
@@ -149,12 +116,20 @@ class EarlyStopping(_Monitor):
 
 
 class ReduceLROnPlateau(_Monitor):
-    """Multiplies leaves of the state by `factor` when `monitor` has not improved `patience` times.
+    """Multiplies learning rates in the state by a factor when a metric has stopped improving.
 
-    `leaf` is the path of the learning rate in the state, as `perdure show` prints it; `*` stands
-    for any part. So the rate is a part of the state, where a step reads it and a checkpoint keeps it:
-    `opt/hyperparams/learning_rate` of optax's `inject_hyperparams`, `optimizer/param_groups/*/lr` of
-    PyTorch. The product is computed in float64 and rounded to the dtype of the leaf.
+    The product is computed in float64 and rounded to the dtype of the leaf.
+
+    Args:
+        leaf: Path of the learning rate in the state, as `perdure show` prints it; `*` matches anything.
+            `opt/hyperparams/learning_rate` of optax's `inject_hyperparams`,
+            `optimizer/param_groups/*/lr` of PyTorch.
+        monitor: Name of the metric.
+        factor: Between 0 and 1.
+        patience: How often in a row the metric may fail to improve.
+        min_delta: How much better than the best value counts as an improvement.
+        mode: Whether lower ("min") or higher ("max") is better.
+        every: Look at the logs of a step after every so many steps. None: at each evaluation.
     """
 
     def __init__(
@@ -175,7 +150,7 @@ class ReduceLROnPlateau(_Monitor):
         self._factor = factor
 
     def begin(self, trainer: Trainer) -> None:
-        self._paths(trainer)  # a path that is not there is told now, and not after hours
+        self._paths(trainer)  # a wrong path is an error now, not after hours
 
     def patience_over(self, trainer: Trainer) -> None:
         self.wait = 0
@@ -184,9 +159,11 @@ class ReduceLROnPlateau(_Monitor):
             value = plain_value(leaves[path])
             smaller = float(value) * self._factor
             is_float = isinstance(value, float)
-            new = scalar_leaf(smaller) if is_float else array_leaf(np.asarray(smaller, value.dtype))
-            # Under the dtype that it had: it may be a weakly typed array of JAX.
-            leaves[path] = Leaf(leaves[path].dtype, (), new.data, frozen=True)
+            new_leaf = (
+                scalar_leaf(smaller) if is_float else array_leaf(np.asarray(smaller, value.dtype))
+            )
+            # The dtype of before: the leaf may be a weakly typed array of JAX.
+            leaves[path] = Leaf(leaves[path].dtype, (), new_leaf.data, frozen=True)
         trainer.state = restore(trainer.state, leaves)
 
     def _paths(self, trainer: Trainer) -> list[str]:
@@ -196,11 +173,11 @@ class ReduceLROnPlateau(_Monitor):
             for path, leaf in leaves.items()
             if leaf.shape == () and leaf.strong().dtype.startswith(("py:float", "float", "bfloat"))
         ]
-        found = [path for path in rates if fnmatchcase(path, self._leaf)]
-        if not found:
+        paths = [path for path in rates if fnmatchcase(path, self._leaf)]
+        if not paths:
             raise TrainError(
                 f"ReduceLROnPlateau: expected a leaf {self._leaf!r} in the state that is one floating-"
-                f"point number, found {', '.join(rates[:10]) or 'none of that kind'}. Keep the "
+                f"point number, found {', '.join(rates[:10]) or 'no such leaf'}. Keep the "
                 f"learning rate in the state, where the step reads it."
             )
-        return found
+        return paths

@@ -1,6 +1,6 @@
-"""When to save: every so many steps, every so many seconds, or as often as pays.
+"""When to save by the clock: after a fixed time, or after the time that loses the least.
 
-How often pays follows J. W. Young, "A first order approximation to the optimum checkpoint interval",
+The latter follows J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17(9), 1974, and J. T. Daly, "A higher order estimate of the optimum
 checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006, equation 37.
 """
@@ -16,8 +16,8 @@ from statistics import median
 from perdure.errors import TrainError
 
 FIRST_S = 10.0
-"""Until a save has been measured: soon, so that there is something to measure and to resume from. Where
-failures are expected more often than every 100 seconds, a tenth of the time between them."""
+"""Seconds until the first save, whose cost is not known yet. If failures are expected more often than
+every 100 seconds, it is a tenth of the time between them."""
 
 _RECENT = 64
 _SAVES = 5
@@ -25,10 +25,11 @@ _SAVES = 5
 
 @dataclass(frozen=True)
 class AutoInterval:
-    """Save as often as pays: the least time lost to saves and to work that has to be done again.
+    """Save so often that saves and work that has to be repeated cost the least time together.
 
-    `mean_time_between_failures` in seconds is what you expect of the machines; `max_overhead` is the
-    largest part of the time that saves may cost, whatever pays.
+    Args:
+        mean_time_between_failures: Seconds; what you expect of the machines.
+        max_overhead: The largest part of the time that saves may cost, whatever is optimal.
     """
 
     mean_time_between_failures: float = 4 * 3600.0
@@ -47,7 +48,7 @@ class AutoInterval:
 
 
 def optimum_interval(cost: float, mean_time_between_failures: float) -> float:
-    """Seconds between two saves that lose the least time (Daly 2006), for saves of `cost` seconds.
+    """Seconds between two saves that lose the least time (Daly 2006), if a save costs `cost` seconds.
 
     sqrt(2 d M) (1 + sqrt(d/2M) / 3 + (d/2M) / 9) - d for d < 2 M, else M. Its first term is Young's.
     """
@@ -59,15 +60,14 @@ def optimum_interval(cost: float, mean_time_between_failures: float) -> float:
 
 
 def interval(cost: float, auto: AutoInterval) -> float:
-    """Seconds between two saves: the optimum, or more where that would cost more than is allowed."""
+    """Seconds between two saves: the optimum, or more if that would cost more than is allowed."""
     return max(optimum_interval(cost, auto.mean_time_between_failures), cost / auto.max_overhead)
 
 
 class SaveMeter:
-    """What a save costs the loop: the stall, and the steps that are slower while it is written.
+    """Measures what a save costs the loop: the stall, and the slower steps while it is written.
 
-    The second is what the steps of a save took above the median of the steps beside it, so it is
-    what saves take from steps on this machine, and nothing of what the steps take by themselves.
+    The second is the time of these steps above the median of the steps without a save.
     """
 
     def __init__(self) -> None:
@@ -78,17 +78,16 @@ class SaveMeter:
 
     @property
     def cost(self) -> float | None:
-        """Seconds that a save takes from the loop, the median of the last ones; None before one is
-        done."""
+        """Seconds that a save costs the loop: the median of the last saves, None before the first."""
         return median(self._costs) if self._costs else None
 
     def saved(self, stall: float) -> None:
-        """A save began, and held the loop up for `stall` seconds."""
+        """A save began, and stalled the loop for `stall` seconds."""
         self._conclude()
         self._stall = stall
 
     def step(self, seconds: float, busy: bool) -> None:
-        """An execution took this long; `busy` says whether a save was being written meanwhile."""
+        """An execution took so long; `busy` if a save was being written meanwhile."""
         if busy:
             self._busy.append(seconds)
         else:
@@ -105,11 +104,11 @@ class SaveMeter:
 
 
 def _excess(seconds: Iterable[float], usual: float) -> float:
-    return sum(each - usual for each in seconds)
+    return sum(measured - usual for measured in seconds)
 
 
 class Timer:
-    """Decides by the clock: a fixed number of seconds, or `AutoInterval` with what a meter says."""
+    """Decides when the time for a save has come: after fixed seconds, or as `AutoInterval` asks."""
 
     def __init__(self, every: float | AutoInterval, now: float) -> None:
         self.meter = SaveMeter() if isinstance(every, AutoInterval) else None
@@ -118,7 +117,7 @@ class Timer:
 
     @property
     def seconds(self) -> float:
-        """The interval as it is now."""
+        """The interval now."""
         if not isinstance(self._every, AutoInterval):
             return self._every
         cost = self.meter.cost if self.meter else None
@@ -126,9 +125,9 @@ class Timer:
         return first if cost is None else interval(cost, self._every)
 
     def due(self, now: float) -> bool:
-        """Whether it is time."""
+        """Whether the interval since the last save has passed."""
         return now - self._last >= self.seconds
 
     def saved(self, now: float) -> None:
-        """The time starts again."""
+        """A save was made; the interval starts again."""
         self._last = now

@@ -1,7 +1,7 @@
-"""Numbers out of what a step or an evaluation returns.
+"""Turns what a step or an evaluation returns into numbers.
 
 A metric is a scalar, or a (sum, weight) pair whose value is sum / weight. Reading one waits for the
-step that computes it, so this is done where something is shown or written, and not in every step.
+step that computes it, so this is done only if something is shown or written.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ PAIR = {"sum", "weight"}
 
 
 def scalars(logs: Any) -> dict[str, float]:
-    """Every metric in `logs` by name; names inside others are joined with `/`.
+    """Every metric in `logs` by name; names of nested mappings are joined with `/`.
 
-    A mapping, a scalar (called "loss"), or None. Arrays of more than one element are left out.
+    `logs` is a mapping, a scalar (named "loss"), or None. Arrays of more than one element are left out.
     """
     named = logs if isinstance(logs, Mapping) and logs.keys() != PAIR else {"loss": logs}
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in _walk(named, ""):
         total, weight = value if isinstance(value, tuple) else (value, None)
         number = _number(total)
         if number is not None:
-            found[name] = number if weight is None else _mean(number, _number(weight) or 0.0)
-    return found
+            numbers[name] = number if weight is None else _mean(number, _number(weight) or 0.0)
+    return numbers
 
 
 class Means:
@@ -34,7 +34,7 @@ class Means:
         self._totals: dict[str, tuple[float, float]] = {}
 
     def add(self, sums: Mapping[str, Any]) -> None:
-        """The metrics of one batch; a scalar that is no pair counts once for each batch."""
+        """Add the metrics of one batch; a scalar that is no pair has weight 1."""
         for name, value in _walk(sums, ""):
             total, weight = value if isinstance(value, tuple) else (value, 1.0)
             number = _number(total)
@@ -43,12 +43,12 @@ class Means:
                 self._totals[name] = (before[0] + number, before[1] + (_number(weight) or 0.0))
 
     def result(self) -> dict[str, float]:
-        """The mean of each metric, NaN where the weights add up to nothing."""
+        """The mean of each metric, NaN if the weights add up to 0."""
         return {name: _mean(*pair) for name, pair in self._totals.items()}
 
 
 def is_finite(value: float | None) -> bool:
-    """Whether a metric can be better than another one."""
+    """Whether a metric is a number that can be compared: not None, NaN or infinite."""
     return value is not None and abs(value) < float("inf")
 
 

@@ -1,4 +1,4 @@
-"""`Profiler`: where the time of a few steps goes."""
+"""`Profiler`: measures where the time of a few steps goes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from perdure.errors import TrainError
-from perdure.train.hooks import Hook
 from perdure.train.metrics import scalars
-
-if TYPE_CHECKING:
-    from perdure.train.trainer import Trainer
+from perdure.train.trainer import Hook, Trainer
 
 DIRECTORY = "profile"
 
 
 class Profiler(Hook):
-    """Profiles `steps` steps from step `first` on (the first steps of a start compile).
+    """Profiles a few steps. It slows down these steps, and no others.
 
-    `tool` "jax" and "torch" write a trace of the framework's own profiler to `directory` (by default
-    `profile` beside the summaries), for TensorBoard or Perfetto. "time" needs no framework: it waits
-    for each step and keeps the seconds in steps and between them; `table()` says what came out, and
-    it is printed at the end of the run. It slows down the steps that it looks at, and no others.
+    Args:
+        first: First step to profile; the very first steps of a run compile.
+        steps: Number of steps.
+        tool: "jax" and "torch" write a trace of the framework's own profiler, for TensorBoard or
+            Perfetto. "time" needs no framework: it waits for each step and prints a table of the
+            seconds in steps and between them when training ends.
+        directory: Of the trace; None is `profile` beside the summaries.
+        clock: Returns seconds.
+
+    Raises:
+        TrainError: An argument cannot be used, or there is no local directory for the trace.
     """
 
     def __init__(
@@ -53,12 +57,12 @@ class Profiler(Hook):
     def begin(self, trainer: Trainer) -> None:
         self._in, self._between, self._mark = [], [], None
         if self._tool != "time" and self._directory is None:
-            beside = trainer.summaries.directory
-            if beside is None:
+            summaries = trainer.summaries.directory
+            if summaries is None:
                 raise TrainError(
                     "Profiler: expected a local directory for the trace, found none; pass `directory`."
                 )
-            self._directory = beside / DIRECTORY
+            self._directory = summaries / DIRECTORY
 
     def before_step(self, trainer: Trainer) -> None:
         if not self._first <= trainer.step < self._last:
@@ -75,7 +79,7 @@ class Profiler(Hook):
     def after_step(self, trainer: Trainer, logs: Any) -> None:
         if self._running is not None:
             if trainer.step >= self._last:
-                scalars(logs)  # waits for what was started
+                scalars(logs)  # waits for the step
                 self._stop()
         elif self._mark is not None:
             scalars(logs)
@@ -89,7 +93,7 @@ class Profiler(Hook):
             trainer.say(text)
 
     def table(self) -> str:
-        """Seconds in the steps and between them; empty where none were profiled."""
+        """Milliseconds in the steps and between them, as text; empty if no step was profiled."""
         rows: Mapping[str, list[float]] = {"step": self._in, "between steps": self._between}
         lines = [
             f"{name:<14}{len(times):>6}{median(times) * 1e3:>12.3f}{max(times) * 1e3:>12.3f}"
@@ -106,7 +110,7 @@ class Profiler(Hook):
 
 
 def _start(tool: str, directory: str) -> Callable[[], None]:
-    """Begin a trace; the result ends it and writes it down."""
+    """Start a trace; the returned function stops it and writes it."""
     if tool == "jax":
         from jax import profiler  # a run without a trace must not pay for it
 

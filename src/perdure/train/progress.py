@@ -1,8 +1,6 @@
-"""What a person sees of a run: a bar on a terminal, lines elsewhere.
+"""Shows a run: a bar on a terminal, lines elsewhere.
 
-Invariant: the screen is drawn when the loop asks for it and at no other time, so that showing costs
-what `update` costs and no thread runs beside the steps. Statements (`say`) come out in any mode but
-"off".
+Invariant: the screen is drawn only when the loop calls `update`; no thread runs beside the steps.
 """
 
 from __future__ import annotations
@@ -16,10 +14,12 @@ LINE_S = 10.0
 
 
 class Progress:
-    """Where a run is: step, metrics, steps per second, time left, last checkpoint.
+    """Shows step, metrics, steps per second, time left and the last checkpoint of a run.
 
-    `console` is a text stream or a `rich` console; None is standard error. `every` steps is when a
-    line comes out; without it one comes every ten seconds, and a bar moves every half second.
+    Args:
+        mode: "bar", "lines", "off", or "auto": a bar if `console` is a terminal, else lines.
+        console: A text stream or a `rich` console; None is standard error.
+        every: Show after every so many steps. None: lines every ten seconds, a bar every half second.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Progress:
             self._bar, self._task = _make_bar(self._console, step, stop)
 
     def wants(self, now: float, at_multiple: Callable[[int], bool]) -> bool:
-        """Whether it is time to show something; `at_multiple` tells of the steps just done."""
+        """Whether to show something now; `at_multiple(n)` is True if a multiple of n was reached."""
         if self.mode == "off":
             return False
         if self._every is None:
@@ -61,7 +61,7 @@ class Progress:
     def update(
         self, step: int, metrics: Mapping[str, float], saved: int | None, now: float
     ) -> None:
-        """Show where the run is."""
+        """Show the step, the metrics, and the last saved step."""
         seconds, steps = now - self._from[0], step - self._from[1]
         if seconds > 0 and steps > 0:
             self._rate = steps / seconds
@@ -75,14 +75,14 @@ class Progress:
             self._write(f"step {step}/{self._stop}  {text}")
 
     def say(self, text: str) -> None:
-        """A statement of its own line."""
+        """Print one line in any mode but "off"."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self.mode != "off":
             self._write(text)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Remove the bar. May be called twice."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.stop()
@@ -124,7 +124,7 @@ def _is_terminal(console: Any) -> bool:
 
 
 def _make_bar(console: Any, step: int, stop: int) -> tuple[Any, Any]:
-    from rich.console import Console  # a run without a bar must not pay for it
+    from rich.console import Console  # slow to import, and only needed for a bar
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 

@@ -1,11 +1,11 @@
-"""What a run writes down for people: TensorBoard events, and metrics as JSON lines.
+"""Writes the metrics of a run for people: TensorBoard events and JSON lines.
 
     RUN/metrics.jsonl                    {"step":100,"time":1700000000.0,"metrics":{"loss":0.5}}
     RUN/summaries/events.out.tfevents.*  one file for each start of the run
 
 Invariant: after a resume at step s nothing that was written for a later step is left or shown. Only
-the chief writes, and only while it holds the lock of the run directory. The files are local: an
-object store cannot append, so a run there has none unless a local directory is named for them.
+process 0 writes, and only while it holds the lock of the run directory. The files are local, because an
+object store cannot append: a run in a bucket has none unless a local directory is named for them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class SummaryRow(msgspec.Struct):
 
 
 class Summaries:
-    """Scalars and texts by step; `directory` None (and every process but the chief) writes nothing.
+    """Writes scalars and texts by step, once it is opened.
 
-    Opened at the step at which the run begins or goes on.
+    Args:
+        directory: Local directory; None writes nothing.
+        clock: Returns seconds since 1970.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Summaries:
         self._events: EventWriter | None = None
 
     def open(self, step: int) -> None:
-        """Drop what was written for steps after `step`, and go on behind it."""
+        """Drop what was written for steps after `step`, and open the files to append to them."""
         if self.directory is None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ class Summaries:
         self._events.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One row, and one point of each value; both are with the system on return."""
+        """Write one row and one point of each value. On return they survive the end of the process."""
         if self._rows is None or self._events is None or not values:
             return
         now = self._clock()
@@ -76,13 +78,13 @@ class Summaries:
         self._events.flush()
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A text for TensorBoard."""
+        """Write a text for TensorBoard."""
         if self._events is not None:
             self._events.text(step, tag, text, self._clock())
             self._events.flush()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the files. May be called twice."""
         for file in (self._rows, self._file):
             if file is not None:
                 file.close()
@@ -90,27 +92,27 @@ class Summaries:
 
 
 def read(path: str | os.PathLike[str]) -> list[SummaryRow]:
-    """The rows of a `metrics.jsonl`, up to a line that is not whole."""
+    """The rows of a `metrics.jsonl`, up to the first incomplete line."""
     return [row for _, row in _whole(Path(path).read_bytes())]
 
 
 def cut(path: Path, step: int) -> None:
-    """Cut off, from the first row of a later step or the first line that is not whole."""
+    """Truncate the file before the first row of a later step or the first incomplete line."""
     with suppress(FileNotFoundError), path.open("r+b") as file:
         data = file.read()
         end = 0
-        for at, row in _whole(data):
+        for offset, row in _whole(data):
             if row.step > step:
                 break
-            end = at
+            end = offset
         if end < len(data):
             file.truncate(end)
 
 
 def _whole(data: bytes) -> list[tuple[int, SummaryRow]]:
-    """Each row with the offset behind it, as far as lines are whole."""
-    found: list[tuple[int, SummaryRow]] = []
-    at = 0
+    """Each row with the offset of its end, up to the first incomplete line."""
+    rows: list[tuple[int, SummaryRow]] = []
+    offset = 0
     for line in data.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -118,13 +120,13 @@ def _whole(data: bytes) -> list[tuple[int, SummaryRow]]:
             row = msgspec.json.decode(line, type=SummaryRow)
         except msgspec.DecodeError:
             break
-        at += len(line)
-        found.append((at, row))
-    return found
+        offset += len(line)
+        rows.append((offset, row))
+    return rows
 
 
 def _new_file(directory: Path, now: float) -> BufferedWriter:
-    """A new file whose name sorts behind the others: TensorBoard reads them in that order."""
+    """A new file whose name sorts after the others: TensorBoard reads them in that order."""
     directory.mkdir(exist_ok=True)
     stamps = [int(now)]
     for path in directory.glob(f"{_PREFIX}*"):

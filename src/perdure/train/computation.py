@@ -1,0 +1,63 @@
+"""What a `Trainer` computes: the user's functions for steps and evaluations, and their strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from perdure.checkpoint import Processes, SingleProcess
+from perdure.errors import TrainError
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+EvalFn = Callable[[Any, Any], Mapping[str, Any]]
+
+
+class Computation:
+    """A step function and an evaluation function, under a strategy or without one."""
+
+    def __init__(self, step_fn: StepFn, eval_fn: EvalFn | None, strategy: Any) -> None:
+        self.strategy = strategy
+        self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
+        self._step_fn = step_fn
+        self._many = getattr(step_fn, "many", None)
+        self._eval_fn = eval_fn
+
+    def train(self, state: Any, batches: list[Any], step: int) -> tuple[Any, Any]:
+        """One step for each batch, after step number `step`; (state, logs of the last step)."""
+        if len(batches) > 1 and self._many is not None:
+            state, logs = self._many(state, batches)
+            return state, _last(logs)
+        logs = None
+        for number, batch in enumerate(batches, step + 1):
+            result = self._step_fn(state, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TrainError(
+                    f"step {number}: step_fn must return (state, logs), found "
+                    f"{type(result).__name__}."
+                )
+            state, logs = result
+        return state, logs
+
+    def require_eval_fn(self) -> None:
+        """Raise `TrainError` if there is no function to evaluate with."""
+        if self._eval_fn is None:
+            raise TrainError(
+                "an evaluation needs a function for the metrics of a batch: "
+                "Trainer(..., eval_fn=eval_fn), eval_fn(state, batch) -> {'accuracy': (sum, weight)}."
+            )
+
+    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
+        """The metrics of one batch, over all logical replicas."""
+        assert self._eval_fn is not None
+        if self.strategy is None:
+            return self._eval_fn(state, batch)
+        return self.strategy.reduce("sum", self.strategy.run(self._eval_fn, (state, batch)))
+
+
+def _last(logs: Any) -> Any:
+    """The logs of the last step, of logs that are stacked along a new first axis."""
+    if isinstance(logs, Mapping):
+        return {name: _last(value) for name, value in logs.items()}
+    if isinstance(logs, (tuple, list)):
+        return tuple(map(_last, logs))
+    return logs[-1] if getattr(logs, "ndim", 0) else logs

@@ -1,4 +1,4 @@
-"""The drill: a program of the user's own, under faults on purpose, ends with the same bits or not."""
+"""The drill: runs a user's program under injected faults and checks that it ends with the same bits."""
 
 from perdure.drill.drill import DrillOptions, DrillReport, run_drill
 from perdure.drill.fault_plan import KINDS

@@ -45,7 +45,7 @@ from perdure.store.contents import (
     removed,
     set_aside,
 )
-from perdure.store.drill import drilled_clock
+from perdure.store.drill_hook import drilled_clock
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import (
     HEAD_BYTES,

@@ -56,8 +56,9 @@ heartbeat(start, "compile")
 for step in range(start + 1, 21):
     fault(step)
     heartbeat(step)
-    if step % 5 == 0:
-        done.write_text(str(step))
+    if step % 5 == 0:  # replaced whole: a signal may end the program in the middle of a write
+        Path(f"{done}.new").write_text(str(step))
+        os.replace(f"{done}.new", done)
 heartbeat(20, "end")
 """
 KILL = """

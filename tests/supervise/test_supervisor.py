@@ -261,8 +261,9 @@ class LongCompilation(LoopObserver):
     def look(self) -> None:
         for worker in self.workers_started:
             beat = worker.beat
-            compiling = beat is not None and beat.phase == "compile"
-            if compiling and time.monotonic() - beat.time > self.SECONDS:
+            if beat is None or beat.phase != "compile":
+                continue
+            if time.monotonic() - beat.time > self.SECONDS:
                 worker.send(signal.SIGUSR1)
 
 

@@ -486,16 +486,14 @@ def fault(step):
 class KillOnceWarm(LoopObserver):
     """SIGKILL to the first worker, at step 8, once it has a warm worker."""
 
-    mark = ""
-
-    def started(self, worker: Worker) -> None:
-        super().started(worker)
-        self.mark = self.mark or environment(worker)[MARK]
+    fired = False
 
     def look(self) -> None:
         for worker in self.workers_started[:1]:
-            at_8 = worker.beat is not None and worker.beat.step == 8
-            if at_8 and worker.status is None and len(marked(self.mark)) == 2:
+            if self.fired or worker.beat is None or worker.beat.step != 8:
+                continue
+            if len(marked(environment(worker)[MARK])) == 2:
+                self.fired = True
                 worker.send(signal.SIGKILL)
 
 

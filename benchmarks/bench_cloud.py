@@ -27,8 +27,10 @@ from pathlib import Path
 
 from table import Row, compared, finish, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from object_stores import moto_server, running
 from perdure.store import CloudOptions, CloudStorage, Leaf, Run
-from perdure.testing.servers import moto_server, running
 
 MIB = 1024 * 1024
 LEAF = 64 * MIB

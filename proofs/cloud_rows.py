@@ -17,16 +17,13 @@ from typing import Any
 
 from report import Row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from http_proxy import Request, proxy_to
+from object_stores import ObjectServer, ServerUnavailable, azurite_server, moto_server
 from perdure.errors import LockedError, StepExistsError
 from perdure.store import Leaf, Run
 from perdure.testing import check_run
-from perdure.testing.proxy import Request, proxy_to
-from perdure.testing.servers import (
-    ObjectServer,
-    ServerUnavailable,
-    azurite_server,
-    moto_server,
-)
 
 KILLS = 40
 WRITERS = 8

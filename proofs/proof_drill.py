@@ -26,7 +26,7 @@ import supervise_rows
 from report import Row, finish, row
 
 from perdure.drill import KINDS, DrillOptions, run_drill
-from perdure.drill.html_report import page
+from perdure.drill.html_report import render_html
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "drill_programs"
@@ -102,7 +102,7 @@ def drilled(name: str, arguments: list[str], options: DrillOptions) -> dict[str,
     found = {**report.document(), "total_seconds": round(time.monotonic() - began, 1)}
     BUILD.mkdir(exist_ok=True)
     (BUILD / f"drill-{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (BUILD / f"drill-{name}.html").write_text(page(found))
+    (BUILD / f"drill-{name}.html").write_text(render_html(found))
     return found
 
 

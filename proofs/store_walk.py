@@ -10,11 +10,12 @@ from pathlib import Path
 
 from report import Row, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
 
 from random_walk import walk_in_bucket, walk_in_memory, walk_on_disk
 
-from perdure.testing.servers import moto_server
+from object_stores import moto_server
 
 DISK, MEMORY, S3 = 800, 1000, 200
 

@@ -1,4 +1,4 @@
-"""Ports for services that meet later: of a group of processes, whoever starts it."""
+"""Finds free ports for the services of a group of processes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ HOST = "127.0.0.1"
 
 
 def free_ports(count: int, host: str = HOST) -> list[int]:
-    """Ports of `host` that were free a moment ago, all different; "" and "::" are all addresses.
+    """Find ports of `host` that are free now, all different.
 
-    Not from the range that the kernel hands out by itself: one of those may be gone to an outgoing
-    connection before the worker listens. Raises `LaunchError` where there are fewer.
+    None is from the range that the kernel assigns by itself, because an outgoing connection could take
+    such a port before the worker listens.
+
+    Args:
+        count: How many ports.
+        host: The address that the workers will listen on; "" and "::" stand for all addresses.
+
+    Raises:
+        LaunchError: If there are fewer free ports.
     """
     low, high = 20000, _first_ephemeral()
     with ExitStack() as held:
-        found: list[int] = []
+        ports: list[int] = []
         for port in random.SystemRandom().sample(range(low, high), high - low):
-            each = held.enter_context(_socket(host))
+            listener = held.enter_context(_socket(host))
             try:
-                each.bind((host, port))
+                listener.bind((host, port))
             except OSError:
                 continue
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise LaunchError(f"expected {count} free ports from {low} to {high}, found {len(found)}")
+            ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise LaunchError(f"expected {count} free ports from {low} to {high}, found {len(ports)}")
 
 
-def taken(port: int, host: str = HOST) -> bool:
-    """Whether somebody listens on `port`."""
-    with _socket(host) as each:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is only closing is free
+def is_taken(port: int, host: str = HOST) -> bool:
+    """Whether a process listens on `port`."""
+    with _socket(host) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closing port is free
         try:
-            each.bind((host, port))
+            listener.bind((host, port))
         except OSError:
             return True
     return False

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 
 from helpers import Crash, Operations
 
+from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.errors import CorruptionError, HistoryError, LockedError, PerdureError
 from perdure.state import unflatten
 from perdure.store import LocalStorage, Run, Storage, fork_run, repair, verify_run
-from perdure.testing.servers import ObjectServer
 
 ACTS = 24
 """Acts of one walk."""

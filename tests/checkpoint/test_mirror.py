@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from mirror_cases import Story, manifest_first
 
+from http_proxy import Request, proxy_to
+from object_stores import ObjectServer, moto_server
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.pruning import execute_prune, plan_prune
@@ -32,8 +34,6 @@ from perdure.errors import (
 )
 from perdure.store import LocalStorage, Run
 from perdure.testing import check_run
-from perdure.testing.proxy import Request, proxy_to
-from perdure.testing.servers import ObjectServer, moto_server
 from perdure.train import CheckpointConfig
 from pretend import Pretend, play
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
 
-from perdure.testing.servers import ObjectServer, moto_server
+from object_stores import ObjectServer, moto_server
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from perdure.cli import main
 from perdure.drill import KINDS, DrillOptions, run_drill
 from perdure.drill.drill import DrillReport
-from perdure.drill.html_report import page
+from perdure.drill.html_report import render_html
 from perdure.drill.scenario import Observed, Outcome
 from perdure.errors import LaunchError
 from perdure.store import Run
@@ -27,7 +27,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 ALONE = {"other-devices", "other-workers", "worker-lost"}
 """Kinds that a program of one worker without JAX has not."""
 
-BEHIND_A_CHECKPOINT = DrillOptions(("bit-flip",), runs=1)
+AFTER_A_CHECKPOINT = DrillOptions(("bit-flip",), runs=1)
 """A run that goes on from a checkpoint, and not from the beginning."""
 
 
@@ -66,7 +66,7 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     assert Run(mine).steps() == [99]
     assert os.listdir(tmp_path / "cwd") == ["runs"]
     assert json.loads(json.dumps(found)) == found
-    assert "PASS" in page(found)
+    assert "PASS" in render_html(found)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
 def test_a_wrong_program_fails_for_its_reason(
     name: str, cause: str, leaves: list[str], tmp_path: Path
 ) -> None:
-    report = run_drill(command(name), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    report = run_drill(command(name), AFTER_A_CHECKPOINT, tmp_path / "drill")
     (row,) = report.rows
     assert not report.passed
     assert row.verdict == "differs"
@@ -88,7 +88,7 @@ def test_a_wrong_program_fails_for_its_reason(
     assert [leaf.path for leaf in row.difference.leaves] == leaves
     assert row.diagnosis is not None
     assert row.diagnosis.cause == cause, row.diagnosis
-    said = page(report.document())
+    said = render_html(report.document())
     assert row.diagnosis.advice.split(",")[0] in said
     assert leaves[0] in said
 
@@ -107,7 +107,7 @@ def test_a_program_that_differs_by_itself_is_found_first(tmp_path: Path) -> None
 
 
 def test_an_unseeded_source_is_told_from_the_clock(tmp_path: Path) -> None:
-    report = run_drill(command("wrong_seed"), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    report = run_drill(command("wrong_seed"), AFTER_A_CHECKPOINT, tmp_path / "drill")
     assert not report.passed
     assert report.rows == []
     assert report.diagnosis is not None
@@ -116,7 +116,7 @@ def test_an_unseeded_source_is_told_from_the_clock(tmp_path: Path) -> None:
 
 
 def test_a_program_that_fails_behind_a_resume(tmp_path: Path) -> None:
-    report = run_drill(command("wrong_resume"), BEHIND_A_CHECKPOINT, tmp_path / "drill")
+    report = run_drill(command("wrong_resume"), AFTER_A_CHECKPOINT, tmp_path / "drill")
     (row,) = report.document()["runs"]
     assert row["verdict"] in ("failed", "differs")
     assert row["diagnosis"]["cause"] == "fails after a resume"
@@ -143,7 +143,7 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
     def ended(*_: Any) -> None:  # the attempt has failed by then, for whatever reason
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("perdure.drill.execution._Faults.ended", ended)
+    monkeypatch.setattr("perdure.drill.execution._FaultObserver.ended", ended)
     with pytest.raises(KeyboardInterrupt):
         run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
 
@@ -153,8 +153,8 @@ def test_a_program_that_tells_no_steps_is_drilled_all_the_same(tmp_path: Path) -
     report = run_drill(command("without_steps"), DrillOptions(runs=7), tmp_path / "drill")
     assert report.passed, report.document()
     assert {row.scenario.kind for row in report.rows} >= {"sigkill", "kill-in-save", "torn-write"}
-    assert "tells no steps" in report.impossible["double-kill"]
-    assert "behind its first step" in report.impossible["disk-full"]
+    assert "reports no steps" in report.impossible["double-kill"]
+    assert "after its first step" in report.impossible["disk-full"]
 
 
 def test_as_a_test_of_a_team() -> None:
@@ -229,7 +229,7 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
 def test_a_page_that_is_there_is_kept_by_a_drill_that_is_refused(tmp_path: Path) -> None:
     at = tmp_path / "page.html"
     at.write_text("of last week")
-    done = perdure_drill("--html", str(at), "--leave", "nowhere", name="right")
+    done = perdure_drill("--html", str(at), "--read-only", "nowhere", name="right")
     assert done.returncode == 1
     assert at.read_text() == "of last week"
 
@@ -243,8 +243,8 @@ def test_a_place_that_holds_an_earlier_drill(tmp_path: Path) -> None:
 
 
 def test_what_is_to_be_left_has_to_be_there(tmp_path: Path) -> None:
-    said = refused(command("right"), tmp_path / "drill", leave=("nowhere",))
-    assert "--leave nowhere: no such directory" in said
+    said = refused(command("right"), tmp_path / "drill", read_only=("nowhere",))
+    assert "--read-only nowhere: no such directory" in said
     assert not (tmp_path / "drill").exists()
 
 

@@ -19,18 +19,31 @@ from rich.console import Console
 
 from perdure import CheckpointManager
 from perdure.drill import diagnose
-from perdure.drill.compare import LeafDifference, RunDifference, compare, held, read_back
+from perdure.drill.compare import (
+    LeafDifference,
+    RunDifference,
+    compare,
+    newest_steps,
+    read_back,
+)
 from perdure.drill.damage import damage
 from perdure.drill.drill import DrillOptions, DrillReport, DrillRow
-from perdure.drill.fault_plan import KINDS, plan, possible, scenario
-from perdure.drill.html_report import page
-from perdure.drill.probes import shim
-from perdure.drill.scenario import Commit, Launch, Observed, Outcome, Scenario, Started
+from perdure.drill.fault_injection import PLAN
+from perdure.drill.fault_plan import KINDS, draw_scenario, plan, possible_kinds
+from perdure.drill.html_report import render_html
+from perdure.drill.probes import probe_environment
+from perdure.drill.scenario import (
+    Commit,
+    Launch,
+    LaunchOutcome,
+    Observed,
+    Outcome,
+    Scenario,
+)
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.store.drill import DRILL
-from perdure.store.drilled import PLAN
+from perdure.store.drill_hook import DRILL
 
 POINTS = ("pack", "manifest")
 VERBS = ("open", "write", "fsync", "link", "sync", "delete")
@@ -61,38 +74,42 @@ def test_a_plan_is_a_function_of_its_seed_and_takes_every_kind_in_turn() -> None
     for each in drawn:
         assert each.faults >= 1
         assert each.describe()
-        for fault in (fault for attempt in each.attempts for fault in attempt.inside):
+        for fault in (fault for attempt in each.attempts for fault in attempt.injected):
             assert fault.step is None or 1 <= fault.step < 40
             assert 1 <= fault.nth <= 10
             assert fault.worker in (None, 0, 1)
 
 
 def test_a_fault_that_did_not_fire_is_drawn_earlier() -> None:
-    later = [scenario(SEEN, "kill-in-save", n, 0).attempts[0].inside[0].nth for n in range(50)]
-    early = [scenario(SEEN, "kill-in-save", n, 0, 3).attempts[0].inside[0].nth for n in range(50)]
+    later = [
+        draw_scenario(SEEN, "kill-in-save", n, 0).attempts[0].injected[0].nth for n in range(50)
+    ]
+    early = [
+        draw_scenario(SEEN, "kill-in-save", n, 0, 3).attempts[0].injected[0].nth for n in range(50)
+    ]
     assert max(later) == 10
     assert max(early) == 1
 
 
 def test_what_cannot_happen_says_why() -> None:
     alone = Observed(1.0, 0.5, (1, 2), (2,), {"open": 1, "manifest.sync": 1}, {}, 0.1)
-    can, cannot = possible(alone, list(KINDS))
+    can, cannot = possible_kinds(alone, list(KINDS))
     assert "sigkill-at-step" in can
     assert "second checkpoint" in cannot["bit-flip"]
-    assert "never comes to" in cannot["kill-in-prune"]
+    assert "never reaches" in cannot["kill-in-prune"]
     assert "one worker" in cannot["worker-lost"]
 
 
 def test_a_program_that_tells_no_steps_is_drilled_at_its_other_places() -> None:
     """Every kind that needs a step says so, for whatever is drawn; the others can be drawn."""
     bare = replace(SEEN, steps=(), early={"open": 1})
-    can, cannot = possible(bare, list(KINDS))
+    can, cannot = possible_kinds(bare, list(KINDS))
     stepped = {
         "sigkill-at-step", "sigterm-at-step", "worker-lost", "stopped", "other-devices",
         "other-workers", "clock-jump", "double-kill",
     }  # fmt: skip
     assert cannot.keys() == stepped
-    assert all("tells no steps" in why for why in cannot.values())
+    assert all("reports no steps" in why for why in cannot.values())
     for seed in range(5):
         assert len(plan(bare, can, 30, seed)) == 30
 
@@ -108,12 +125,12 @@ def test_whether_a_torn_write_can_happen_does_not_depend_on_what_is_drawn() -> N
     points = {name: n for name, n in SEEN.points.items() if not name.startswith("pack")}
     scalars = replace(SEEN, points=points)
     for number in range(40):
-        assert scenario(scalars, "torn-write", number, 0).faults == 1
+        assert draw_scenario(scalars, "torn-write", number, 0).faults == 1
 
 
 def test_a_fault_that_never_fired_is_no_pass() -> None:
     """Negative control: equal bits alone are not enough."""
-    drawn = scenario(SEEN, "sigkill-at-step", 1, 0)
+    drawn = draw_scenario(SEEN, "sigkill-at-step", 1, 0)
     silent, fired = Outcome(), Outcome(fired=["kill at step 3"])
     rows = [DrillRow(drawn, each, 3, None) for each in (silent, fired)]
     assert [row.verdict for row in rows] == ["not fired", "pass"]
@@ -124,7 +141,7 @@ def test_a_fault_that_never_fired_is_no_pass() -> None:
 
 def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
     """Also one that failed or differs: it is no proof that its faults can be withstood."""
-    drawn = scenario(SEEN, "double-kill", 1, 0)
+    drawn = draw_scenario(SEEN, "double-kill", 1, 0)
     assert drawn.faults == 2
     once, twice = ["kill at step 3"], ["kill at step 3", "kill at open"]
     differs = RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2)
@@ -139,20 +156,22 @@ def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
     assert found["faults"] == {"double-kill": {"runs": 4, "fired": 2, "pass": 1}}
     assert [run["all_fired"] for run in found["runs"]] == [False, False, True, True]
     assert "2 whose faults did not all fire" in verdict(found)
-    assert page(found).count("kill at step 3 (1 of 2 planned)") == 4  # two headings, two lines
+    assert (
+        render_html(found).count("kill at step 3 (1 of 2 planned)") == 4
+    )  # two headings, two lines
     said = io.StringIO()
     reporter = TextReporter(Console(file=said, width=200), 4)
     for row in rows:
-        reporter.tell(row.scenario.kind, row)
+        reporter.progress(row.scenario.kind, row)
     assert said.getvalue().count("(1 of 2 planned)") == 2
 
 
 def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
     outcome = Outcome(
         attempts=[
-            Started("SIGKILL", 1.0, 1, None, first=1, last=7, restored=0),
-            Started("SIGKILL", 1.0, 1, None),
-            Started("exit 0", 1.0, 1, None, first=5, last=9, restored=4),
+            LaunchOutcome("SIGKILL", 1.0, 1, None, first=1, last=7, restored=0),
+            LaunchOutcome("SIGKILL", 1.0, 1, None),
+            LaunchOutcome("exit 0", 1.0, 1, None, first=5, last=9, restored=4),
         ]
     )
     assert outcome.repeated == 3
@@ -164,13 +183,13 @@ def test_an_end_that_is_missing_is_a_difference() -> None:
 
 
 def test_the_end_is_read_back_where_an_undisturbed_run_leaves_one(tmp_path: Path) -> None:
-    assert read_back(tmp_path, held(tmp_path), Outcome()) is None, "one that was removed"
+    assert read_back(tmp_path, newest_steps(tmp_path), Outcome()) is None, "one that was removed"
     with CheckpointManager(tmp_path / "runs" / "a") as manager:
         for step in (1, 2):
             manager.save(step, {"w": np.arange(2000.0) + step})
     ends = [Run(tmp_path / "runs" / "a").manifest(step).fingerprint for step in (1, 2)]
     right, wrong = (Outcome(commits=[Commit("a", 2, 1, "", end)]) for end in reversed(ends))
-    assert held(tmp_path) == {"a": 2}
+    assert newest_steps(tmp_path) == {"a": 2}
     assert read_back(tmp_path, {"a": 2}, right) is None
     # What was set aside, and what lies below the newest, may be damaged.
     for pack in (tmp_path / "runs" / "a" / "packs").glob("000000000001*"):
@@ -204,7 +223,7 @@ def test_without_the_variable_nothing_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "['perdure.store.drill']"
+    assert done.stdout.strip() == "['perdure.store.drill_hook']"
 
 
 @pytest.mark.parametrize(("how", "left"), [("flip", [1]), ("delete", [1])])
@@ -256,7 +275,7 @@ def test_probes_put_generators_and_iterators_back(probes: tuple[str, ...], tmp_p
     whole = _drawn(tmp_path / "whole", {}, RESUMED.replace("start == 0", "False"))
     where = tmp_path / "drill"
     where.mkdir()
-    environment = {DRILL: str(where), **shim(where, probes)}
+    environment = {DRILL: str(where), **probe_environment(where, probes)}
     drawn = []
     for attempt in (1, 2):
         (where / PLAN).write_text(json.dumps({"attempt": attempt, "faults": []}))
@@ -286,7 +305,7 @@ def test_probes_keep_the_path_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "own" / "mine.py").write_text("")
     path = filter(None, [str(tmp_path / "own"), os.environ.get("PYTHONPATH")])
     own = {"PYTHONPATH": os.pathsep.join(path)}
-    environment = {**own, **shim(tmp_path, ("clock",), own)}
+    environment = {**own, **probe_environment(tmp_path, ("clock",), own)}
     assert _drawn(tmp_path, environment, "import mine, time; print([int(time.time())])") == [
         1_700_000_000
     ]

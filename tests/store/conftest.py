@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from object_stores import ObjectServer, ServerUnavailable, azurite_server, moto_server
 from perdure.store import MemoryStorage
-from perdure.testing.servers import ObjectServer, ServerUnavailable, azurite_server, moto_server
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from helpers import contents, make_leaves
 
+from http_proxy import Fault, Proxy, Request, proxy_to
+from object_stores import ObjectServer
 from perdure.errors import (
     LockedError,
     NotARunError,
@@ -26,8 +28,6 @@ from perdure.store import CloudStorage, LocalStorage, Run, verify_run
 from perdure.store.format import manifest_name
 from perdure.store.urls import open_storage
 from perdure.testing import check_run
-from perdure.testing.proxy import Fault, Proxy, Request, proxy_to
-from perdure.testing.servers import ObjectServer
 
 NAME = "packs/one"
 LARGE = 9 * 1024 * 1024

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from object_stores import ObjectServer
 from perdure.store import CloudStorage, LocalStorage, MemoryStorage, Storage
 from perdure.testing import StorageConformance
-from perdure.testing.servers import ObjectServer
 
 
 class TestLocal(StorageConformance):

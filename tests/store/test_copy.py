@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, repeated, run_on, sharing_states
 
+from object_stores import ObjectServer
 from perdure import load_checkpoint
 from perdure.cli import main
 from perdure.errors import (
@@ -35,7 +36,6 @@ from perdure.store import (
 from perdure.store.copy import CopyStoppedError, copy_checkpoint
 from perdure.store.format import MAX_STEP
 from perdure.testing import check_run
-from perdure.testing.servers import ObjectServer
 
 LARGE = 9 * 1024 * 1024
 

@@ -27,10 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from object_stores import ObjectServer
 from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, verify_run
 from perdure.store.format import CODEC_FORMAT
-from perdure.testing.servers import ObjectServer
 
 AHEAD = st.integers(-3, 3)
 SEEDS = st.integers(0, 5)

@@ -33,13 +33,13 @@ def attempt(
         start=start,
         end=end if stepped else start,
         began=0.0,
-        first=10.0 if stepped else None,
-        last=10.0 + (end or 0) - (start or 0) - 1 if stepped else None,
+        first_time=10.0 if stepped else None,
+        last_time=10.0 + (end or 0) - (start or 0) - 1 if stepped else None,
         noticed=5.0,
         seconds=seconds,
-        at=end if stepped and alive is not False else start,
-        alive=stepped if alive is None else alive,
-        said="no room",
+        last_step=end if stepped and alive is not False else start,
+        made_progress=stepped if alive is None else alive,
+        last_line="no room",
         first_step=start + 1 if stepped and start is not None else None,
     )
 
@@ -105,7 +105,7 @@ def test_sums_are_made_from_the_steps_that_stand() -> None:
 
 def test_a_heartbeat_every_ten_steps_tells_of_the_time_of_ten() -> None:
     """Steps of one second: the first ten end at 10.0, and twenty more follow in the attempt."""
-    seldom = replace(attempt("done", 0, 30), first_step=10, last=30.0)
+    seldom = replace(attempt("done", 0, 30), first_step=10, last_time=30.0)
     assert Summary(("train",), (seldom,), 0, "finished", 60.0, "logs").step_seconds == 1.0
 
 

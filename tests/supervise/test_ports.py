@@ -14,8 +14,8 @@ def test_ports_are_free_different_and_not_the_kernels(host: str) -> None:
     found = ports.free_ports(5, host)
     assert len(set(found)) == 5
     assert all(20000 <= port < ports._first_ephemeral() for port in found)
-    assert not any(ports.taken(port, host) for port in found)
+    assert not any(ports.is_taken(port, host) for port in found)
     with socket.socket() as stranger:
         stranger.bind((host, found[0]))
         stranger.listen()
-        assert ports.taken(found[0], host)
+        assert ports.is_taken(found[0], host)

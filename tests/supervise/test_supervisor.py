@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,19 @@ from perdure import heartbeat
 ATTEMPT, RANK = int(os.environ["PERDURE_ATTEMPT"]), os.environ["RANK"]
 done = Path(f"step-{RANK}")
 start = int(done.read_text()) if done.exists() else 0
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 def hold():
     signal.pause()
+def await_observer():
+    signal.sigwait({signal.SIGUSR1})
 FAULT
 heartbeat(start, "compile")
 for step in range(start + 1, 21):
     fault(step)
     heartbeat(step)
-    if step % 5 == 0:
-        done.write_text(str(step))
+    if step % 5 == 0:  # replaced whole: a signal may end the program in the middle of a write
+        Path(f"{done}.new").write_text(str(step))
+        os.replace(f"{done}.new", done)
 heartbeat(20, "end")
 """
 KILL = """
@@ -74,10 +79,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class LoopObserver(Observer):
+    """An observer that also acts whenever the supervisor has waited, because it is its clock."""
+
+    def __init__(self) -> None:
+        self.workers_started: list[Worker] = []
+
+    def started(self, worker: Worker) -> None:
+        self.workers_started.append(worker)
+
+    def clock(self) -> float:
+        self.look()
+        return time.monotonic()
+
+    def look(self) -> None: ...
+
+
 class Run:
     """What a run came to, and what it printed."""
 
     def __init__(self, code: str, observer: Observer | None = None, **options: Any) -> None:
+        clock = observer.clock if isinstance(observer, LoopObserver) else time.monotonic
         self.out, self.err = io.StringIO(), io.StringIO()
         chosen = RunOptions(**{"log_directory": Path("logs"), "poll": 0.01, **options})
         self.supervisor = Supervisor(
@@ -85,6 +107,7 @@ class Run:
             chosen,
             console=Console(self.out, self.err),
             observer=observer,
+            clock=clock,
         )
         self.summary: Summary = self.supervisor.run()
         assert marked(self.supervisor._mark) == []
@@ -194,7 +217,7 @@ def test_a_crash_at_one_step_three_times_in_a_row_ends_it(
     assert run.summary.reason == (
         "it failed 3 times in a row at step 7 (last: worker 0: exit 1: a full disk)"
     )
-    assert waits == [0.0, 0.0]  # one vain attempt is followed at once
+    assert waits == [0.0, 0.0]  # the first attempt without progress is followed at once
     assert "a full disk" in run.out.getvalue()
 
 
@@ -230,23 +253,36 @@ if os.environ["RANK"] == "0":
 # ---------------------------------------------------------------- silence
 
 
+class LongCompilation(LoopObserver):
+    """Ends the first step of a worker when the supervisor has seen it compile for too long a step."""
+
+    SECONDS = 0.4
+
+    def look(self) -> None:
+        for worker in self.workers_started:
+            beat = worker.beat
+            if beat is None or beat.phase != "compile":
+                continue
+            if time.monotonic() - beat.time > self.SECONDS:
+                worker.send(signal.SIGUSR1)
+
+
 def test_a_hang_is_noticed_at_the_limit_of_its_phase_and_compiling_is_none() -> None:
     fault = """
-import time
 def fault(step):
     if step == start + 1:
-        time.sleep(0.4)  # the compiler: longer than a step may take
+        await_observer()
     if ATTEMPT == 1 and step == 8 and RANK == "0":
         hold()
 """
-    run = Run(loop(fault), workers=2, limits=Limits(step=0.3))
+    run = Run(loop(fault), LongCompilation(), workers=2, limits=Limits(step=0.3))
     assert run.kinds == ["hung", "done"]
     cause = run.summary.attempts[0].cause
     assert cause.startswith("worker 0: no heartbeat for 0.3 s in the phase step, limit 0.3 s")
     # The control: with that limit for the compiler too, it counts as hung, each time.
     Path("step-0").unlink()
     Path("step-1").unlink()
-    strict = Run(loop(fault), limits=Limits(compile=0.1), max_restarts=0)
+    strict = Run(loop(fault), LongCompilation(), limits=Limits(compile=0.1), max_restarts=0)
     assert "in the phase compile, limit 0.1 s" in strict.summary.attempts[0].cause
 
 
@@ -286,10 +322,9 @@ class Stop(Observer):
 
 def test_a_stopped_worker_is_noticed_within_its_limit() -> None:
     fault = """
-import time
 def fault(step):
-    if ATTEMPT == 1:
-        hold() if step == 9 else time.sleep(0.03)
+    if ATTEMPT == 1 and step == 4:
+        hold()
 """
     stop = Stop()
     run = Run(loop(fault), stop, workers=2, limits=Limits(stopped=0.2))
@@ -441,37 +476,38 @@ WARM = """
 import os, sys
 print("colorsys" in sys.modules, __name__, sys.argv, sys.path[0], os.environ["PERDURE_ATTEMPT"])
 """
-BEATS = """
-import time
+HOLDS_AT_8 = """
 def fault(step):
-    while ATTEMPT == 1 and step > 8:
-        heartbeat(8)
-        time.sleep(0.01)
+    if ATTEMPT == 1 and step > 8:
+        hold()
 """
 
 
-class WhenSpare(Observer):
-    """SIGKILL to the first worker once its spare is there; also counts what is left of it."""
+class KillOnceWarm(LoopObserver):
+    """SIGKILL to the first worker, at step 8, once it has a warm worker."""
 
-    def __init__(self) -> None:
-        self.mark = ""
+    fired = False
 
-    def beat(self, worker: Worker, beat: Beat) -> None:
-        self.mark = self.mark or environment(worker)[MARK]
-        if worker.attempt == 1 and len(marked(self.mark)) == 2:
-            worker.send(signal.SIGKILL)
+    def look(self) -> None:
+        for worker in self.workers_started[:1]:
+            if self.fired or worker.beat is None or worker.beat.step != 8:
+                continue
+            if len(marked(environment(worker)[MARK])) == 2:
+                self.fired = True
+                worker.send(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("form", ["script", "module"])
-def test_a_spare_takes_over_as_python_would_have_started_it(form: str) -> None:
-    Path("train.py").write_text(WARM + loop(BEATS))
+def test_a_warm_worker_takes_over_as_python_would_have_started_it(form: str) -> None:
+    Path("train.py").write_text(WARM + loop(HOLDS_AT_8))
     how = ["train.py"] if form == "script" else ["-m", "train"]
-    out = io.StringIO()
+    out, observer = io.StringIO(), KillOnceWarm()
     summary = Supervisor(
         [sys.executable, *how, "--epochs", "3"],
         RunOptions(log_directory=Path("logs"), poll=0.01, warm=("colorsys",)),
         console=Console(out, io.StringIO()),
-        observer=WhenSpare(),
+        observer=observer,
+        clock=observer.clock,
     ).run()
     assert [each.kind for each in summary.attempts] == ["killed", "done"]
     assert (summary.repeated, summary.left_behind) == ((3, 0), 0)
@@ -481,43 +517,48 @@ def test_a_spare_takes_over_as_python_would_have_started_it(form: str) -> None:
     assert second == first.replace("False", "True", 1)[:-1] + "2"
 
 
-class WhenSpareIsGone(Observer):
-    """SIGKILL to the first worker once its spare has ended."""
+class KillOnceWarmWorkerEnded(LoopObserver):
+    """SIGKILL to the first worker once its warm worker has ended."""
 
-    spares: Any = None
+    warm_workers: Any = None
 
-    def beat(self, worker: Worker, beat: Beat) -> None:
-        spare = self.spares._ready.get(0)
-        if worker.attempt == 1 and spare is not None and spare.poll() is not None:
-            worker.send(signal.SIGKILL)
+    def look(self) -> None:
+        process = self.warm_workers._ready.get(0)
+        for worker in self.workers_started[:1]:
+            if worker.status is None and process is not None and process.poll() is not None:
+                worker.send(signal.SIGKILL)
 
 
-def test_a_spare_that_cannot_import_is_told_of() -> None:
-    Path("train.py").write_text(WARM + loop(BEATS))
-    observer, err = WhenSpareIsGone(), io.StringIO()
+def test_a_warm_worker_that_cannot_import_is_reported() -> None:
+    Path("train.py").write_text(WARM + loop(HOLDS_AT_8))
+    observer, err = KillOnceWarmWorkerEnded(), io.StringIO()
     run = Supervisor(
         [sys.executable, "train.py"],
         RunOptions(log_directory=Path("logs"), poll=0.01, warm=("no_such_module",)),
         console=Console(io.StringIO(), err),
         observer=observer,
+        clock=observer.clock,
     )
-    observer.spares = run._spares
+    observer.warm_workers = run._warm
     assert [each.kind for each in run.run().attempts] == ["killed", "done"]
-    assert "the spare of place 0 ended while it imported no_such_module: Mod" in err.getvalue()
+    assert (
+        "the warm worker of place 0 ended while it imported no_such_module: Mod" in err.getvalue()
+    )
 
 
-def test_a_spare_that_imported_under_other_variables_is_not_used() -> None:
-    class Other(WhenSpare):
+def test_a_warm_worker_that_imported_under_other_variables_is_not_used() -> None:
+    class Other(KillOnceWarm):
         def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
             return {"JAX_NUM_CPU_DEVICES": str(attempt)}
 
-    Path("train.py").write_text(WARM + loop(BEATS))
-    out = io.StringIO()
+    Path("train.py").write_text(WARM + loop(HOLDS_AT_8))
+    out, observer = io.StringIO(), Other()
     Supervisor(
         [sys.executable, "train.py"],
         RunOptions(log_directory=Path("logs"), poll=0.01, warm=("colorsys",)),
         console=Console(out, io.StringIO()),
-        observer=Other(),
+        observer=observer,
+        clock=observer.clock,
     ).run()
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["False", "False"]
 
@@ -543,12 +584,12 @@ def fault(step):
 def test_a_worker_that_does_not_come_back_is_left_out_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempt, "TOGETHER_S", 0.2)
+    monkeypatch.setattr(attempt, "COMMON_FAILURE_S", 0.2)
     Path("broken").touch()
     run = Run(loop(ELASTIC), workers=2, elastic=(1, 2), return_s=0.2, max_restarts=2)
     assert [each.workers for each in run.summary.attempts] == [2, 2, 1, 2]
     assert run.kinds == ["failed", "failed", "resized", "done"]
-    assert "the worker in place 1 does not come back; going on with 1 of 2" in run.err.getvalue()
+    assert "the worker in place 1 does not come back; continuing with 1 of 2" in run.err.getvalue()
 
 
 LEAVES = """
@@ -587,7 +628,7 @@ def test_a_program_that_fails_in_all_places_is_not_tried_with_fewer() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([], "expected a command behind --"),
+        ([], "expected a command after --"),
         (["no-such-command"], "no-such-command: no such command"),
         ([sys.executable, "nowhere.py"], "nowhere.py: no such file"),
     ],
@@ -672,7 +713,7 @@ def test_an_output_that_cannot_be_written_to_ends_no_training() -> None:
     assert Path("logs/attempt-1-worker-1.log").read_text() == "one\ntwo\n"
     out, full = io.StringIO(), Full()
     Supervisor([sys.executable, "-c", code], options, console=Console(out, full)).run()
-    assert out.getvalue().count("what is said here cannot be written any more") == 1
+    assert out.getvalue().count("messages of perdure run cannot be written any more") == 1
 
 
 def test_a_reader_that_has_gone_ends_no_training() -> None:
@@ -729,15 +770,19 @@ def fault(step):
 
 
 def test_a_second_loop_in_one_process_does_not_make_a_crash_one_of_the_start() -> None:
+    class Seen(Observer):
+        def beat(self, worker: Worker, beat: Beat) -> None:
+            if worker.attempt == 1 and beat.step == 7:
+                worker.send(signal.SIGUSR1)
+
     fault = """
-import time
 def fault(step):
     if ATTEMPT == 1 and step == 8:
-        time.sleep(0.2)  # until it was seen
+        await_observer()
         heartbeat(0, "compile")
         sys.exit(3)
 """
-    run = Run(loop(fault))
+    run = Run(loop(fault), Seen())
     assert run.kinds == ["failed", "done"]
 
 

@@ -88,7 +88,7 @@ def test_leaving_the_block_by_an_error_leaves_no_worker_behind() -> None:
 
     with pytest.raises(KeyError):
         leave()
-    assert not any(alive(process.pid) for process in group._processes)
+    assert not any(alive(worker.pid) for worker in group._workers)
 
 
 def test_the_status_that_tells_most_is_reported() -> None:

@@ -20,9 +20,9 @@ from perdure.store import Copied, copy_run
 def command(ctx: click.Context, src: str, dst: str, dry_run: bool, as_json: bool) -> None:
     """Copy checkpoints of the run directory SRC into the run directory DST, oldest first.
 
-    Both are paths or URLs (s3://...). SRC@100,200 copies these steps only. Every byte is verified on
-    the way, and steps that DST holds already are skipped, so that a copy can be repeated. A step is
-    not copied when DST has other bits at it or a newer step; the exit status is 1 then.
+    Both are paths or URLs (s3://...). SRC@100,200 copies only these steps. Every byte is verified, and
+    steps that DST holds already are skipped, so a copy can be repeated. A step is not copied if DST
+    has other bits at that step or a newer step; the exit status is 1 then.
     """
     source, steps = split_steps(src)
 
@@ -44,13 +44,13 @@ def command(ctx: click.Context, src: str, dst: str, dry_run: bool, as_json: bool
 
 
 def split_steps(text: str) -> tuple[str, list[int] | None]:
-    """A run directory and the steps named after its last `@`; None when no step is named.
+    """The run directory and the steps after the last `@`; None if no step is named.
 
-    A directory whose own name looks like that is taken as it is.
+    The name of an existing directory is never split.
     """
-    run, at, steps = text.rpartition("@")
+    run, separator, steps = text.rpartition("@")
     parts = steps.split(",")
-    if not (at and run and all(part.isascii() and part.isdigit() for part in parts)):
+    if not (separator and run and all(part.isascii() and part.isdigit() for part in parts)):
         return text, None
     if os.path.isdir(text):
         return text, None

@@ -1,4 +1,4 @@
-"""`perdure demo`: train real digits, be killed, resume elsewhere, compare the bits."""
+"""`perdure demo`: trains on real digits, is killed, resumes elsewhere, and compares the bits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ from perdure.demo.phases import GUARDS
 
 
 @click.command("demo")
-@click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(["jax", "torch"]),
+    default="jax",
+    show_default=True,
+    help="The framework to train with.",
+)
 @click.option(
     "--data", type=click.Path(path_type=str), help="MNIST or Fashion-MNIST: IDX files or .npz."
 )
-@click.option("--epochs", type=click.IntRange(2), default=6, show_default=True)
 @click.option(
-    "--seed", type=click.IntRange(0), default=None, help="Of the recipe and of the faults."
+    "--epochs", type=click.IntRange(2), default=6, show_default=True, help="Epochs to train."
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=None,
+    help="Of the recipe and the faults; random by default.",
 )
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the run directories here.")
 @click.option(
-    "--without", type=click.Choice(sorted(GUARDS)), help="Take out one guard, and see it FAIL."
+    "--without", type=click.Choice(sorted(GUARDS)), help="Remove one guard; the demo then fails."
 )
 @json_option
 @click.pass_context
@@ -37,9 +48,9 @@ def command(
     without: str | None,
     as_json: bool,
 ) -> None:
-    """Train on real digits: once undisturbed, once killed and resumed elsewhere. Compare the bits.
+    """Train on real digits, once undisturbed and once killed and resumed elsewhere; compare the bits.
 
-    Exit status 0 only if both end with the same fingerprint.
+    The exit status is 0 only if both end with the same fingerprint.
     """
     import secrets
 
@@ -47,7 +58,7 @@ def command(
 
     from perdure.demo.digits import load_digits
     from perdure.demo.display import DemoReporter
-    from perdure.demo.drive import Options, run_demo
+    from perdure.demo.driver import DemoOptions, run_demo
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=as_json, quiet=as_json)
@@ -57,7 +68,7 @@ def command(
             directory = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-"))
             )
-        options = Options(engine, directory, data, epochs, seed, without)
+        options = DemoOptions(engine, directory, data, epochs, seed, without)
         result = run_demo(options, examples, lambda total: DemoReporter(console, total))
         if as_json:
             document(result)

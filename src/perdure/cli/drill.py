@@ -1,4 +1,4 @@
-"""`perdure drill -- python train.py`: the program under faults on purpose, compared bit by bit."""
+"""`perdure drill -- python train.py`: runs the program under injected faults and compares the bits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,34 @@ from perdure.errors import LaunchError
 
 
 @click.command("drill", context_settings={"ignore_unknown_options": False})
-@click.option("--faults", default="", help="Kinds of faults, by comma; all that can happen.")
-@click.option("--runs", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
-    "--leave", multiple=True, type=click.Path(path_type=str), help="A run directory only read."
+    "--faults",
+    default="",
+    help="Kinds of faults, separated by commas; by default all that can happen.",
+)
+@click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Faulted runs.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the faults."
 )
 @click.option(
-    "--directory", type=click.Path(path_type=Path), help="Keep the runs that differ in here."
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes of the group.",
 )
-@click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page, too.")
+@click.option(
+    "--read-only",
+    multiple=True,
+    type=click.Path(path_type=str),
+    help="A run directory that COMMAND only reads; it is not redirected.",
+)
+@click.option(
+    "--directory", type=click.Path(path_type=Path), help="Keep the runs that differ here."
+)
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Also write the report as an HTML file."
+)
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @click.pass_context
@@ -34,7 +51,7 @@ def command(
     runs: int,
     seed: int,
     workers: int,
-    leave: tuple[str, ...],
+    read_only: tuple[str, ...],
     directory: Path | None,
     html: Path | None,
     as_json: bool,
@@ -42,17 +59,17 @@ def command(
 ) -> None:
     """Run COMMAND undisturbed, then RUNS times under faults; compare every checkpoint, bit by bit.
 
-    COMMAND comes behind `--` and needs no change. Its run directories are led elsewhere meanwhile.
-    Exit status 0 only if all runs end with the same bits and every fault has fired.
+    COMMAND follows `--` and needs no change. Its run directories are redirected during the drill. The
+    exit status is 0 only if all runs end with the same bits and every fault has fired.
     """
     from rich.console import Console
 
     from perdure.drill import DrillOptions, run_drill
-    from perdure.drill.html_report import page
+    from perdure.drill.html_report import render_html
     from perdure.drill.text_report import TextReporter
 
-    wanted = tuple(name for name in faults.replace(" ", "").split(",") if name)
-    options = DrillOptions(wanted, runs, seed, workers, leave)
+    kinds = tuple(name for name in faults.replace(" ", "").split(",") if name)
+    options = DrillOptions(kinds, runs, seed, workers, read_only)
     if html is not None:
         _require_writable(html)
     reporter = TextReporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
@@ -61,35 +78,38 @@ def command(
             directory = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
             )
-        report = run_drill(command, options, directory, reporter.tell).document()
-    # First what needs no place on a disk, which may have become full meanwhile.
+        report = run_drill(command, options, directory, reporter.progress).document()
+    # The report is printed first: the disk may have become full during the drill.
     if as_json:
         document(report)
     else:
         reporter.summary(report)
     if html is not None:
         try:
-            html.write_text(page(report))
+            html.write_text(render_html(report))
         except OSError as error:
-            # Not raised: --json has had its one document.
-            click.echo(f"perdure: {_refusal(html, error)}", err=True)
+            # Not raised, because --json has printed its one document.
+            click.echo(f"perdure: {_unwritable(html, error)}", err=True)
             ctx.exit(1)
     ctx.exit(0 if report["pass"] else 1)
 
 
 def _require_writable(html: Path) -> None:
-    """Raise `LaunchError` now and not behind the whole drill. Opened, because a mode says little (root,
-    a file system that is read-only); a file that is there keeps what it holds."""
-    there = os.path.lexists(html)
+    """Raise `LaunchError` before the drill if `html` cannot be written.
+
+    The file is opened, because its mode says little (root, a read-only file system). The content of an
+    existing file is kept.
+    """
+    existed = os.path.lexists(html)
     try:
         html.open("a").close()
-        if not there:
+        if not existed:
             html.unlink()
     except OSError as error:
-        raise LaunchError(_refusal(html, error)) from error
+        raise LaunchError(_unwritable(html, error)) from error
 
 
-def _refusal(html: Path, error: OSError) -> str:
+def _unwritable(html: Path, error: OSError) -> str:
     return (
         f"--html {html}: the report cannot be written there: {error}. Expected the path of a file in a "
         f"directory that exists and can be written to."

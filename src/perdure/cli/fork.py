@@ -16,9 +16,9 @@ from perdure.store import fork_run
 def command(run: str, new: str, as_json: bool) -> None:
     """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
 
-    NEW must be empty or missing. On one local file system the new run takes little room: packs that
-    the checkpoint mostly needs become hard links. Each of the two can be pruned or deleted without
-    harm to the other.
+    NEW must be empty or missing. On one local file system the new run needs little space: packs that
+    the checkpoint mostly needs become hard links. Pruning or deleting one run does not affect the
+    other.
     """
     source, steps = split_steps(run)
     if steps is None or len(steps) != 1:

@@ -1,4 +1,4 @@
-"""The `perdure` command: finds the commands, and turns errors into one message and a status."""
+"""The `perdure` command: loads the commands, and turns errors into one message and an exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS = ("copy", "demo", "drill", "fork", "ls", "prune", "rollback", "run", "
 
 
 class _Commands(click.Group):
-    """Imports a command's module only when that command is used."""
+    """Imports the module of a command only when that command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""What commands print: aligned columns for people, JSON for programs. Light, so that `ls` is quick."""
+"""Prints aligned columns for people and JSON for programs; imports little, so that `ls` is quick."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=st
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows in aligned columns; numbers to the right."""
+    """Print rows in aligned columns, with integers aligned to the right."""
     cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     right = [bool(rows) and isinstance(rows[0][i], int) for i in range(len(header))]
@@ -30,7 +30,7 @@ def document(value: object) -> None:
 
 
 def size_text(nbytes: int) -> str:
-    """`1.5 MiB`."""
+    """A size in bytes as text, such as `1.5 MiB`."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,7 +1,7 @@
-"""`perdure prune RUN`: applies a retention policy and gives back the room of what nobody needs.
+"""`perdure prune RUN`: applies a retention policy and frees the space of data that nothing needs.
 
-Executes unless `--dry-run` is given. Without a policy no checkpoint goes: only packs that a crash
-left behind are removed, and packs that are mostly dead compacted.
+Executes unless `--dry-run` is given. Without a policy every checkpoint stays; only the leftovers of
+crashes are removed, and packs that are mostly unneeded are compacted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,25 @@ from perdure.store.format import PACKS
 
 @click.command("prune")
 @run_argument
-@click.option("--max-to-keep", type=int, help="Keep the newest N checkpoints; all by default.")
-@click.option("--keep-every-n-hours", type=float, help="Keep also one for every N hours.")
-@click.option("--keep-period", type=int, help="Keep also the steps that N divides.")
-@click.option("--best-metric", type=str, help="Keep also the best ones by this metric.")
-@click.option("--best-mode", type=click.Choice(["max", "min"]), default="max", show_default=True)
-@click.option("--best-to-keep", type=int, default=1, show_default=True)
-@click.option("--rolled-back", is_flag=True, help="Remove also what rollbacks set aside.")
+@click.option("--max-to-keep", type=int, help="Keep the newest N checkpoints; by default all.")
+@click.option(
+    "--keep-every-n-hours", type=float, help="Also keep one checkpoint for every N hours."
+)
+@click.option("--keep-period", type=int, help="Also keep the steps that are multiples of N.")
+@click.option("--best-metric", type=str, help="Also keep the best checkpoints by this metric.")
+@click.option(
+    "--best-mode",
+    type=click.Choice(["max", "min"]),
+    default="max",
+    show_default=True,
+    help="Whether the largest or the smallest value is best.",
+)
+@click.option(
+    "--best-to-keep", type=int, default=1, show_default=True, help="How many of the best to keep."
+)
+@click.option(
+    "--rolled-back", is_flag=True, help="Also remove the checkpoints that rollbacks set aside."
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @json_option
 @click.pass_context
@@ -43,13 +55,13 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Delete what the policy lets go from the run directory RUN, after printing the plan.
+    """Delete the checkpoints of the run directory RUN that the policy does not keep.
 
-    This deletes at once; --dry-run only shows what would go. Pinned checkpoints stay. Without
-    --max-to-keep every checkpoint stays, and only room that nobody needs is given back.
+    The plan is printed and carried out at once; --dry-run only prints it. Pinned checkpoints stay.
+    Without --max-to-keep every checkpoint stays, and only unneeded space is freed.
     """
     if max_to_keep is None and (keep_every_n_hours or keep_period or best_metric):
-        raise click.UsageError("every checkpoint stays without --max-to-keep; give it, too.")
+        raise click.UsageError("without --max-to-keep every checkpoint stays; give it as well.")
     retention = Retention(keep_every_n_hours, keep_period, best_metric, best_mode, best_to_keep)
     opened = Run(run)
     with opened:
@@ -88,7 +100,7 @@ def _print(plan: PrunePlan) -> None:
         click.echo(f"packs stay: {store.held_back}")
     going = len(store.steps) + len(store.quarantined)
     click.echo(
-        f"{going} checkpoints go; {size_text(store.freed)} given back, "
+        f"{going} checkpoints go; {size_text(store.freed)} freed, "
         f"{size_text(store.copied)} copied, {len(store.rewrite)} manifests replaced"
     )
 

@@ -1,4 +1,4 @@
-"""`perdure rollback RUN STEP`: goes back to an older checkpoint; `--undo` brings newer ones back."""
+"""`perdure rollback RUN STEP`: makes an older checkpoint the newest; `--undo` reverts that."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def command(run: str, step: int | None, undo: bool, dry_run: bool, as_json: bool
         moved = "brought_back" if undo else "set_aside"
         document({"executed": not dry_run, "run": opened.where, moved: steps, "newest": newest})
         return
-    for each in steps:
-        click.echo(f"{'bring back' if undo else 'set aside'}  step {each}")
+    for moved_step in steps:
+        click.echo(f"{'bring back' if undo else 'set aside'}  step {moved_step}")
     if not steps:
         click.echo("nothing is set aside" if undo else f"step {step} is the newest already")
     if dry_run:

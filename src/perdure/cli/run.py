@@ -1,4 +1,4 @@
-"""`perdure run -- python train.py`: the job comes back by itself."""
+"""`perdure run -- python train.py`: starts the workers of a job and restarts them after failures."""
 
 from __future__ import annotations
 
@@ -15,36 +15,53 @@ from perdure.cli.output import document, json_option
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
 )
-@click.option("--devices-per-worker", type=click.IntRange(1), help="CPU devices, or GPUs, of each.")
-@click.option("--max-restarts", type=click.IntRange(0), default=100, show_default=True)
-@click.option("--elastic", metavar="MIN:MAX", help="Go on with fewer where one does not come back.")
+@click.option(
+    "--devices-per-worker", type=click.IntRange(1), help="CPU devices or GPUs of each worker."
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=100,
+    show_default=True,
+    help="Failures after which to restart.",
+)
+@click.option(
+    "--elastic", metavar="MIN:MAX", help="Continue with fewer workers if one fails again and again."
+)
 @click.option(
     "--limit",
     "limits",
     metavar="PHASE=SECONDS",
     multiple=True,
-    help="Silence that counts as hung: start, restore, compile, step, save, evaluate, stopped.",
+    help="Seconds without a heartbeat that count as hung, or 'none'. PHASE is start, restore, compile, "
+    "step, save, evaluate, end or stopped.",
 )
 @click.option(
-    "--grace", type=float, default=60.0, show_default=True, help="Seconds to save and leave in."
+    "--grace",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds to save and exit after a signal.",
 )
-@click.option("--log-dir", type=click.Path(path_type=Path), help="One file per worker and attempt.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="For one log file per worker and attempt."
+)
 @click.option(
     "--compilation-cache",
     type=click.Path(path_type=Path),
-    help="Of JAX; 'off' leaves it alone.  [default: one of this user, on CPU]",
+    help="Where JAX keeps compiled programs; 'off' for nowhere.  [default: in ~/.cache, on CPU]",
 )
 @click.option(
     "--warm",
     metavar="MODULE",
     multiple=True,
-    help="Keep a spare beside each worker that has imported MODULE; costs its memory.",
+    help="Keep a warm process beside each worker that has imported MODULE; costs its memory.",
 )
 @click.option(
     "--allow",
     metavar="FIELD",
     multiple=True,
-    help="Go on from a checkpoint whose recipe differs in FIELD, with a warning.",
+    help="Resume from a checkpoint whose recipe differs in FIELD, with a warning.",
 )
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -64,9 +81,10 @@ def command(
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Start COMMAND as the workers of a group, watch them, and start them again until they are done.
+    """Start COMMAND as the workers of a group, watch them, and restart them until they are done.
 
-    Exit status 0 when all are done, 75 when SIGTERM made them save and leave, 1 when it gave up.
+    The exit status is 0 when all are done, 75 when they saved and exited after SIGTERM, and 1 when
+    they failed too often.
     """
     from perdure.supervise import Limits, RunOptions, Supervisor
     from perdure.supervise.cache import default_cache
@@ -82,7 +100,7 @@ def command(
         limits=Limits(**_limits(limits)),
         grace=grace,
         warm=warm,
-        environment=_allowing(allow),
+        environment=_allowed(allow),
         compilation_cache=default_cache()
         if compilation_cache is None
         else None
@@ -96,7 +114,7 @@ def command(
     ctx.exit(summary.status)
 
 
-def _allowing(fields: tuple[str, ...]) -> dict[str, str]:
+def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
     if not fields:
         return {}
     from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
@@ -118,16 +136,16 @@ def _limits(texts: tuple[str, ...]) -> dict[str, float]:
 
     from perdure.supervise import Limits
 
-    known = [each.name for each in fields(Limits)]
-    found: dict[str, float] = {}
+    known = [field.name for field in fields(Limits)]
+    limits: dict[str, float] = {}
     for text in texts:
         name, _, seconds = text.partition("=")
         try:
-            found[name] = math.inf if seconds == "none" else float(seconds)
+            limits[name] = math.inf if seconds == "none" else float(seconds)
         except ValueError:
             name = ""
         if name not in known:
             raise click.BadParameter(
                 f"expected PHASE=SECONDS with one of {', '.join(known)}, found {text!r}"
             )
-    return found
+    return limits

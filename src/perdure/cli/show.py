@@ -1,4 +1,4 @@
-"""`perdure show RUN [STEP]`: what one checkpoint holds. Reads its manifest, not its packs."""
+"""`perdure show RUN [STEP]`: the content of one checkpoint. Reads its manifest, not its packs."""
 
 from __future__ import annotations
 

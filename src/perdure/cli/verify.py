@@ -1,4 +1,4 @@
-"""`perdure verify RUN`: reads and hashes every byte of a run directory; `--repair` mends it."""
+"""`perdure verify RUN`: reads and hashes every byte of a run directory; `--repair` repairs it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from perdure.store import Run, VerifyReport, repair, verify_run
 
 @click.command("verify")
 @run_argument
-@click.option("--repair", "mend", is_flag=True, help="Set aside what is damaged, then check again.")
+@click.option(
+    "--repair", "do_repair", is_flag=True, help="Set aside what is damaged, then check again."
+)
 @json_option
 @click.pass_context
-def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
-    """Read and hash everything in the run directory RUN, and say what is damaged.
+def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> None:
+    """Read and hash everything in the run directory RUN, and report damage.
 
-    Changes nothing without --repair. With it, damaged checkpoints and packs move to quarantine,
+    Nothing changes without --repair. With it, damaged checkpoints and packs move to quarantine,
     leftovers of crashes are removed, a missing or damaged perdure.json is written again, and the
     checkpoints that can be restored are reported. What cannot be read (no permission, a disk error)
     is reported as UNREAD and stays where it is. Exits with 1 if anything is damaged or unread.
     """
-    opened = Run(run, repair=mend)
+    opened = Run(run, repair=do_repair)
     actions: tuple[str, ...] = ()
-    if mend:
+    if do_repair:
         with opened:
             done = repair(opened)
         actions, report = done.actions, done.report
@@ -36,11 +38,11 @@ def command(ctx: click.Context, run: str, mend: bool, as_json: bool) -> None:
     else:
         for action in actions:
             click.echo(f"repair  {action}")
-        _print(report, mend)
+        _print(report, do_repair)
     ctx.exit(0 if report.ok else 1)
 
 
-def _print(report: VerifyReport, mend: bool) -> None:
+def _print(report: VerifyReport, do_repair: bool) -> None:
     for problem in report.problems:
         kind = "UNREAD" if problem.unread else "DAMAGED" if problem.harmful else "note"
         click.echo(f"{kind}  {problem.name}: {problem.what}")
@@ -54,7 +56,7 @@ def _print(report: VerifyReport, mend: bool) -> None:
         f"{len(report.good)} checkpoints good, {len(report.bad)} damaged{unread}; "
         f"{report.chunks} chunks, {size_text(report.nbytes)} read{decoded}"
     )
-    if report.bad or report.unread or mend:
+    if report.bad or report.unread or do_repair:
         newest = max(report.good, default=None)
         click.echo(
             "no checkpoint can be restored"
@@ -62,8 +64,6 @@ def _print(report: VerifyReport, mend: bool) -> None:
             else f"a restore takes step {newest}, the newest good one"
         )
     if any(problem.unread for problem in report.problems):
-        click.echo(
-            "nothing is known about what could not be read; remove the cause and verify again"
-        )
-    if any(problem.harmful and not problem.unread for problem in report.problems) and not mend:
+        click.echo("the state of unread files is unknown; remove the cause and verify again")
+    if any(problem.harmful and not problem.unread for problem in report.problems) and not do_repair:
         click.echo("`perdure verify --repair` sets aside what is damaged")

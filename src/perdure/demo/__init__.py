@@ -1,1 +1,1 @@
-"""The main job on real digits: train, be killed, resume somewhere else, end with the same bits."""
+"""`perdure demo`: trains on real digits, is killed, resumes elsewhere, and ends with the same bits."""

@@ -1,4 +1,4 @@
-"""Handwritten digits as 28x28 images in 0..1: scikit-learn's scans, or MNIST files of the user."""
+"""Handwritten digits as 28x28 images in 0..1: scikit-learn's scans, or the user's MNIST files."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ TRAIN_PART = 0.8
 
 
 class Digits(NamedTuple):
-    """Training and test part; images float32 [n, 28, 28, 1], labels int32 [n]."""
+    """Training and test examples: "image" float32 [n, 28, 28, 1], "label" int32 [n]."""
 
     train: dict[str, np.ndarray]
     test: dict[str, np.ndarray]
 
 
 def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
-    """The first 80% for training, the rest for testing.
+    """Load digits: the first 80% for training, the rest for testing.
 
-    Without a path: the 1,797 scans of scikit-learn (UCI "Optical Recognition of Handwritten
-    Digits", 8x8 pixels), each pixel made 3x3 and a margin of two added. Raises `DataError`.
+    Args:
+        path: MNIST or Fashion-MNIST files. None for the 1,797 scans of scikit-learn (UCI "Optical
+            Recognition of Handwritten Digits", 8x8 pixels), each pixel enlarged to 3x3, with a margin
+            of two pixels.
+
+    Raises:
+        DataError: If the files cannot be read, or scikit-learn is not installed.
     """
     images, labels = _scans() if path is None else load_images(path)
     if images.shape[1:] != (SIDE, SIDE):
         raise DataError(f"{path}: expected images of {SIDE}x{SIDE}, found {images.shape[1:]}.")
     scaled = (images.astype(np.float32) / np.float32(255))[..., None]
-    whole = {"image": scaled, "label": labels.astype(np.int32)}
-    cut = int(len(labels) * TRAIN_PART)
-    return Digits({k: v[:cut] for k, v in whole.items()}, {k: v[cut:] for k, v in whole.items()})
+    digits = {"image": scaled, "label": labels.astype(np.int32)}
+    count = int(len(labels) * TRAIN_PART)
+    return Digits(
+        {k: v[:count] for k, v in digits.items()}, {k: v[count:] for k, v in digits.items()}
+    )
 
 
 def _scans() -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What a person sees of the demo: a bar for each phase, a table, a verdict."""
+"""The terminal output of the demo: a progress bar for each phase, a table, and the verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("phase", "topology", "steps", "ended", "resumed", "repeated", "finger
 
 
 class DemoReporter:
-    """Draws on `console`; a quiet one draws nothing."""
+    """Prints to `console`; a quiet console prints nothing."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -22,7 +22,7 @@ class DemoReporter:
 
     @contextmanager
     def phase(self, title: str) -> Iterator[Any]:
-        """A bar for one phase; gives the function that moves it to a step."""
+        """Show a progress bar for one phase; yields the function that moves it to a step."""
         columns = (
             TextColumn("{task.description:<28}"),
             BarColumn(),
@@ -35,7 +35,7 @@ class DemoReporter:
             yield lambda step, note="": progress.update(task, completed=step, note=note)
 
     def table(self, document: Mapping[str, Any]) -> None:
-        """The phases as a table, then the verdict."""
+        """Print the phases as a table, then the verdict."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for column in COLUMNS:
             numeric = column in ("resumed", "repeated")
@@ -57,7 +57,7 @@ class DemoReporter:
             f"{document['test_examples']} digits"
         )
         if document["without"]:
-            self._console.print(f"guard taken out: {document['without']}")
+            self._console.print(f"guard removed: {document['without']}")
         self._console.print(
             f"[bold]{'PASS' if document['pass'] else 'FAIL'}[/bold]: the final fingerprints are "
             f"{'equal' if document['pass'] else 'different'}"

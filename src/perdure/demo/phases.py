@@ -1,7 +1,4 @@
-"""What the demo does, decided before it starts: recipe, phases, and where the faults hit.
-
-Pure: a function of the options and the seed.
-"""
+"""Plans the demo: its recipe, its phases, and where the faults hit. A function of options and seed."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ GUARDS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """One start of the training program. `stop` is the step after which the fault is sent."""
+    """One start of the training program; the fault is sent after the step `stop`."""
 
     name: str
     run: str
@@ -32,7 +29,7 @@ class Phase:
 
     @property
     def topology(self) -> str:
-        """`2 processes`, `4 devices`."""
+        """The topology as text, such as `2 processes` or `4 devices`."""
         count, what = (
             (self.processes, "process") if self.processes > 1 else (self.devices, "device")
         )
@@ -41,10 +38,10 @@ class Phase:
 
 def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase]:
     """The phases of a demo of `total` steps: one undisturbed, three with faults between them."""
-    chance = random.Random(seed)
-    kill = _between_saves(chance, total // 5, total // 2, steps_per_epoch)
+    rng = random.Random(seed)
+    kill = _between_saves(rng, total // 5, total // 2, steps_per_epoch)
     term = _between_saves(
-        chance, max(kill + SAVE_EVERY, total // 2), total - SAVE_EVERY, steps_per_epoch
+        rng, max(kill + SAVE_EVERY, total // 2), total - SAVE_EVERY, steps_per_epoch
     )
     four = {"devices": 4, "processes": 1} if engine == "jax" else {"devices": 1, "processes": 4}
     return [
@@ -55,11 +52,11 @@ def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase
     ]
 
 
-def _between_saves(chance: random.Random, low: int, high: int, steps_per_epoch: int) -> int:
+def _between_saves(rng: random.Random, low: int, high: int, steps_per_epoch: int) -> int:
     """A random step after which neither a save nor the end of an epoch is due for two steps."""
     fit = [
         step
         for step in range(low, high)
         if step % SAVE_EVERY in (1, 2) and 1 <= step % steps_per_epoch < steps_per_epoch - 2
     ]
-    return chance.choice(fit)
+    return rng.choice(fit)

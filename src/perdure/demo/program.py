@@ -1,6 +1,6 @@
-"""The loop of the demo's training programs, the same for both engines.
+"""The training loop of the demo, the same for both engines.
 
-It reports what it does as JSON lines on standard output, for the driver.
+It reports its progress to the driver as JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class DemoProgram:
-    """What an engine brings to the loop."""
+    """The functions that differ between the engines."""
 
     engine: str
     make_strategy: Callable[[int, int, int, bool], Any]
@@ -40,8 +40,8 @@ def main(program: DemoProgram) -> None:
     try:
         _train(program, options)
     except WorkerLostError as error:
-        # Leaving normally would wait for the lost worker in the shutdown of the framework.
-        _tell("lost", error=str(error))
+        # A normal exit would wait for the lost worker in the shutdown of the framework.
+        _report("lost", error=str(error))
         os._exit(1)
 
 
@@ -65,20 +65,20 @@ def _train(program: DemoProgram, options: argparse.Namespace) -> None:
     ) as manager:
         state, start = manager.restore_or_initialize(lambda: program.init(options.seed))
         origin = start if options.without == "position" else 0
-        _tell("start", step=start)
+        _report("start", step=start)
         for step in range(start, options.steps):
             state, _ = train_step(state, strategy.batch(train, step - origin))
             manager.save(step + 1, state, force=step + 1 == options.steps)
-            _tell("step", step=step + 1)
+            _report("step", step=step + 1)
             if manager.reached_preemption(step + 1):
                 manager.save_and_exit(step + 1, state)
     test = ArrayDataset(digits.test, BATCH, shuffle=False)
     right = weight = 0.0
     for step in range(test.steps_per_epoch):
-        found = strategy.run(program.evaluate, (state, strategy.batch(test, step)))
-        total = strategy.reduce("sum", found)
+        counts = strategy.run(program.evaluate, (state, strategy.batch(test, step)))
+        total = strategy.reduce("sum", counts)
         right, weight = right + float(total["right"]), weight + float(total["weight"])
-    _tell("done", accuracy=right / weight, examples=int(weight))
+    _report("done", accuracy=right / weight, examples=int(weight))
 
 
 def _options() -> argparse.Namespace:
@@ -88,9 +88,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, help="local devices to use")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", help="MNIST files")
-    parser.add_argument("--without", choices=sorted(GUARDS), help="take out one guard")
+    parser.add_argument("--without", choices=sorted(GUARDS), help="remove one guard")
     return parser.parse_args()
 
 
-def _tell(event: str, **fields: Any) -> None:
+def _report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201 (the driver reads it)

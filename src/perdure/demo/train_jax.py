@@ -47,7 +47,7 @@ def init(seed: int) -> Any:
 
 
 def network(params: Any, image: Any, key: Any | None) -> Any:
-    """Logits [n, 10] of images [n, 28, 28, 1]; dropout where there is a key."""
+    """Logits [n, 10] of images [n, 28, 28, 1], with dropout if `key` is given."""
     x = _pool(_conv(params["conv1"], image))
     x = _pool(_conv(params["conv2"], x)).reshape(image.shape[0], -1)
     x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
@@ -61,8 +61,8 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 
     def loss(params: Any) -> Any:
         logits = network(params, batch["image"], key)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return (each * batch["weight"]).sum()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return (losses * batch["weight"]).sum()
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     return {"grads": grads, "loss": {"sum": value, "weight": batch["weight"].sum()}}
@@ -84,7 +84,7 @@ def update(state: Any, total: Any) -> tuple[Any, Any]:
 
 @jax.jit
 def evaluate(state: Any, batch: Any) -> Any:
-    """How many of a batch are right, and how many there are."""
+    """The number of correct predictions in a batch, and the number of examples."""
     logits = network(state["params"], batch["image"], None)
     right = (logits.argmax(-1) == batch["label"]) * batch["weight"]
     return {"right": right.sum(), "weight": batch["weight"].sum()}
@@ -109,12 +109,12 @@ def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
 
 
 def all_reduce(engine: Any, values: list[Any]) -> Any:
-    """What the demo shows not to do: the framework's own sum over devices."""
+    """What the demo shows not to do: the framework's sum over devices."""
     devices = list(engine.devices) if engine.processes.count == 1 else jax.devices()
     mesh = Mesh(np.array(devices), ("device",))
     split = NamedSharding(mesh, P("device"))
 
-    def together(*parts: Any) -> Any:
+    def stack(*parts: Any) -> Any:
         shape = (len(devices), *parts[0].shape)
         return jax.make_array_from_single_device_arrays(shape, split, [p[None] for p in parts])
 
@@ -123,7 +123,7 @@ def all_reduce(engine: Any, values: list[Any]) -> Any:
     def add(tree: Any) -> Any:
         return jax.tree.map(lambda x: lax.psum(x[0], "device"), tree)
 
-    return jax.tree.map(lambda x: x.addressable_data(0), add(jax.tree.map(together, *values)))
+    return jax.tree.map(lambda x: x.addressable_data(0), add(jax.tree.map(stack, *values)))
 
 
 if __name__ == "__main__":

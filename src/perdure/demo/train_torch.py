@@ -40,8 +40,8 @@ def init(seed: int) -> Any:
 def grad(state: Any, batch: Any, _key: Any) -> Any:
     """Sums over the examples of one logical replica; dropout draws from the seeded generator."""
     logits = state.model.train()(batch["image"].permute(0, 3, 1, 2))
-    each = cross_entropy(logits, batch["label"].long(), reduction="none")
-    loss = (each * batch["weight"]).sum()
+    losses = cross_entropy(logits, batch["label"].long(), reduction="none")
+    loss = (losses * batch["weight"]).sum()
     total = {"sum": loss.detach(), "weight": batch["weight"].sum()}
     return {"grads": gradients(loss, state.model), "loss": total}
 
@@ -57,7 +57,7 @@ def update(state: Any, total: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def evaluate(state: Any, batch: Any) -> Any:
-    """How many of a batch are right, and how many there are."""
+    """The number of correct predictions in a batch, and the number of examples."""
     logits = state.model.eval()(torch.as_tensor(batch["image"]).permute(0, 3, 1, 2))
     weight = torch.as_tensor(batch["weight"])
     right = (logits.argmax(-1) == torch.as_tensor(batch["label"])) * weight
@@ -72,7 +72,7 @@ def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
 
 
 def all_reduce(engine: Any, values: list[Any]) -> Any:
-    """What the demo shows not to do: the framework's own sum over processes."""
+    """What the demo shows not to do: the framework's sum over processes."""
     if engine.processes.count > 1:
         engine.map(torch.distributed.all_reduce, values[0])
     return values[0]

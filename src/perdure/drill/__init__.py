@@ -1,6 +1,26 @@
-"""The drill: a program of the user's own, under faults on purpose, ends with the same bits or not."""
+"""The drill: runs a user's program under injected faults and checks that it ends with the same bits."""
 
-from perdure.drill.drill import DrillOptions, DrillReport, run_drill
-from perdure.drill.fault_plan import KINDS
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.drill.drill import DrillOptions, DrillReport, run_drill
+    from perdure.drill.fault_plan import KINDS
+
+# Resolved on first use: a drilled program loads the fault injector and nothing else of this package.
+_HOMES = {
+    "KINDS": "perdure.drill.fault_plan",
+    "DrillOptions": "perdure.drill.drill",
+    "DrillReport": "perdure.drill.drill",
+    "run_drill": "perdure.drill.drill",
+}
 
 __all__ = ["KINDS", "DrillOptions", "DrillReport", "run_drill"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'perdure.drill' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Two runs, checkpoint by checkpoint: the first step that differs, and its leaves."""
+"""Compares two runs checkpoint by checkpoint: the first step that differs, and its leaves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.drill.execution import read_manifest
+from perdure.drill.fault_injection import RUNS
 from perdure.drill.scenario import Commit, Outcome
 from perdure.errors import PerdureError
 from perdure.store import LocalStorage, Run
 from perdure.store.contents import committed_steps
-from perdure.store.drilled import RUNS
 from perdure.store.format import MANIFESTS
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafRecord
@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class LeafDifference:
-    """One leaf; an empty side lacks it."""
+    """One leaf that differs; the description of a missing leaf is empty."""
 
     path: str
     expected: str
@@ -30,10 +30,16 @@ class LeafDifference:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The first checkpoint that differs from the undisturbed run; `step` None: the end is missing.
+    """The first checkpoint that differs from the undisturbed run.
 
-    `leaves` differ, `equal` do not. `unreadable` says why the end, which was committed with the right
-    bits, cannot be read from the disk any more.
+    Attributes:
+        what: The difference in one line.
+        run: The run directory that the program named.
+        step: The step of the checkpoint; None if the last checkpoint is missing.
+        attempt: The attempt that wrote it.
+        leaves: The leaves that differ.
+        equal: The paths of the leaves that do not differ.
+        unreadable: Why the last checkpoint, committed with the right bits, cannot be read any more.
     """
 
     what: str
@@ -46,56 +52,64 @@ class RunDifference:
 
 
 def reference(outcome: Outcome) -> dict[Key, Commit]:
-    """The checkpoints of an undisturbed run."""
+    """The checkpoints of a run by run directory and step."""
     return {(commit.run, commit.step): commit for commit in outcome.commits}
 
 
-def compare(expected: Outcome, found: Outcome) -> tuple[int, RunDifference | None]:
-    """How many checkpoints both have, and the first difference: of one of them, or of the end."""
+def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | None]:
+    """How many checkpoints both runs have, and the first difference: in one of them, or at the end."""
     known = reference(expected)
     common = sorted(
-        (commit for commit in found.commits if (commit.run, commit.step) in known),
+        (commit for commit in actual.commits if (commit.run, commit.step) in known),
         key=lambda commit: (commit.step, commit.attempt),
     )
     for commit in common:
         other = known[commit.run, commit.step]
         if commit.fingerprint != other.fingerprint:
             return len(common), _difference(other, commit)
-    ends = found.end()
+    ends = actual.end()
     for run, last in expected.end().items():
         if (end := ends.get(run)) is None or end.step != last.step:
-            at = "no checkpoint" if end is None else f"step {end.step}"
-            what = f"the end: expected step {last.step}, found {at}"
+            actual_end = "no checkpoint" if end is None else f"step {end.step}"
+            what = f"the end: expected step {last.step}, found {actual_end}"
             return len(common), RunDifference(what, run)
     return len(common), None
 
 
-def held(where: Path) -> dict[str, int]:
-    """The newest step that each run directory of the drilled run in `where` says that it holds; one
-    that the program has removed holds none."""
-    found = {}
-    for path in sorted((where / RUNS).glob(f"*/{MANIFESTS}")):
+def newest_steps(directory: Path) -> dict[str, int]:
+    """The newest step of each run directory that the drilled run in `directory` has left."""
+    newest = {}
+    for path in sorted((directory / RUNS).glob(f"*/{MANIFESTS}")):
         if steps := committed_steps(LocalStorage(path.parent)):
-            found[path.parent.name] = steps[-1]
-    return found
+            newest[path.parent.name] = steps[-1]
+    return newest
 
 
-def read_back(where: Path, wanted: Mapping[str, int], expected: Outcome) -> RunDifference | None:
-    """Read what the drilled run in `where` has left, every byte of the newest checkpoints: those of
-    `wanted`, with the bits that `expected` has recorded.
+def read_back(
+    directory: Path, wanted: Mapping[str, int], expected: Outcome
+) -> RunDifference | None:
+    """Read every byte of the newest checkpoints that the drilled run in `directory` has left.
 
-    A copy of a manifest shows what was committed, and only this shows that it can be restored. Older
-    checkpoints and what was set aside may be damaged: the faults did that.
+    The copy of a manifest shows what was committed; only reading shows that it can be restored. Older
+    checkpoints and those in quarantine may be damaged by the faults.
+
+    Args:
+        directory: The directory of the drilled run.
+        wanted: The step that each run directory should end with.
+        expected: The undisturbed run, whose fingerprints the checkpoints must have.
+
+    Returns:
+        The first checkpoint that is missing, unreadable or different; None if there is none.
     """
-    known, found = reference(expected), held(where)
+    known, newest = reference(expected), newest_steps(directory)
     for run, step in wanted.items():
-        if run not in found:
+        if run not in newest:
             why = "no checkpoint is left"
-        elif found[run] != step:
-            why = f"the newest that is left is step {found[run]}"
+        elif newest[run] != step:
+            why = f"the newest that is left is step {newest[run]}"
         else:
             try:
-                manifest = Run(where / RUNS / run).load(step).manifest
+                manifest = Run(directory / RUNS / run).load(step).manifest
             except PerdureError as error:
                 why = str(error)
             else:
@@ -109,37 +123,35 @@ def read_back(where: Path, wanted: Mapping[str, int], expected: Outcome) -> RunD
 
 
 def leaves_of(commit: Commit) -> dict[str, LeafRecord]:
-    """The leaves of a checkpoint by their paths."""
+    """The leaves of a checkpoint by path."""
     return {leaf.path: leaf for leaf in read_manifest(commit.copy, commit.step).leaves}
 
 
-def _difference(expected: Commit, found: Commit) -> RunDifference:
-    here, there = leaves_of(expected), leaves_of(found)
-    changed = sorted(
-        path for path in here.keys() | there.keys() if bits(here, path) != bits(there, path)
-    )
+def _difference(expected: Commit, actual: Commit) -> RunDifference:
+    old, new = leaves_of(expected), leaves_of(actual)
+    changed = sorted(path for path in old.keys() | new.keys() if bits(old, path) != bits(new, path))
     return RunDifference(
-        what=f"step {found.step}: {len(changed)} of {len(here)} leaves differ",
-        run=found.run,
-        step=found.step,
-        attempt=found.attempt,
-        leaves=tuple(LeafDifference(p, _text(here.get(p)), _text(there.get(p))) for p in changed),
-        equal=tuple(sorted(here.keys() - set(changed))),
+        what=f"step {actual.step}: {len(changed)} of {len(old)} leaves differ",
+        run=actual.run,
+        step=actual.step,
+        attempt=actual.attempt,
+        leaves=tuple(LeafDifference(p, _text(old.get(p)), _text(new.get(p))) for p in changed),
+        equal=tuple(sorted(old.keys() - set(changed))),
     )
 
 
 def changing(commits: Iterable[Commit], paths: Iterable[str]) -> list[str]:
-    """Those of `paths` whose bits are not the same in all of `commits`."""
+    """The `paths` whose bits are not the same in all of `commits`."""
     seen: dict[str, set[object]] = {path: set() for path in paths}
     for commit in commits:
-        held = leaves_of(commit)
-        for path, found in seen.items():
-            found.add(bits(held, path))
-    return sorted(path for path, found in seen.items() if len(found) > 1)
+        leaves = leaves_of(commit)
+        for path, values in seen.items():
+            values.add(bits(leaves, path))
+    return sorted(path for path, values in seen.items() if len(values) > 1)
 
 
 def bits(leaves: Mapping[str, LeafRecord], path: str) -> object:
-    """What two leaves must have in common to be equal; None where there is no such leaf."""
+    """A value that is the same for two leaves with the same bits; None for a missing leaf."""
     leaf = leaves.get(path)
     return leaf and (leaf.dtype, leaf.shape, leaf.text, tuple(leaf.hashes()))
 
@@ -148,5 +160,5 @@ def _text(leaf: LeafRecord | None) -> str:
     if leaf is None:
         return ""
     data = memoryview((leaf.text or "").encode())
-    said = Leaf(leaf.dtype, leaf.shape, data).describe()
-    return said if leaf.text is not None or not leaf.hashes() else f"{said} {leaf.hashes()[0][:12]}"
+    text = Leaf(leaf.dtype, leaf.shape, data).describe()
+    return text if leaf.text is not None or not leaf.hashes() else f"{text} {leaf.hashes()[0][:12]}"

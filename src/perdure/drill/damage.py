@@ -1,4 +1,4 @@
-"""Damage to the newest checkpoint between two attempts: what a disk does while nobody looks."""
+"""Damages the newest checkpoint between two attempts, as a failing disk would."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from perdure.store.manifest import Manifest
 
 
 def damage(runs: Path, how: str, place: float) -> str | None:
-    """Damage the newest checkpoint of the fullest run directory below `runs`; says what was done.
+    """Damage the newest checkpoint of the run directory below `runs` that has the most checkpoints.
 
-    `how`: "flip" a bit of what its save wrote, "delete" the pack that it wrote. `place` is from 0 to
-    1. None, and nothing done, where no older checkpoint is there to go on from.
+    Args:
+        runs: The parent of the run directories.
+        how: "flip" a bit of what the save of the checkpoint wrote, or "delete" its pack.
+        place: Where in it, from 0 to 1.
+
+    Returns:
+        What was done, as text; None, with nothing done, if there is no older checkpoint.
     """
-    held = [(run.steps(), run) for run in map(Run, _marked(runs))]
-    steps, run = max(held, key=lambda each: len(each[0]), default=([], None))
+    marked = [path.parent for path in sorted(runs.glob(f"*/{MANIFESTS}")) if path.is_dir()]
+    candidates = [(run.steps(), run) for run in map(Run, marked)]
+    steps, run = max(candidates, key=lambda candidate: len(candidate[0]), default=([], None))
     if run is None or len(steps) < 2:
         return None
-    where, step = Path(run.where), steps[-1]
+    directory, step = Path(run.where), steps[-1]
     manifest = run.manifest(step)
-    own = [pack.name for pack in manifest.packs if pack_step(pack.name) == step]
+    packs = [pack.name for pack in manifest.packs if pack_step(pack.name) == step]
     if how == "delete":
-        if not own:
+        if not packs:
             return None
-        name = own[int(place * len(own))]
-        (where / PACKS / name).unlink()
+        name = packs[int(place * len(packs))]
+        (directory / PACKS / name).unlink()
         return f"{PACKS}{name} of step {step} deleted"
-    spans = _spans(manifest, set(own))
+    spans = _spans(manifest, set(packs))
     if spans:
         name, start, length = spans[int(place * len(spans))]
-        at = start + int(place * length)
+        offset = start + int(place * length)
         name = PACKS + name
-    else:  # nothing new was in that checkpoint but its manifest
+    else:  # the save wrote nothing but the manifest
         name = manifest_name(step)
-        at = int(place * (where / name).stat().st_size)
-    with (where / name).open("r+b") as file:
-        file.seek(at)
+        offset = int(place * (directory / name).stat().st_size)
+    with (directory / name).open("r+b") as file:
+        file.seek(offset)
         (byte,) = file.read(1)
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([byte ^ 1 << int(place * 8)]))
-    return f"a bit of byte {at} of {name} flipped (step {step})"
+    return f"a bit of byte {offset} of {name} flipped (step {step})"
 
 
 def _spans(manifest: Manifest, packs: set[str]) -> list[tuple[str, int, int]]:
-    """Where the chunks lie that are read from `packs`: pack, offset, bytes."""
+    """Pack, offset and length in bytes of the chunks that lie in `packs`."""
     names = [pack.name for pack in manifest.packs]
     return [
         (names[chunk.pack], chunk.offset, chunk.length)
@@ -53,7 +59,3 @@ def _spans(manifest: Manifest, packs: set[str]) -> list[tuple[str, int, int]]:
         for chunk in leaf.chunks
         if names[chunk.pack] in packs and chunk.length
     ]
-
-
-def _marked(runs: Path) -> list[Path]:
-    return [path.parent for path in sorted(runs.glob(f"*/{MANIFESTS}")) if path.is_dir()]

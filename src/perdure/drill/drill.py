@@ -1,4 +1,4 @@
-"""The drill itself: two undisturbed runs, then faulted ones, each compared; then why they differ."""
+"""The drill: two undisturbed runs, then faulted runs, each compared; a diagnosis if they differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perdure.drill.compare import RunDifference, compare, held, read_back
+from perdure.drill.compare import RunDifference, compare, newest_steps, read_back
 from perdure.drill.diagnose import (
     Diagnosis,
     ProbeRunner,
@@ -18,31 +18,41 @@ from perdure.drill.diagnose import (
 from perdure.drill.execution import LOGS, DrilledProgram, execute, observe
 from perdure.drill.fault_plan import (
     KINDS,
+    draw_scenario,
     other_devices,
     other_workers,
     plan,
-    possible,
-    scenario,
+    possible_kinds,
 )
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
 
 TRIES = 4
-"""How often a scenario is drawn anew until its fault fires."""
+"""How often a scenario is drawn until its fault fires."""
 
 
 @dataclass(frozen=True)
 class DrillOptions:
-    """What is tried: `faults` by their names in `KINDS` (all that can happen, by default), `runs`
-    faulted runs drawn from `seed`, on `workers` processes. `leave` are run directories that the
-    program only reads, and that stay where they are."""
+    """What a drill tries.
+
+    Attributes:
+        faults: Names of `KINDS`; empty for all that can happen to the program.
+        runs: How many faulted runs to try.
+        seed: Decides the places and times of all faults.
+        workers: Processes of the group.
+        read_only: Run directories that the program only reads; they are not redirected.
+        environment: Variables for the program, on top of those of this process.
+
+    Raises:
+        LaunchError: If a fault is not known, or `runs` or `workers` is below 1.
+    """
 
     faults: tuple[str, ...] = ()
     runs: int = 10
     seed: int = 0
     workers: int = 1
-    leave: tuple[str, ...] = ()
+    read_only: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,8 +67,7 @@ class DrillOptions:
 
 @dataclass
 class DrillRow:
-    """One faulted run. `verdict`: "pass", "differs", "failed" (it did not come to its end), or "not
-    fired" (the fault never happened, so nothing is shown)."""
+    """One faulted run, compared with the undisturbed one."""
 
     scenario: Scenario
     outcome: Outcome
@@ -68,6 +77,7 @@ class DrillRow:
 
     @property
     def verdict(self) -> str:
+        """ "pass", "differs", "failed" (it did not finish) or "not fired" (which proves nothing)."""
         if self.difference is not None:
             return "differs"
         if self.outcome.problem:
@@ -76,13 +86,13 @@ class DrillRow:
 
     @property
     def fired(self) -> bool:
-        """Whether all its planned faults have happened; a run that fails before does not count."""
+        """Whether all planned faults have happened; a run that fails before that does not count."""
         return self.outcome.all_fired(self.scenario)
 
 
 @dataclass
 class DrillReport:
-    """What a drill has found; `document` is what `--json` prints."""
+    """The result of a drill."""
 
     command: tuple[str, ...]
     options: DrillOptions
@@ -95,11 +105,11 @@ class DrillReport:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was tried came out with the same bits, and all faults fired."""
+        """Whether every run ended with the same bits and every fault fired."""
         return self.undisturbed is None and all(row.verdict == "pass" for row in self.rows)
 
     def document(self) -> dict[str, Any]:
-        """All of it in plain values."""
+        """The report in plain values, as `--json` prints it."""
         return {
             "command": list(self.command),
             "pass": self.passed,
@@ -121,10 +131,10 @@ class DrillReport:
     def _counts(self) -> dict[str, dict[str, int]]:
         counts: dict[str, dict[str, int]] = {}
         for row in self.rows:
-            each = counts.setdefault(row.scenario.kind, {"runs": 0, "fired": 0, "pass": 0})
-            each["runs"] += 1
-            each["fired"] += row.fired
-            each["pass"] += row.verdict == "pass"
+            count = counts.setdefault(row.scenario.kind, {"runs": 0, "fired": 0, "pass": 0})
+            count["runs"] += 1
+            count["fired"] += row.fired
+            count["pass"] += row.verdict == "pass"
         return counts
 
     def _row(self, row: DrillRow) -> dict[str, Any]:
@@ -137,7 +147,7 @@ class DrillReport:
             "fired": outcome.fired,
             "all_fired": row.fired,
             "verdict": row.verdict,
-            "attempts": [asdict(each) for each in outcome.attempts],
+            "attempts": [asdict(attempt) for attempt in outcome.attempts],
             "repeated_steps": outcome.repeated,
             "seconds": round(outcome.seconds, 3),
             "lost_seconds": round(max(0.0, outcome.seconds - self.observed.seconds), 3),
@@ -150,107 +160,125 @@ class DrillReport:
         }
 
 
-Tell = Callable[[str, "DrillRow | None"], None]
-"""Told what happens now, and every faulted run once it is over."""
+Progress = Callable[[str, "DrillRow | None"], None]
+"""Is called with what begins now, and with the kind and row of every faulted run that is over."""
 
 
 def run_drill(
     command: Sequence[str],
     options: DrillOptions,
     directory: Path,
-    tell: Tell = lambda *_: None,
+    progress: Progress = lambda *_: None,
 ) -> DrillReport:
-    """Drill `command` in `directory`, where the runs that differ are kept.
+    """Run `command` undisturbed and under faults, and compare every checkpoint.
 
-    Raises `LaunchError` where there is nothing to try: the command does not exist, fails without any
-    fault, or saves nothing; and where `directory` cannot be written to or holds an earlier drill.
+    Args:
+        command: The program and its arguments.
+        options: What to try.
+        directory: Holds all runs; those that differ are kept with their checkpoints.
+        progress: Is called at the beginning of each part and after every faulted run.
+
+    Returns:
+        The report; `passed` is True only if all bits are equal and every fault fired.
+
+    Raises:
+        LaunchError: If the command does not exist, fails without a fault, saves nothing or never
+            restores; if a requested fault cannot happen to it; if a directory of `read_only` does not
+            exist; if `directory` cannot be written to or holds an earlier drill.
+        KeyboardInterrupt: If this process got a signal that asked it to end.
     """
-    for path in options.leave:
-        # One that is misspelt would be led elsewhere, and the program would begin without it.
+    for path in options.read_only:
+        # A misspelt directory would be redirected, and the program would begin without it.
         if not Path(path).is_dir():
             raise LaunchError(
-                f"--leave {path}: no such directory, in {Path.cwd()}. Expected a run directory that "
-                f"the program only reads."
+                f"--read-only {path}: no such directory, in {Path.cwd()}. Expected a run directory "
+                f"that the program only reads."
             )
-    # In the drill's own directory: the first run compiles, and the others show that this is as good.
+    # In the drill's own directory: the first run compiles, the others show that the cache is exact.
     cache = None if default_cache() is None else directory / "compiled"
     program = DrilledProgram(
-        tuple(command), options.workers, options.environment, options.leave, cache
+        tuple(command), options.workers, options.environment, options.read_only, cache
     )
-    return _Drill(program, options, directory, tell).run()
+    return _Drill(program, options, directory, progress).run()
 
 
 class _Drill:
     def __init__(
-        self, program: DrilledProgram, options: DrillOptions, directory: Path, tell: Tell
+        self,
+        program: DrilledProgram,
+        options: DrillOptions,
+        directory: Path,
+        progress: Progress,
     ) -> None:
         self._program = program
         self._options = options
         self._directory = directory
-        self._tell = tell
-        self._held: dict[str, int] = {}  # what an undisturbed run leaves
+        self._progress = progress
+        self._ends: dict[str, int] = {}  # the newest steps that an undisturbed run leaves
 
     def run(self) -> DrillReport:
         plain = self._undisturbed("undisturbed-1", "undisturbed")
         _require_saves(plain)
         other = self._undisturbed("undisturbed-2", "undisturbed once more")
-        # The second one finds compiled programs and warm caches, as the faulted ones do.
+        # The second run finds compiled programs and warm caches, as the faulted runs do.
         observed = observe(self._program, other)
         report = DrillReport(self._program.command, self._options, observed, plain)
         _, report.undisturbed = compare(plain, other)
-        again = self._directory / "undisturbed-2"
-        self._held = held(again)
+        second = self._directory / "undisturbed-2"
+        self._ends = newest_steps(second)
         if report.undisturbed is None:
-            report.undisturbed = read_back(again, self._held, plain)
-        lab = ProbeRunner(self._program, self._directory / "probes", plain, observed)
+            report.undisturbed = read_back(second, self._ends, plain)
+        runner = ProbeRunner(self._program, self._directory / "probes", plain, observed)
         if report.undisturbed is not None:
-            self._tell("looking for the cause", None)
-            report.diagnosis = diagnose_undisturbed(lab, report.undisturbed)
+            self._progress("looking for the cause", None)
+            report.diagnosis = diagnose_undisturbed(runner, report.undisturbed)
             return report
-        report.observed = observed = self._try_topologies(lab, observed, report)
-        lab.observed = observed
-        can = self._kinds(observed, report)
+        report.observed = observed = self._try_topologies(runner, observed, report)
+        runner.observed = observed
+        kinds = self._kinds(observed, report)
         options = self._options
-        for each in plan(observed, can, options.runs, options.seed, report.impossible):
-            row = self._faulted(each, observed, plain)
+        for scenario in plan(observed, kinds, options.runs, options.seed, report.impossible):
+            row = self._faulted(scenario, observed, plain)
             report.rows.append(row)
-            self._tell(each.kind, row)
+            self._progress(scenario.kind, row)
         _require_restores(report.rows)
-        self._diagnose(lab, report)
+        self._diagnose(runner, report)
         return report
 
     def _undisturbed(self, name: str, what: str) -> Outcome:
-        self._tell(what, None)
+        self._progress(what, None)
         outcome = execute(self._program, self._directory / name)
         if outcome.problem:
             reached = [event["step"] for event in outcome.events if event["e"] == "step"]
-            when = f"behind step {max(reached)}" if reached else "before its first step"
+            when = f"after step {max(reached)}" if reached else "before its first step"
             first = outcome.attempts[0].ended
             raise LaunchError(
                 f"the program fails without any fault, {when} ({first}), so there is nothing to "
-                f"drill. Mend this first; the end of its log:\n{outcome.log or '(nothing)'}"
+                f"drill. Repair this first; the end of its log:\n{outcome.log or '(nothing)'}"
             )
         return outcome
 
     def _try_topologies(
-        self, lab: ProbeRunner, observed: Observed, report: DrillReport
+        self, runner: ProbeRunner, observed: Observed, report: DrillReport
     ) -> Observed:
-        """Which other numbers of devices and workers the program takes; one that it refuses is no
-        fault of a restart."""
+        """Try other numbers of devices and workers without a fault.
+
+        A number that the program refuses is no failure of a restart.
+        """
         wanted = self._options.faults or tuple(KINDS)
         devices: list[int] = []
         workers: list[int] = []
         if "other-devices" in wanted:
             for count in other_devices(observed)[:2]:
-                self._tell(f"trying {count} devices", None)
-                if problem := lab.undisturbed(devices=count).problem:
+                self._progress(f"trying {count} devices", None)
+                if problem := runner.undisturbed(devices=count).problem:
                     report.impossible["other-devices"] = f"refused on {count} devices: {problem}"
                 else:
                     devices.append(count)
         if "other-workers" in wanted:
             for count in other_workers(observed)[:2]:
-                self._tell(f"trying {count} workers", None)
-                if problem := lab.undisturbed(workers=count).problem:
+                self._progress(f"trying {count} workers", None)
+                if problem := runner.undisturbed(workers=count).problem:
                     report.impossible["other-workers"] = f"refused on {count} workers: {problem}"
                 else:
                     workers.append(count)
@@ -258,32 +286,32 @@ class _Drill:
 
     def _kinds(self, observed: Observed, report: DrillReport) -> list[str]:
         wanted = self._options.faults or tuple(KINDS)
-        can, cannot = possible(observed, wanted)
+        kinds, cannot = possible_kinds(observed, wanted)
         report.impossible = {kind: report.impossible.get(kind, why) for kind, why in cannot.items()}
         if self._options.faults and cannot:
             reasons = "; ".join(f"{kind}: {why}" for kind, why in report.impossible.items())
             raise LaunchError(f"these faults cannot happen to this program: {reasons}.")
-        return can
+        return kinds
 
-    def _faulted(self, drawn: Scenario, observed: Observed, plain: Outcome) -> DrillRow:
-        """Run one scenario; drawn anew, at earlier places, as long as its fault does not fire."""
-        again = 0
+    def _faulted(self, scenario: Scenario, observed: Observed, plain: Outcome) -> DrillRow:
+        """Run one scenario; while its fault does not fire, draw it again at earlier places."""
+        retry, seed = 0, self._options.seed
         while True:
-            where = self._directory / f"run-{drawn.number:03d}{f'-{again}' if again else ''}"
-            outcome = execute(self._program, where, drawn.attempts, observed)
+            name = f"run-{scenario.number:03d}{f'-{retry}' if retry else ''}"
+            outcome = execute(self._program, self._directory / name, scenario.attempts, observed)
             compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
-                difference = read_back(where, self._held, plain)
-            row = DrillRow(drawn, outcome, compared, difference)
+                difference = read_back(self._directory / name, self._ends, plain)
+            row = DrillRow(scenario, outcome, compared, difference)
             if row.verdict == "pass":
-                _remove(where)
-            again += 1
-            if row.verdict != "not fired" or again == TRIES:
+                _remove_checkpoints(self._directory / name)
+            retry += 1
+            if row.verdict != "not fired" or retry == TRIES:
                 return row
-            drawn = scenario(observed, drawn.kind, drawn.number, self._options.seed, again)
+            scenario = draw_scenario(observed, scenario.kind, scenario.number, seed, retry)
 
-    def _diagnose(self, lab: ProbeRunner, report: DrillReport) -> None:
-        """One diagnosis for the first of each sort; faults of one sort have one cause."""
+    def _diagnose(self, runner: ProbeRunner, report: DrillReport) -> None:
+        """Diagnose the first row of each sort of failure; rows of one sort have one cause."""
         known: dict[tuple[str, ...], Diagnosis] = {}
         for row in report.rows:
             if row.verdict not in ("differs", "failed"):
@@ -298,19 +326,18 @@ class _Drill:
                 *(p.path for p in leaves),
             )
             if sort not in known:
-                self._tell("looking for the cause", None)
-                known[sort] = diagnose_run(lab, row.scenario, row.outcome, row.difference)
+                self._progress("looking for the cause", None)
+                known[sort] = diagnose_run(runner, row.scenario, row.outcome, row.difference)
             row.diagnosis = known[sort]
 
 
 def _require_saves(outcome: Outcome) -> None:
-    """Raise `LaunchError` that says what is missing, for a program that no drill can help."""
+    """Raise `LaunchError` if the program saved no checkpoint."""
     opened = sorted({event["name"] for event in outcome.events if event["e"] == "open"})
     if not opened:
         raise LaunchError(
-            "the program never opened a run directory, so it saves nothing that could be compared. "
-            "Expected a perdure.CheckpointManager(directory), a Trainer, or a Keras callback of "
-            "perdure in it."
+            "the program never opened a run directory, so there is nothing to compare. Expected a "
+            "perdure.CheckpointManager(directory), a Trainer, or a Keras callback of perdure in it."
         )
     if not outcome.commits:
         raise LaunchError(
@@ -320,25 +347,26 @@ def _require_saves(outcome: Outcome) -> None:
 
 
 def _require_restores(rows: Sequence[DrillRow]) -> None:
-    """Raise `LaunchError` where the program was started behind a checkpoint, often, and took none."""
+    """Raise `LaunchError` if the program was restarted after checkpoints and never restored one."""
     resumed = [
-        started.restored
+        attempt.restored
         for row in rows
-        for number, started in enumerate(row.outcome.attempts, 1)
-        if started.first is not None and any(c.attempt < number for c in row.outcome.commits)
+        for number, attempt in enumerate(row.outcome.attempts, 1)
+        if attempt.first is not None and any(c.attempt < number for c in row.outcome.commits)
     ]
     if resumed and all(step is None for step in resumed):
         raise LaunchError(
             f"the program saves checkpoints and never restores one: started again {len(resumed)} "
-            f"times, it began anew. Expected manager.restore_or_initialize(state) before its loop."
+            f"times, it began from the first step. Expected manager.restore_or_initialize(state) "
+            f"before its loop."
         )
 
 
-def _remove(where: Path) -> None:
-    """Keep what is small: the events and the logs."""
-    for each in where.iterdir():
-        if each.is_dir() and each.name != LOGS:
-            shutil.rmtree(each)
+def _remove_checkpoints(directory: Path) -> None:
+    """Keep the small files: the events and the logs."""
+    for path in directory.iterdir():
+        if path.is_dir() and path.name != LOGS:
+            shutil.rmtree(path)
 
 
 def _fingerprint(outcome: Outcome) -> str | None:

@@ -1,4 +1,4 @@
-"""Running a program once under the drill: by the supervisor of `perdure run`, to its end."""
+"""Runs a program once under the drill, to its end, with the supervisor of `perdure run`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from perdure.drill.damage import damage
-from perdure.drill.scenario import Commit, Launch, Observed, Outcome, Started
+from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, RUNS
+from perdure.drill.scenario import Commit, Launch, LaunchOutcome, Observed, Outcome
 from perdure.errors import LaunchError
-from perdure.store.drill import DRILL
-from perdure.store.drilled import COPIES, EVENTS, PLAN, RUNS
+from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.supervise import history
@@ -39,73 +39,84 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class DrilledProgram:
-    """What is tried: a command that trains, on so many workers.
+    """The program that is drilled.
 
-    `leave` are run directories that it only reads; they stay where they are. `cache` is where JAX
-    keeps what it has compiled; None leaves that to the environment.
+    Attributes:
+        command: The program and its arguments.
+        workers: Processes of the group.
+        environment: Variables on top of those of this process.
+        read_only: Run directories that the program only reads; they are not redirected.
+        cache: Where JAX keeps compiled programs; None leaves that to the environment.
     """
 
     command: tuple[str, ...]
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    leave: tuple[str, ...] = ()
+    read_only: tuple[str, ...] = ()
     cache: Path | None = None
 
 
 def execute(
     program: DrilledProgram,
-    where: Path,
+    directory: Path,
     attempts: Sequence[Launch] = (),
     observed: Observed | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run `program` to its end in `where`, a directory of its own; the faults of `attempts` hit it.
+    """Run `program` to its end in `directory` under the faults of `attempts`.
 
-    `observed` gives the limits behind which a silent program is taken for hung. Raises `LaunchError`
-    where the command does not exist, `where` cannot be written to or is there already, and
-    `KeyboardInterrupt`.
+    Args:
+        program: What to run.
+        directory: Is created, and holds all that the run writes.
+        attempts: Topology and faults of the first attempts; later ones have no faults.
+        observed: Gives the limits after which a silent program counts as hung.
+        environment: Variables on top of those of the program.
+
+    Raises:
+        LaunchError: If the command does not exist, or `directory` exists or cannot be written to.
+        KeyboardInterrupt: If this process got a signal that asked it to end.
     """
-    faults = _Faults(program, where, attempts, environment or {})
+    faults = _FaultObserver(program, directory, attempts, environment or {})
     options = RunOptions(
         workers=program.workers,
         max_restarts=len(attempts) + _SPARE_RESTARTS,
-        log_directory=where / LOGS,
+        log_directory=directory / LOGS,
         limits=_limits(observed),
         compilation_cache=program.cache,
     )
     supervisor = _supervisor(program.command, options, faults)
-    with _writable(where):
-        _make(where)
+    with _writable(directory):
+        _make(directory)
     began = time.monotonic()
-    with _writable(where):
+    with _writable(directory):
         try:
             summary = supervisor.run()
         finally:
             faults.close()
-    if summary.asked is not None:  # a signal to us; whatever else happened, no fault did it
+    if summary.signal is not None:  # sent to this process, and no fault of the drill
         raise KeyboardInterrupt
     outcome = faults.outcome
     outcome.began, outcome.seconds = began, summary.seconds
     if summary.status != 0:
         outcome.problem = outcome.problem or summary.reason
-        outcome.log = _last_words(where / LOGS)
+        outcome.log = _log_tail(directory / LOGS)
     return outcome
 
 
-class _Faults(Observer):
-    """Prepares every attempt, does what is done from outside, and takes down what happened."""
+class _FaultObserver(Observer):
+    """Prepares every attempt, sends signals from outside, and records what happened."""
 
     def __init__(
         self,
         program: DrilledProgram,
-        where: Path,
+        directory: Path,
         attempts: Sequence[Launch],
         environment: Mapping[str, str],
     ) -> None:
         self._program = program
-        self._where = where
+        self._directory = directory
         self._attempts = attempts
-        self._environment = {**program.environment, **environment, DRILL: str(where)}
+        self._environment = {**program.environment, **environment, DRILL: str(directory)}
         self._workers = program.workers
         self._devices: int | None = None
         self._now = Launch()
@@ -115,14 +126,14 @@ class _Faults(Observer):
         self.outcome = Outcome()
 
     def workers(self, attempt: int, planned: int) -> int:
-        """The attempt begins: its plan is written, and what was lying about is damaged."""
+        """Begin an attempt: write its plan, and damage the newest checkpoint if that is planned."""
         self._now = self._attempts[attempt - 1] if attempt <= len(self._attempts) else Launch()
         self._started = []
         now, fired = self._now, self.outcome.fired
         if now.damage:
-            said = damage(self._where / RUNS, now.damage, now.place)
-            if said is not None:
-                fired.append(said)
+            done = damage(self._directory / RUNS, now.damage, now.place)
+            if done is not None:
+                fired.append(done)
         if now.devices is not None:
             self._devices = now.devices
             fired.append(f"on {now.devices} devices")
@@ -130,20 +141,20 @@ class _Faults(Observer):
             self._workers = now.workers
             fired.append(f"on {now.workers} workers")
         faults = [
-            {"id": f"{attempt}-{at}", **{k: v for k, v in asdict(fault).items() if v is not None}}
-            for at, fault in enumerate(now.inside)
+            {"id": f"{attempt}-{i}", **{k: v for k, v in asdict(fault).items() if v is not None}}
+            for i, fault in enumerate(now.injected)
         ]
-        plan = {"attempt": attempt, "faults": faults, "leave": self._program.leave}
-        (self._where / PLAN).write_text(json.dumps(plan))
+        plan = {"attempt": attempt, "faults": faults, "read_only": self._program.read_only}
+        (self._directory / PLAN).write_text(json.dumps(plan))
         return self._workers
 
     def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
-        """The way to the plan; a number of devices where one was drawn."""
+        """The directory of the drilled run, and another number of devices if the plan has one."""
         devices = {} if self._devices is None else {DEVICES: str(self._devices)}
         return {**self._environment, **devices}
 
     def started(self, worker: Worker) -> None:
-        """Behind the last worker the time of a signal from outside begins."""
+        """Start the timer of a signal from outside once the last worker has started."""
         self._started.append(worker)
         if self._now.signal and len(self._started) == self._workers:
             self._timer = threading.Timer(self._now.after_s, self._send)
@@ -151,11 +162,11 @@ class _Faults(Observer):
             self._timer.start()
 
     def ended(self, attempt: history.AttemptRecord) -> None:
-        """Reads what the attempt has told."""
+        """Read the events of the attempt."""
         self.close()
         outcome = self.outcome
         before = len(outcome.fired)
-        done = Started(attempt.cause, attempt.seconds, attempt.workers, self._devices)
+        done = LaunchOutcome(attempt.cause, attempt.seconds, attempt.workers, self._devices)
         self._collect(attempt.number, done)
         hit = before < len(outcome.fired) or self._hit
         self._hit = False
@@ -163,11 +174,11 @@ class _Faults(Observer):
             outcome.problem = (
                 f"attempt {attempt.number} ended by itself: {attempt.cause}; no fault had hit it"
             )
-            outcome.log = _last_words(self._where / LOGS, attempt.number)
+            outcome.log = _log_tail(self._directory / LOGS, attempt.number)
         outcome.attempts.append(done)
 
     def close(self) -> None:
-        """No signal is sent from here on."""
+        """Cancel a signal that was not sent yet."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -177,8 +188,10 @@ class _Faults(Observer):
 
     def _send(self) -> None:
         now = self._now
-        chosen = self._started if now.victim is None else self._started[now.victim : now.victim + 1]
-        alive = [worker for worker in chosen if worker.status is None]
+        victims = self._started
+        if now.victim is not None:
+            victims = victims[now.victim : now.victim + 1]
+        alive = [worker for worker in victims if worker.status is None]
         if not alive:
             return
         self._hit = True
@@ -187,8 +200,8 @@ class _Faults(Observer):
         for worker in alive:
             worker.send(signal.Signals[now.signal])
 
-    def _collect(self, number: int, done: Started) -> None:
-        path = self._where / EVENTS
+    def _collect(self, number: int, done: LaunchOutcome) -> None:
+        path = self._directory / EVENTS
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -203,9 +216,9 @@ class _Faults(Observer):
             if kind == "fired":
                 outcome.fired.append(f"{event['act']} at {event['at']}")
             elif kind == "commit":
-                copy = self._where / COPIES / event["copy"]
-                found = read_manifest(str(copy), step).fingerprint
-                outcome.commits.append(Commit(event["run"], step, number, str(copy), found))
+                copy = self._directory / COPIES / event["copy"]
+                fingerprint = read_manifest(str(copy), step).fingerprint
+                outcome.commits.append(Commit(event["run"], step, number, str(copy), fingerprint))
             elif kind == "step":
                 done.first = step if done.first is None else min(done.first, step)
                 done.last = step if done.last is None else max(done.last, step)
@@ -214,12 +227,12 @@ class _Faults(Observer):
 
 
 def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
-    """What an undisturbed run has shown."""
+    """Summarize an undisturbed run."""
     chief = [event for event in outcome.events if event["w"] == 0]
     steps = [event for event in chief if event["e"] == "step"]
     end = outcome.began + outcome.seconds
     first = steps[0]["t"] if steps else end
-    behind = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
+    times = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
     replicas = None
     if outcome.commits:
         last = outcome.commits[-1]
@@ -231,7 +244,7 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
         commits=tuple(sorted({commit.step for commit in outcome.commits})),
         points=Counter(event["e"] for event in chief),
         early=Counter(event["e"] for event in chief if event["t"] <= first),
-        silence_s=max((b - a for a, b in pairwise(behind)), default=0.0),
+        silence_s=max((b - a for a, b in pairwise(times)), default=0.0),
         workers=program.workers,
         replicas=replicas if isinstance(replicas, int) else None,
         devices=int(program.environment.get(DEVICES) or os.environ.get(DEVICES) or 1),
@@ -240,7 +253,7 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
 
 
 def read_manifest(copy: str, step: int) -> Manifest:
-    """A manifest that was copied as it was committed."""
+    """Decode the copy of a manifest that was made when it was committed."""
     return decode_manifest(Path(copy).read_bytes(), copy, step)
 
 
@@ -253,43 +266,44 @@ def _limits(observed: Observed | None) -> Limits:
 
 
 def _supervisor(command: Sequence[str], options: RunOptions, faults: Observer) -> Supervisor:
-    """The supervisor, whose advice names the command that was typed. Made before anything is written,
-    so that a misspelt command leaves nothing in the way of the next drill."""
+    """The supervisor of the run; its errors name `perdure drill`.
+
+    It is made before anything is written, so that a misspelt command leaves no directory behind.
+    """
     quiet = Console(io.StringIO(), io.StringIO())
     try:
         return Supervisor(command, options, console=quiet, observer=faults)
     except LaunchError as error:
-        said = str(error).replace("perdure run --", "perdure drill --")
-        raise LaunchError(said) from error
+        raise LaunchError(str(error).replace("perdure run --", "perdure drill --")) from error
 
 
-def _make(where: Path) -> None:
+def _make(directory: Path) -> None:
     try:
-        where.mkdir(parents=True)
+        directory.mkdir(parents=True)
     except FileExistsError as error:
         raise LaunchError(
-            f"{where.parent}: it holds an earlier drill ({where.name} is there already). Name another "
+            f"{directory.parent}: it holds an earlier drill ({directory.name} exists). Name another "
             f"place with --directory, or remove that one."
         ) from error
 
 
 @contextlib.contextmanager
-def _writable(where: Path) -> Iterator[None]:
+def _writable(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         space = "Free some space, or name" if error.errno in _FULL else "Name"
         raise LaunchError(
-            f"{where}: the runs of the drill cannot be written there: {error}. {space} another place: "
-            f"--directory"
+            f"{directory}: the runs of the drill cannot be written there: {error}. {space} another "
+            f"place with --directory"
         ) from error
 
 
-def _last_words(logs: Path, attempt: int | None = None) -> str:
-    """The end of the newest log that says anything."""
+def _log_tail(logs: Path, attempt: int | None = None) -> str:
+    """The last lines of the newest log that is not empty."""
     pattern = "*.log" if attempt is None else f"attempt-{attempt}-*.log"
     for path in sorted(logs.glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True):
-        said = path.read_text(errors="replace").strip().splitlines()
-        if said:
-            return "\n".join(said[-_TAIL:])
+        lines = path.read_text(errors="replace").strip().splitlines()
+        if lines:
+            return "\n".join(lines[-_TAIL:])
     return ""

@@ -1,6 +1,6 @@
-"""Which faults hit where: a function of the seed and of what an undisturbed run has shown.
+"""Plans the faults: a function of the seed and of what an undisturbed run has shown.
 
-Every kind draws its own places. One that cannot happen to this program says why, and is not drawn.
+Every kind of fault draws its own places. A kind that cannot happen to the program gives the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from perdure.errors import LaunchError
 
 
 class Impossible(Exception):
-    """A kind of fault cannot happen to this program; the text says why."""
+    """A kind of fault cannot happen to this program; the message is the reason."""
 
 
 def plan(
@@ -23,30 +23,41 @@ def plan(
     seed: int,
     impossible: Mapping[str, str] | None = None,
 ) -> list[Scenario]:
-    """`runs` scenarios that go through all `kinds` in turns, each in an order of its own.
+    """`runs` scenarios that take the `kinds` in turn.
 
-    `impossible` has the kinds that are left out, and why; all of it is said where no kind is left.
+    Args:
+        observed: What an undisturbed run showed.
+        kinds: Names of `KINDS` that can happen to the program.
+        runs: How many scenarios to draw.
+        seed: Decides the places and times of all faults.
+        impossible: The reason for each kind that is left out, for the error message.
+
+    Raises:
+        LaunchError: If `kinds` is empty.
     """
     if not kinds:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in (impossible or {}).items())
         raise LaunchError(f"no kind of fault can happen to this program: {reasons}.")
     return [
-        scenario(observed, kinds[number % len(kinds)], number + 1, seed) for number in range(runs)
+        draw_scenario(observed, kinds[number % len(kinds)], number + 1, seed)
+        for number in range(runs)
     ]
 
 
-def scenario(observed: Observed, kind: str, number: int, seed: int, again: int = 0) -> Scenario:
-    """One faulted run. `again` draws other, earlier places for one whose fault did not fire."""
-    chance = random.Random(f"{seed}/{number}/{again}")
-    return Scenario(number, kind, tuple(KINDS[kind](_Places(observed, chance, 0.5**again))))
+def draw_scenario(
+    observed: Observed, kind: str, number: int, seed: int, retry: int = 0
+) -> Scenario:
+    """One faulted run. A larger `retry` draws earlier places, after a fault that did not fire."""
+    rng = random.Random(f"{seed}/{number}/{retry}")
+    return Scenario(number, kind, tuple(KINDS[kind](_Places(observed, rng, 0.5**retry))))
 
 
-def possible(observed: Observed, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def possible_kinds(observed: Observed, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The kinds that can happen to this program, and why the others cannot."""
     can, cannot = [], {}
     for kind in wanted:
         try:
-            scenario(observed, kind, 1, 0)
+            draw_scenario(observed, kind, 1, 0)
             can.append(kind)
         except Impossible as error:
             cannot[kind] = str(error)
@@ -54,159 +65,169 @@ def possible(observed: Observed, wanted: Sequence[str]) -> tuple[list[str], dict
 
 
 class _Places:
-    """Draws places in a program from what was seen of it; `share` of it from the beginning on."""
+    """Draws places for faults from the first `share` of what was observed of a program."""
 
-    def __init__(self, observed: Observed, chance: random.Random, share: float) -> None:
-        self.seen = observed
-        self.chance = chance
+    def __init__(self, observed: Observed, rng: random.Random, share: float) -> None:
+        self.observed = observed
+        self.rng = rng
         self._share = share
 
     def nth(self, *points: str, first: int = 1, late: bool = False) -> tuple[str, int]:
-        """One of the `points`, and which time that the program comes there; `late`: behind its first
-        step, because a program that fails before it is not started again."""
+        """One of the `points`, and which occurrence of it: 1 for the first.
+
+        `late` leaves out everything before the first step, because a program that fails before its
+        first step is not started again.
+        """
         if late:
-            first += max((self.seen.early.get(point, 0) for point in points), default=0)
-        there = [point for point in points if self.seen.points.get(point, 0) >= first]
-        if not there:
-            when = " behind its first step" if late else ""
-            raise Impossible(f"the undisturbed run never comes to {' or '.join(points)}{when}")
-        point = self.chance.choice(there)
-        most = self.seen.points[point]
-        return point, self.chance.randint(first, max(first, int(most * self._share)))
+            first += max((self.observed.early.get(point, 0) for point in points), default=0)
+        reached = [point for point in points if self.observed.points.get(point, 0) >= first]
+        if not reached:
+            when = " after its first step" if late else ""
+            raise Impossible(f"the undisturbed run never reaches {' or '.join(points)}{when}")
+        point = self.rng.choice(reached)
+        most = self.observed.points[point]
+        return point, self.rng.randint(first, max(first, int(most * self._share)))
 
     def step(self) -> int:
-        """A step that the program tells, not the last."""
-        if not self.seen.steps:
+        """A step that the program reports, but not the last one."""
+        if not self.observed.steps:
             raise Impossible(
-                "the program tells no steps; perdure.heartbeat(step) in its loop does, and so does a "
+                "the program reports no steps; perdure.heartbeat(step) in its loop does, and so does a "
                 "CheckpointManager"
             )
-        steps = self.seen.steps[:-1] or self.seen.steps
-        return self.chance.choice(steps[: max(1, int(len(steps) * self._share))])
+        steps = self.observed.steps[:-1] or self.observed.steps
+        return self.rng.choice(steps[: max(1, int(len(steps) * self._share))])
 
     def moment(self, low: float, high: float) -> float:
-        """Seconds behind the start."""
-        return self._share * (low + (high - low) * self.chance.random())
+        """Seconds after the start."""
+        return self._share * (low + (high - low) * self.rng.random())
 
     def victim(self) -> int:
         """A worker."""
-        return self.chance.randrange(self.seen.workers)
+        return self.rng.randrange(self.observed.workers)
 
     def kill(self) -> Launch:
         """SIGKILL at a step, to one worker."""
         return Launch((Fault("step", "kill", step=self.step(), worker=self.victim()),))
 
     def kill_with_two(self) -> Launch:
-        """SIGKILL of the chief at a moment when at least two checkpoints are there."""
-        if len(self.seen.commits) < 2:
+        """SIGKILL of the chief once at least two checkpoints exist."""
+        if len(self.observed.commits) < 2:
             raise Impossible("there is never a second checkpoint to fall back to")
         point, nth = self.nth("manifest.sync", first=2)
         return Launch((Fault(point, "kill", nth=nth),))
 
 
-def _sigkill(at: _Places) -> list[Launch]:
+def _sigkill(places: _Places) -> list[Launch]:
     return [
         Launch(
             signal="SIGKILL",
-            after_s=at.moment(0.6 * at.seen.first_step_s, at.seen.seconds),
-            victim=at.victim(),
+            after_s=places.moment(0.6 * places.observed.first_step_s, places.observed.seconds),
+            victim=places.victim(),
         )
     ]
 
 
-def _sigterm(at: _Places) -> list[Launch]:
+def _sigterm(places: _Places) -> list[Launch]:
     return [
-        Launch(signal="SIGTERM", after_s=at.moment(0.6 * at.seen.first_step_s, at.seen.seconds))
+        Launch(
+            signal="SIGTERM",
+            after_s=places.moment(0.6 * places.observed.first_step_s, places.observed.seconds),
+        )
     ]
 
 
-def _sigkill_at_step(at: _Places) -> list[Launch]:
-    return [at.kill()]
+def _sigkill_at_step(places: _Places) -> list[Launch]:
+    return [places.kill()]
 
 
-def _sigterm_at_step(at: _Places) -> list[Launch]:
-    return [Launch((Fault("step", "term", step=at.step(), worker=at.victim()),))]
+def _sigterm_at_step(places: _Places) -> list[Launch]:
+    return [Launch((Fault("step", "term", step=places.step(), worker=places.victim()),))]
 
 
-def _startup(at: _Places) -> list[Launch]:
-    # Half of them in imports and compilation, half when the run directory is opened.
-    if at.chance.random() < 0.5:
+def _kill_in_startup(places: _Places) -> list[Launch]:
+    # One half during imports and compilation, the other when the run directory is opened.
+    if places.rng.random() < 0.5:
         return [Launch((Fault("open", "kill"),))]
-    return [Launch(signal="SIGKILL", after_s=at.moment(0.0, at.seen.first_step_s))]
+    return [Launch(signal="SIGKILL", after_s=places.moment(0.0, places.observed.first_step_s))]
 
 
-def _in_save(at: _Places) -> list[Launch]:
-    point, nth = at.nth("pack.open", "pack.write", "pack.fsync", "pack.link")
+def _kill_in_save(places: _Places) -> list[Launch]:
+    point, nth = places.nth("pack.open", "pack.write", "pack.fsync", "pack.link")
     return [Launch((Fault(point, "kill", nth=nth),))]
 
 
-def _between(at: _Places) -> list[Launch]:
-    point, nth = at.nth("manifest.open", "manifest.link")
+def _kill_before_manifest(places: _Places) -> list[Launch]:
+    point, nth = places.nth("manifest.open", "manifest.link")
     return [Launch((Fault(point, "kill", nth=nth),))]
 
 
-def _in_prune(at: _Places) -> list[Launch]:
-    point, nth = at.nth("manifest.delete", "pack.delete")
+def _kill_in_prune(places: _Places) -> list[Launch]:
+    point, nth = places.nth("manifest.delete", "pack.delete")
     return [Launch((Fault(point, "kill", nth=nth),))]
 
 
-def _torn(at: _Places) -> list[Launch]:
-    # Behind the name, a committed checkpoint is torn: there has to be an older one.
-    where = [("pack.fsync", "", 1), ("manifest.fsync", "", 1)]
-    if len(at.seen.commits) > 1:
-        where += [("manifest.sync", "pack.link", 2), ("manifest.sync", "manifest.link", 2)]
-    # Without leaves of any size there is no pack; that must not depend on what is drawn.
-    there = [each for each in where if at.seen.points.get(each[0], 0) >= each[2]]
-    point, of, first = at.chance.choice(there or where)
-    point, nth = at.nth(point, first=first)
-    return [Launch((Fault(point, "torn", nth=nth, of=of, value=at.chance.random()),))]
+def _torn_write(places: _Places) -> list[Launch]:
+    # After the link, a committed checkpoint is torn, so there has to be an older one.
+    targets = [("pack.fsync", "", 1), ("manifest.fsync", "", 1)]
+    if len(places.observed.commits) > 1:
+        targets += [("manifest.sync", "pack.link", 2), ("manifest.sync", "manifest.link", 2)]
+    # A state of scalars has no pack; whether the fault is possible must not depend on the draw.
+    reached = [
+        target for target in targets if places.observed.points.get(target[0], 0) >= target[2]
+    ]
+    point, of, first = places.rng.choice(reached or targets)
+    point, nth = places.nth(point, first=first)
+    return [Launch((Fault(point, "torn", nth=nth, of=of, value=places.rng.random()),))]
 
 
-def _flip(at: _Places) -> list[Launch]:
-    return [at.kill_with_two(), Launch(damage="flip", place=at.chance.random())]
+def _bit_flip(places: _Places) -> list[Launch]:
+    return [places.kill_with_two(), Launch(damage="flip", place=places.rng.random())]
 
 
-def _lost_pack(at: _Places) -> list[Launch]:
-    at.nth("pack.link", first=2)
-    return [at.kill_with_two(), Launch(damage="delete")]
+def _lost_pack(places: _Places) -> list[Launch]:
+    places.nth("pack.link", first=2)
+    return [places.kill_with_two(), Launch(damage="delete")]
 
 
-def _full(at: _Places) -> list[Launch]:
-    point, nth = at.nth("pack.open", "pack.write", "manifest.open", "manifest.write", late=True)
+def _disk_full(places: _Places) -> list[Launch]:
+    point, nth = places.nth("pack.open", "pack.write", "manifest.open", "manifest.write", late=True)
     return [Launch((Fault(point, "full", nth=nth),))]
 
 
-def _fsync(at: _Places) -> list[Launch]:
-    point, nth = at.nth("pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync", late=True)
+def _fsync_fails(places: _Places) -> list[Launch]:
+    point, nth = places.nth("pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync", late=True)
     return [Launch((Fault(point, "io", nth=nth),))]
 
 
-def _worker(at: _Places) -> list[Launch]:
-    if at.seen.workers < 2:
+def _worker_lost(places: _Places) -> list[Launch]:
+    if places.observed.workers < 2:
         raise Impossible("there is one worker; give --workers")
-    worker = at.chance.randrange(1, at.seen.workers)
-    return [Launch((Fault("step", "kill", step=at.step(), worker=worker),))]
+    worker = places.rng.randrange(1, places.observed.workers)
+    return [Launch((Fault("step", "kill", step=places.step(), worker=worker),))]
 
 
-def _stop(at: _Places) -> list[Launch]:
-    return [Launch((Fault("step", "stop", step=at.step(), worker=at.victim()),))]
+def _stopped(places: _Places) -> list[Launch]:
+    return [Launch((Fault("step", "stop", step=places.step(), worker=places.victim()),))]
 
 
-def _devices(at: _Places) -> list[Launch]:
-    if not (others := at.seen.may_devices):
-        raise Impossible("only JAX on CPU devices gets another number of them")
-    return [at.kill(), Launch(devices=at.chance.choice(others))]
+def _other_devices(places: _Places) -> list[Launch]:
+    if not (others := places.observed.may_devices):
+        raise Impossible("only JAX on CPU devices can run on another number of devices")
+    return [places.kill(), Launch(devices=places.rng.choice(others))]
 
 
-def _workers(at: _Places) -> list[Launch]:
-    if not (others := at.seen.may_workers):
-        raise Impossible("a run of one worker stays one; give --workers, and replicas for more")
-    return [at.kill(), Launch(workers=at.chance.choice(others))]
+def _other_workers(places: _Places) -> list[Launch]:
+    if not (others := places.observed.may_workers):
+        raise Impossible(
+            "a run of one worker cannot change their number; give --workers, and replicas for more"
+        )
+    return [places.kill(), Launch(workers=places.rng.choice(others))]
 
 
-def _clock(at: _Places) -> list[Launch]:
-    jump = at.chance.choice((-1, 1)) * at.chance.choice((90.0, 3700.0, 40 * 86400.0))
-    first, second = sorted((at.step(), at.step()))
+def _clock_jump(places: _Places) -> list[Launch]:
+    jump = places.rng.choice((-1, 1)) * places.rng.choice((90.0, 3700.0, 40 * 86400.0))
+    first, second = sorted((places.step(), places.step()))
     ahead = Fault("step", "clock", step=first, worker=0, value=jump)
     return [
         Launch((ahead, Fault("step", "kill", step=second))),
@@ -214,10 +235,10 @@ def _clock(at: _Places) -> list[Launch]:
     ]
 
 
-def _double(at: _Places) -> list[Launch]:
-    # At the latest before the first new step of the second attempt is over.
-    point = at.chance.choice(("open", "restoring", "restored", "step"))
-    return [at.kill(), Launch((Fault(point, "kill", worker=at.victim()),))]
+def _double_kill(places: _Places) -> list[Launch]:
+    # At the latest before the second attempt has finished its first new step.
+    point = places.rng.choice(("open", "restoring", "restored", "step"))
+    return [places.kill(), Launch((Fault(point, "kill", worker=places.victim()),))]
 
 
 KINDS: Mapping[str, Callable[[_Places], list[Launch]]] = {
@@ -225,27 +246,27 @@ KINDS: Mapping[str, Callable[[_Places], list[Launch]]] = {
     "sigterm": _sigterm,
     "sigkill-at-step": _sigkill_at_step,
     "sigterm-at-step": _sigterm_at_step,
-    "kill-in-startup": _startup,
-    "kill-in-save": _in_save,
-    "kill-before-manifest": _between,
-    "kill-in-prune": _in_prune,
-    "torn-write": _torn,
-    "bit-flip": _flip,
+    "kill-in-startup": _kill_in_startup,
+    "kill-in-save": _kill_in_save,
+    "kill-before-manifest": _kill_before_manifest,
+    "kill-in-prune": _kill_in_prune,
+    "torn-write": _torn_write,
+    "bit-flip": _bit_flip,
     "lost-pack": _lost_pack,
-    "disk-full": _full,
-    "fsync-fails": _fsync,
-    "worker-lost": _worker,
-    "stopped": _stop,
-    "other-devices": _devices,
-    "other-workers": _workers,
-    "clock-jump": _clock,
-    "double-kill": _double,
+    "disk-full": _disk_full,
+    "fsync-fails": _fsync_fails,
+    "worker-lost": _worker_lost,
+    "stopped": _stopped,
+    "other-devices": _other_devices,
+    "other-workers": _other_workers,
+    "clock-jump": _clock_jump,
+    "double-kill": _double_kill,
 }
 """Every kind of fault, by the name that `--faults` takes."""
 
 
 def other_devices(observed: Observed) -> list[int]:
-    """Numbers of devices that this program may be moved to."""
+    """Other numbers of devices to try the program on."""
     if "jax" not in observed.modules:
         return []
     most = min(4, (observed.replicas or 4) // observed.workers)
@@ -253,7 +274,7 @@ def other_devices(observed: Observed) -> list[int]:
 
 
 def other_workers(observed: Observed) -> list[int]:
-    """Numbers of workers that this program may be moved to."""
+    """Other numbers of workers to try the program on."""
     if observed.workers < 2:
         return []
     most = min(observed.workers + 1, observed.replicas or observed.workers)

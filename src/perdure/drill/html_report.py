@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no other."""
+"""The report of a drill as one HTML file that needs no other file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from perdure.drill.text_report import hits, verdict
+from perdure.drill.text_report import describe_fired, verdict
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
@@ -25,30 +25,32 @@ code, pre { font: .85rem ui-monospace, monospace } pre { background: #f5f5f5; pa
 """
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """The HTML of a report's document."""
+def render_html(document: Mapping[str, Any]) -> str:
+    """The HTML of `DrillReport.document()`."""
     plain = document["undisturbed"]
     passed = "pass" if document["pass"] else "differs"
     parts = [
         f"<h1>perdure drill: <code>{escape(' '.join(document['command']))}</code></h1>",
         f'<p class="verdict {passed}">{escape(verdict(document))}</p>',
         (
-            f"<p>Undisturbed: {plain['steps']} steps told, {plain['checkpoints']} checkpoints, "
+            f"<p>Undisturbed: {plain['steps']} steps reported, {plain['checkpoints']} checkpoints, "
             f"{plain['seconds']:.2f} s, fingerprint "
             f"<code>{escape(plain['fingerprint'] or '-')}</code>. "
             f"{document['workers']} worker(s), seed {document['seed']}.</p>"
         ),
     ]
     if plain["difference"]:
-        parts += ["<h2>Two undisturbed runs differ</h2>", _explained(plain)]
+        parts += ["<h2>Two undisturbed runs differ</h2>", _explanation(plain)]
     failing = [run for run in document["runs"] if run["verdict"] in ("differs", "failed")]
     for run in failing:
-        parts.append(f"<h2>Run {run['run']}: {escape(hits(run['fired'], run['faults']))}</h2>")
-        parts.append(_explained(run))
+        parts.append(
+            f"<h2>Run {run['run']}: {escape(describe_fired(run['fired'], run['faults']))}</h2>"
+        )
+        parts.append(_explanation(run))
     if document["faults"]:
         rows = [
-            [kind, each["runs"], each["fired"], each["pass"]]
-            for kind, each in sorted(document["faults"].items())
+            [kind, counts["runs"], counts["fired"], counts["pass"]]
+            for kind, counts in sorted(document["faults"].items())
         ]
         parts += ["<h2>Faults</h2>", _table(["fault", "runs", "fired", "same bits"], rows)]
         parts += ["<h2>Runs</h2>", _runs(document["runs"])]
@@ -69,7 +71,7 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> str:
         [
             run["run"],
             run["kind"],
-            hits(run["fired"], run["faults"]),
+            describe_fired(run["fired"], run["faults"]),
             len(run["attempts"]),
             run["repeated_steps"],
             run["lost_seconds"],
@@ -95,20 +97,20 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
-def _explained(found: Mapping[str, Any]) -> str:
+def _explanation(result: Mapping[str, Any]) -> str:
     parts: list[str] = []
-    if difference := found["difference"]:
+    if difference := result["difference"]:
         parts.append(f"<p>First difference: {escape(difference['what'])}</p>")
         rows = [[leaf["path"], leaf["expected"], leaf["found"]] for leaf in difference["leaves"]]
         if rows:
             parts.append(_table(["leaf", "expected", "found"], rows))
-    if found.get("problem"):
-        parts.append(f"<p>{escape(found['problem'])}</p><pre>{escape(found['log'])}</pre>")
-    if diagnosis := found["diagnosis"]:
-        evidence = "".join(f"<li>{escape(each)}</li>" for each in diagnosis["evidence"])
+    if result.get("problem"):
+        parts.append(f"<p>{escape(result['problem'])}</p><pre>{escape(result['log'])}</pre>")
+    if diagnosis := result["diagnosis"]:
+        evidence = "".join(f"<li>{escape(line)}</li>" for line in diagnosis["evidence"])
         parts.append(
             f"<p><strong>Cause: {escape(diagnosis['what'])}</strong> "
             f"({escape(diagnosis['cause'])})</p><ul>{evidence}</ul>"
-            f"<p>To mend it: {escape(diagnosis['advice'])}</p>"
+            f"<p>To repair it: {escape(diagnosis['advice'])}</p>"
         )
     return "\n".join(parts)

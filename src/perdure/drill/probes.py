@@ -1,13 +1,13 @@
-"""Inside a program that is being diagnosed: takes one thing away that could make runs differ.
+"""Inside a program that is being diagnosed: removes one thing that could make runs differ.
 
-Where the difference goes with it, that was the cause. `shim` gives the environment that lets these
-come before the program itself; PERDURE_DRILL_PROBE names them:
+If the difference disappears with it, that was the cause. `probe_environment` gives the environment in
+which the probes begin before the program does; PERDURE_DRILL_PROBE names them:
 
-- "clock": what the program reads from the clock is a function of how often it asked.
-- "seed": what would be drawn from the system's entropy is drawn from a fixed seed.
+- "clock": the time that the program reads is a function of how often it asked.
+- "seed": a fixed seed replaces the system's entropy.
 - "hash": the order of sets of strings is fixed.
-- "rng": at a resume, every random generator stands where it stood at the checkpoint.
-- "iterators": at a resume, every iterator that the program holds is moved on by the steps done.
+- "rng": at a resume, every random generator gets the state that it had at the checkpoint.
+- "iterators": at a resume, every iterator that the program holds is advanced by the steps done.
 """
 
 from __future__ import annotations
@@ -40,57 +40,61 @@ try:
     import sitecustomize
 except ImportError:
     pass
-from perdure.drill.probes import begin
-begin()
+from perdure.drill.probes import install_probes
+install_probes()
 """
 
 
-def shim(
-    where: Path, probes: tuple[str, ...], environment: Mapping[str, str] | None = None
+def probe_environment(
+    directory: Path, probes: tuple[str, ...], environment: Mapping[str, str] | None = None
 ) -> Mapping[str, str]:
-    """The environment in which a Python program begins with `probes`; `where` takes a small file.
+    """The variables under which a Python program begins with `probes`.
 
-    What the program's own `environment` adds to PYTHONPATH stays, behind the place of the probes.
+    Args:
+        directory: A small file is written there.
+        probes: Some of `NAMES`.
+        environment: The program's own variables; its PYTHONPATH is kept after that of the probes.
     """
-    site = where / "site"
+    site = directory / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    own = {**os.environ, **(environment or {})}
-    path = os.pathsep.join(filter(None, [str(site), own.get("PYTHONPATH", "")]))
+    inherited = {**os.environ, **(environment or {})}
+    path = os.pathsep.join(filter(None, [str(site), inherited.get("PYTHONPATH", "")]))
     hashed = {"PYTHONHASHSEED": "0"} if "hash" in probes else {}
     return {PROBE: ",".join(probes), "PYTHONPATH": path, **hashed}
 
 
-def begin() -> None:
-    """Called before the program's own first line."""
+def install_probes() -> None:
+    """Called before the first line of the program."""
     probes = os.environ.get(PROBE, "").split(",")
     if "clock" in probes:
         _count_time()
     if "seed" in probes:
         _fix_entropy()
     if "rng" in probes or "iterators" in probes:
-        from perdure.store.drill import drill
+        from perdure.drill.fault_injection import fault_injector
+        from perdure.store.drill_hook import DRILL
 
-        drilled = drill()
-        if drilled is not None:
-            resume = _Resume(drilled.where, drilled.attempt, drilled.worker, probes)
-            drilled.listeners.append(resume)
+        if directory := os.environ.get(DRILL):
+            injector = fault_injector(directory)
+            resume = _Resume(injector.directory, injector.attempt, injector.worker, probes)
+            injector.listeners.append(resume)
 
 
 # ---------------------------------------------------------------- undisturbed runs that differ
 
 
 def _count_time() -> None:
-    """A clock for each thread, which goes on by a millisecond whenever it is asked."""
-    mine = threading.local()
+    """Give each thread a clock that advances by a millisecond whenever it is read."""
+    reads = threading.local()
 
     def ticks() -> int:
-        mine.count = getattr(mine, "count", 0) + 1
-        return mine.count
+        reads.count = getattr(reads, "count", 0) + 1
+        return reads.count
 
-    begun = 1_700_000_000
-    time.time = lambda: begun + ticks() / 1000
-    time.time_ns = lambda: begun * 10**9 + ticks() * 10**6
+    start = 1_700_000_000
+    time.time = lambda: start + ticks() / 1000
+    time.time_ns = lambda: start * 10**9 + ticks() * 10**6
     time.perf_counter = lambda: ticks() / 1000
     time.perf_counter_ns = lambda: ticks() * 10**6
 
@@ -116,7 +120,7 @@ def _fix_entropy() -> None:
     random.seed(0)
     import numpy as np
 
-    np.random.seed(0)  # noqa: NPY002 (the global generator is what is put in place)
+    np.random.seed(0)  # noqa: NPY002 (the global generator is the one to seed)
     numbers = itertools.count()
     _wrap_default_rng(lambda make, seed: make(next(numbers) if seed is None else seed))
 
@@ -136,25 +140,25 @@ def _wrap_default_rng(wrapped: Callable[[Callable[..., Any], Any], Any]) -> None
 
 
 class _Resume:
-    """A listener of the drill: keeps where generators stand at every step, and puts them back."""
+    """A listener of the fault injector: keeps the states of generators, and restores them."""
 
-    def __init__(self, where: Path, attempt: int, worker: int, probes: list[str]) -> None:
-        self._where = where
+    def __init__(self, directory: Path, attempt: int, worker: int, probes: list[str]) -> None:
+        self._directory = directory
         self._first = attempt == 1
         self._worker = worker
         self._probes = probes
         self._made: list[Any] = []
         self._kept: list[Any] = []
-        self._told = False
+        self._listed = False
         if "rng" in probes:
             _wrap_default_rng(self._register)
             if not self._first:
                 self._guard_seeds()
 
     def __call__(self, point: str, step: int | None) -> None:
-        if point == "step" and not self._told:
-            self._told = True
-            self._tell_iterators()
+        if point == "step" and not self._listed:
+            self._listed = True
+            self._list_iterators()
         if "rng" in self._probes and step is not None:
             if point == "step" and self._first:
                 self._path(step).parent.mkdir(exist_ok=True)
@@ -167,11 +171,11 @@ class _Resume:
                     pass
 
     def _path(self, step: int) -> Path:
-        return self._where / _STATES / f"{self._worker}-{step}.json"
+        return self._directory / _STATES / f"{self._worker}-{step}.json"
 
     def _register(self, make: Callable[..., Any], seed: Any) -> Any:
         generator = make(seed)
-        if len(self._made) < len(self._kept):  # made behind the resume: its state is known already
+        if len(self._made) < len(self._kept):  # made after the resume: its state is known already
             generator.bit_generator.state = self._kept[len(self._made)]
         self._made.append(generator)
         return generator
@@ -179,14 +183,14 @@ class _Resume:
     def _states(self) -> dict[str, Any]:
         import numpy as np
 
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
             "made": [generator.bit_generator.state for generator in self._made],
         }
         if (torch := sys.modules.get("torch")) is not None:
-            found["torch"] = torch.get_rng_state().tolist()
-        return found
+            states["torch"] = torch.get_rng_state().tolist()
+        return states
 
     def _restore(self, states: dict[str, Any]) -> None:
         import numpy as np
@@ -204,7 +208,7 @@ class _Resume:
     _restored = False
 
     def _guard_seeds(self) -> None:
-        """What a program seeds behind the resume would undo it."""
+        """Ignore seeds that the program sets after the restore; they would undo it."""
         import numpy as np
 
         for owner in (random, np.random):
@@ -217,9 +221,11 @@ class _Resume:
 
         return guarded
 
-    def _tell_iterators(self) -> None:
-        found = [f"{name} ({type(each).__name__})" for name, each in _iterators(sys._getframe(2))]
-        (self._where / ITERATORS).write_text(json.dumps(sorted(set(found))))
+    def _list_iterators(self) -> None:
+        names = [
+            f"{name} ({type(iterator).__name__})" for name, iterator in _iterators(sys._getframe(2))
+        ]
+        (self._directory / ITERATORS).write_text(json.dumps(sorted(set(names))))
 
 
 def _plain(value: Any) -> Any:
@@ -227,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def _iterators(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """What can be asked for a next item, in the variables of the program above `frame`."""
+    """The iterators in the variables of the program, in `frame` and its callers."""
     seen: set[int] = set()
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("perdure."):

@@ -1,4 +1,4 @@
-"""The words of a drill: what was seen of a program, what shall happen to it, and what then did."""
+"""The values of a drill: what was observed of a program, what is planned, and what happened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that the program under test does to itself; see `perdure.store.drilled.Drilled`."""
+    """A fault that is injected from inside the program; see `fault_injection.FaultInjector`."""
 
     point: str
     act: str
@@ -21,20 +21,27 @@ class Fault:
 
     def describe(self) -> str:
         """`pack.write 3`, `step 7`."""
-        at = f"step {self.step}" if self.step is not None else f"{self.point} {self.nth}"
-        return at if self.worker is None else f"{at} of worker {self.worker}"
+        place = f"step {self.step}" if self.step is not None else f"{self.point} {self.nth}"
+        return place if self.worker is None else f"{place} of worker {self.worker}"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of the program: on what, and what happens to it.
+    """One start of the program: its topology and its faults.
 
-    `signal` is sent `after_s` seconds behind the start, to `victim` or to all workers. `damage` is
-    done to the newest checkpoint before the start: "flip" a bit, "delete" its pack; `place`, from 0
-    to 1, says where in it.
+    Attributes:
+        injected: Faults that happen inside the program.
+        signal: Name of a signal that is sent from outside; empty for none.
+        after_s: Seconds from the start to the signal.
+        victim: The worker that gets the signal; None for all workers.
+        damage: What happens to the newest checkpoint before the start: "flip" a bit of it, "delete"
+            its pack, or nothing.
+        place: Where in the checkpoint the damage is, from 0 to 1.
+        devices: Another number of devices; None for the same as before.
+        workers: Another number of workers; None for the same as before.
     """
 
-    inside: tuple[Fault, ...] = ()
+    injected: tuple[Fault, ...] = ()
     signal: str = ""
     after_s: float = 0.0
     victim: int | None = None
@@ -46,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One faulted run: its attempts; it is started again without faults until it is finished."""
+    """One faulted run: its planned attempts. Further attempts run without faults until it finishes."""
 
     number: int
     kind: str
@@ -56,33 +63,33 @@ class Scenario:
     def faults(self) -> int:
         """How many faults must fire."""
         return sum(
-            len(each.inside) + bool(each.signal) + bool(each.damage) + _moves(each)
-            for each in self.attempts
+            len(launch.injected) + bool(launch.signal) + bool(launch.damage) + _moves(launch)
+            for launch in self.attempts
         )
 
     def describe(self) -> str:
-        """What is meant to happen, in the order of the attempts."""
-        said = []
-        for each in self.attempts:
-            if each.damage:
-                said.append({"flip": "a bit flipped", "delete": "pack deleted"}[each.damage])
-            if each.devices is not None:
-                said.append(f"on {each.devices} devices")
-            if each.workers is not None:
-                said.append(f"on {each.workers} workers")
-            said += [f"{fault.act} at {fault.describe()}" for fault in each.inside]
-            if each.signal:
-                said.append(f"{each.signal} after {each.after_s:.2f} s")
-        return ", ".join(said)
+        """What is planned, in the order of the attempts."""
+        parts = []
+        for launch in self.attempts:
+            if launch.damage:
+                parts.append({"flip": "a bit flipped", "delete": "pack deleted"}[launch.damage])
+            if launch.devices is not None:
+                parts.append(f"on {launch.devices} devices")
+            if launch.workers is not None:
+                parts.append(f"on {launch.workers} workers")
+            parts += [f"{fault.act} at {fault.describe()}" for fault in launch.injected]
+            if launch.signal:
+                parts.append(f"{launch.signal} after {launch.after_s:.2f} s")
+        return ", ".join(parts)
 
 
-def _moves(attempt: Launch) -> int:
-    return (attempt.devices is not None) + (attempt.workers is not None)
+def _moves(launch: Launch) -> int:
+    return (launch.devices is not None) + (launch.workers is not None)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint as it was committed: `run` is the directory that the program named."""
+    """A checkpoint as it was committed; `run` is the directory that the program named."""
 
     run: str
     step: int
@@ -93,11 +100,18 @@ class Commit:
 
 @dataclass(frozen=True)
 class Observed:
-    """What an undisturbed run shows; the plan is a function of this and of the seed.
+    """What an undisturbed run showed; the plan is a function of this and of the seed.
 
-    `points` counts the operations of worker 0, `early` those up to its first step; `silence_s`
-    is the longest time between two signs of life behind the first step. `may_devices` and
-    `may_workers` are other numbers of them that the program was tried on.
+    Attributes:
+        seconds: Duration of the run.
+        first_step_s: Seconds from its start to its first step.
+        steps: The steps that worker 0 reported.
+        commits: The steps of its checkpoints.
+        points: How often worker 0 reached each point.
+        early: The same up to its first step.
+        silence_s: The longest time between two events after the first step, in seconds.
+        may_devices: Other numbers of devices on which the program was tried successfully.
+        may_workers: Other numbers of workers on which the program was tried successfully.
     """
 
     seconds: float
@@ -116,8 +130,8 @@ class Observed:
 
 
 @dataclass
-class Started:
-    """What became of one attempt."""
+class LaunchOutcome:
+    """How one attempt ended, and the steps that it reported."""
 
     ended: str
     seconds: float
@@ -131,15 +145,18 @@ class Started:
 
 @dataclass
 class Outcome:
-    """What became of one run, which began at `began` on the monotonic clock.
+    """How one run ended.
 
-    `fired` has the faults that happened; `problem` says why it did not come to its end as it should,
-    and `log` is what it said last then.
+    Attributes:
+        began: When it began, on the monotonic clock.
+        fired: The faults that happened.
+        problem: Why it did not end as it should; empty if it did.
+        log: The end of its log if there is a problem.
     """
 
     began: float = 0.0
     seconds: float = 0.0
-    attempts: list[Started] = field(default_factory=list)
+    attempts: list[LaunchOutcome] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
@@ -147,20 +164,20 @@ class Outcome:
     log: str = ""
 
     def all_fired(self, scenario: Scenario) -> bool:
-        """Whether every fault that was planned has happened, whatever became of the run."""
+        """Whether every planned fault has happened, however the run ended."""
         return len(self.fired) >= scenario.faults
 
     @property
     def repeated(self) -> int:
         """Steps that were done more than once."""
-        again, reached = 0, None
-        for each in self.attempts:
-            start = each.restored if each.restored is not None else (each.first or 1) - 1
-            if reached is not None and each.first is not None:
-                again += max(0, reached - start)
-            if each.last is not None:
-                reached = each.last
-        return again
+        repeated, reached = 0, None
+        for attempt in self.attempts:
+            start = attempt.restored if attempt.restored is not None else (attempt.first or 1) - 1
+            if reached is not None and attempt.first is not None:
+                repeated += max(0, reached - start)
+            if attempt.last is not None:
+                reached = attempt.last
+        return repeated
 
     def end(self) -> dict[str, Commit]:
         """The last checkpoint of each run directory."""

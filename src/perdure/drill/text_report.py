@@ -1,4 +1,4 @@
-"""What a person sees of a drill: a line for each run as it is over, then the sums and the cause."""
+"""The report of a drill in a terminal: one line for each run, then the table and the causes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MOST_LEAVES = 8
 
 
 class TextReporter:
-    """Draws on `console`; a quiet one draws nothing."""
+    """Prints to `console`; a quiet console prints nothing."""
 
     def __init__(self, console: Console, runs: int) -> None:
         self._console = console
         self._runs = runs
         self._done = 0
 
-    def tell(self, what: str, row: DrillRow | None) -> None:
-        """What is under way, or a faulted run that is over."""
+    def progress(self, what: str, row: DrillRow | None) -> None:
+        """Print what begins now, or a faulted run that is over."""
         if row is None:
             self._console.print(f"[dim]{escape(what)} ...[/dim]")
             return
         self._done += 1
-        fired = hits(row.outcome.fired, row.scenario.faults)
+        fired = describe_fired(row.outcome.fired, row.scenario.faults)
         style = _STYLE[row.verdict]
         self._console.print(
             f"{self._done:>4}/{self._runs} [{style}]{row.verdict:<9}[/{style}] {what:<20} "
@@ -37,7 +37,7 @@ class TextReporter:
         )
 
     def summary(self, document: Mapping[str, Any]) -> None:
-        """The table of faults, what differs and why, the verdict."""
+        """Print the table of faults, the differences with their causes, and the verdict."""
         console = self._console
         if document["runs"]:
             console.print(_table(document))
@@ -47,24 +47,24 @@ class TextReporter:
         if plain["difference"]:
             console.print("[bold red]two undisturbed runs differ[/bold red]")
             _explain(console, plain)
-        told: set[str] = set()
+        explained: set[str] = set()
         for run in document["runs"]:
-            if run["verdict"] in ("differs", "failed") and str(run["diagnosis"]) not in told:
-                told.add(str(run["diagnosis"]))
-                said = escape(hits(run["fired"], run["faults"]))
-                console.print(f"[bold red]run {run['run']}[/bold red] ({said})")
+            if run["verdict"] in ("differs", "failed") and str(run["diagnosis"]) not in explained:
+                explained.add(str(run["diagnosis"]))
+                fired = escape(describe_fired(run["fired"], run["faults"]))
+                console.print(f"[bold red]run {run['run']}[/bold red] ({fired})")
                 _explain(console, run)
         console.print(verdict(document))
 
 
-def hits(fired: Sequence[str], faults: int) -> str:
-    """What happened to a run, and how much of what was planned did not."""
-    said = "; ".join(fired) or "nothing fired"
-    return said if len(fired) >= faults else f"{said} ({len(fired)} of {faults} planned)"
+def describe_fired(fired: Sequence[str], faults: int) -> str:
+    """The faults that fired in a run, and how many were planned if some did not."""
+    text = "; ".join(fired) or "nothing fired"
+    return text if len(fired) >= faults else f"{text} ({len(fired)} of {faults} planned)"
 
 
 def verdict(document: Mapping[str, Any]) -> str:
-    """One line."""
+    """The verdict of a report in one line."""
     runs = document["runs"]
     good = sum(run["verdict"] == "pass" for run in runs)
     if document["pass"]:
@@ -75,7 +75,7 @@ def verdict(document: Mapping[str, Any]) -> str:
             f"the fingerprint of the undisturbed run ({end})"
         )
     if document["undisturbed"]["difference"]:
-        return "FAIL: the program does not come out the same without any fault"
+        return "FAIL: two runs without any fault end with different bits"
     silent = sum(not run["all_fired"] for run in runs)
     unfired = f", {silent} whose faults did not all fire" if silent else ""
     return f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}"
@@ -100,9 +100,9 @@ def _table(document: Mapping[str, Any]) -> Table:
     return table
 
 
-def _explain(console: Console, found: Mapping[str, Any]) -> None:
-    """The first difference, and its cause with what shows it."""
-    if difference := found["difference"]:
+def _explain(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the first difference, its cause and the evidence."""
+    if difference := result["difference"]:
         console.print(f"  first difference: {escape(difference['what'])}")
         for leaf in difference["leaves"][:_MOST_LEAVES]:
             console.print(
@@ -111,12 +111,12 @@ def _explain(console: Console, found: Mapping[str, Any]) -> None:
             )
         if (more := len(difference["leaves"]) - _MOST_LEAVES) > 0:
             console.print(f"    and {more} more")
-    if found.get("problem"):
-        console.print(f"  {escape(found['problem'])}")
-        for line in found["log"].splitlines():
+    if result.get("problem"):
+        console.print(f"  {escape(result['problem'])}")
+        for line in result["log"].splitlines():
             console.print(f"    [dim]{escape(line)}[/dim]")
-    if diagnosis := found["diagnosis"]:
+    if diagnosis := result["diagnosis"]:
         console.print(f"  [bold]cause: {escape(diagnosis['what'])}[/bold] ({diagnosis['cause']})")
-        for each in diagnosis["evidence"]:
-            console.print(f"    - {escape(each)}")
-        console.print(f"  to mend it: {escape(diagnosis['advice'])}")
+        for line in diagnosis["evidence"]:
+            console.print(f"    - {escape(line)}")
+        console.print(f"  to repair it: {escape(diagnosis['advice'])}")

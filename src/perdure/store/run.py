@@ -16,7 +16,7 @@ from perdure.errors import CorruptionError, PruneError, StepNotFoundError, Store
 from perdure.store.codec import encoder
 from perdure.store.contents import Catalog, Contents
 from perdure.store.damage_handler import DamageHandler
-from perdure.store.drill import drilled_clock
+from perdure.store.drill_hook import drilled_clock
 from perdure.store.format import MAX_STEP, pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,

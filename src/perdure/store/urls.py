@@ -6,7 +6,7 @@ import os
 import re
 
 from perdure.errors import StoreError
-from perdure.store.drill import drill
+from perdure.store.drill_hook import drill_hook
 from perdure.store.local import LocalStorage, absolute_path
 from perdure.store.storage import Storage
 
@@ -44,10 +44,10 @@ def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
             raise StoreError(
                 f"expected the path or URL of a run directory, or a Storage, found {where!r}."
             )
-        return where if (drilled := drill()) is None else drilled.storage(where)
+        return where if (hook := drill_hook()) is None else hook.storage(where)
     text = os.fsdecode(os.fspath(where))
-    if (drilled := drill()) is not None:
-        return drilled.storage(text if "://" in text else absolute_path(text))
+    if (hook := drill_hook()) is not None:
+        return hook.storage(text if "://" in text else absolute_path(text))
     scheme, colon, _ = text.partition(":/")
     if not colon or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
         return LocalStorage(where)

@@ -1,6 +1,6 @@
-"""Processes: starting the workers of one machine, watching them, starting them again, ending them.
+"""Starts the worker processes of one machine, watches them, restarts them, and ends them.
 
-Imports no numpy and no framework: the process that watches is to cost little.
+Imports neither numpy nor a framework, so that the supervising process stays small.
 """
 
 from perdure.supervise.history import AttemptRecord, Summary

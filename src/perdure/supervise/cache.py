@@ -1,8 +1,8 @@
-"""Where JAX keeps compiled programs between the lives of a run.
+"""Where JAX keeps compiled programs between the attempts of a run.
 
-Invariant: used by itself only where it is shown not to change bits (proofs/supervise_rows.py), which is
-on CPUs. What was compiled for other instructions lies in another directory: JAX's own key does not tell
-all of them apart.
+Invariant: the default is used only on CPUs, where it was shown not to change bits
+(proofs/supervise_rows.py). Each kind of CPU has a directory of its own, because the key of JAX does not
+distinguish all instruction sets.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pathlib import Path
 
 
 def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
-    """A directory of this user for this kind of CPU; None where the environment names one already, or
-    where accelerators could be used."""
+    """A directory of this user for this kind of CPU.
+
+    Returns None if the environment names a directory already, if accelerators could be used, or if the
+    directory could not be written.
+    """
     environ = os.environ if environ is None else environ
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return None
@@ -33,7 +36,7 @@ def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def cache_variables(directory: Path) -> dict[str, str]:
-    """What makes JAX keep every program in `directory`, and every process of a group write there."""
+    """Variables that make every process of a group keep every compiled program in `directory`."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(directory),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -43,18 +46,18 @@ def cache_variables(directory: Path) -> dict[str, str]:
 
 
 def drop_recent(directory: Path, seconds: float = 0.5) -> None:
-    """Remove what was written in the last moments, behind a kill.
+    """Remove the entries of the last `seconds`, after a worker was killed.
 
-    JAX writes entries in place and never replaces one, so that one which is cut off would stay; it
-    is found by its checksum at each start, and compiled anew each time. Only files that are named as
-    JAX names them, and what cannot be removed stays.
+    JAX writes entries in place and never replaces one, so an entry that was cut off would stay, fail
+    its checksum at every start, and be compiled again each time. Only files named as JAX names them are
+    removed; a file that cannot be removed stays.
     """
     since = time.time() - seconds
     with suppress(OSError):
         for entry in os.scandir(directory):
             with suppress(OSError):
-                ours = entry.name.endswith(("-cache", "-atime")) and entry.is_file()
-                if ours and entry.stat().st_mtime >= since:
+                is_cache = entry.name.endswith(("-cache", "-atime")) and entry.is_file()
+                if is_cache and entry.stat().st_mtime >= since:
                     os.unlink(entry.path)
 
 

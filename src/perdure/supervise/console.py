@@ -1,4 +1,4 @@
-"""What a run prints: the workers' lines with their number, its own statements, the table at the end."""
+"""The output of a run: the lines of the workers, messages of the supervisor, and the final table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from perdure.supervise.history import Summary
 
 
 class Console:
-    """Lines of workers go to `out`, by default standard output; statements to `err`, standard error.
+    """Writes lines of workers to `out` (standard output) and messages to `err` (standard error).
 
-    One that cannot be written to (a full disk, a reader that has gone) gets nothing more, and the other
-    one says so: training does not end because nobody listens, and the logs have every line.
+    A stream that cannot be written (a full disk, a closed pipe) gets nothing more, with a message on
+    the other stream: training continues, and the logs have every line.
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -23,15 +23,15 @@ class Console:
         self._lost: list[TextIO] = []
 
     def line(self, worker: int, text: bytes) -> None:
-        """One line of a worker."""
+        """Print one line of a worker."""
         self._write(self._out, f"[{worker}] {text.decode(errors='replace')}\n")
 
-    def say(self, text: str) -> None:
-        """A statement of the supervisor."""
+    def message(self, text: str) -> None:
+        """Print a message of the supervisor."""
         self._write(self._err, f"perdure: {text}\n")
 
     def summary(self, summary: Summary) -> None:
-        """Everything that happened, once it is over."""
+        """Print the table of attempts and the totals."""
         self._write(self._err, "".join(line + "\n" for line in describe(summary)))
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -42,19 +42,19 @@ class Console:
             stream.flush()
         except OSError as error:
             self._lost.append(stream)
-            _let_go(stream)
-            what = "the lines of the workers" if stream is self._out else "what is said here"
+            _discard_buffer(stream)
+            what = "the lines of the workers" if stream is self._out else "messages of perdure run"
             other = self._err if stream is self._out else self._out
             self._write(
                 other,
-                f"perdure: {what} cannot be written any more ({error}); the run goes on, and its "
-                "logs have the lines\n",
+                f"perdure: {what} cannot be written any more ({error}); the run continues, and "
+                "its logs have the lines\n",
             )
 
 
-def _let_go(stream: TextIO) -> None:
-    """What is still in the buffer would be tried again at the exit, and fail it."""
-    with contextlib.suppress(OSError):  # one that has no file has no such exit
+def _discard_buffer(stream: TextIO) -> None:
+    """Redirect buffered text to /dev/null: writing it would fail again at the exit."""
+    with contextlib.suppress(OSError):  # the stream may have no file
         file = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, file)
@@ -62,21 +62,21 @@ def _let_go(stream: TextIO) -> None:
 
 
 def describe(summary: Summary) -> list[str]:
-    """The table of attempts, and the sums."""
+    """The table of attempts and the totals."""
     lines = [f"perdure: {summary.reason}"]
     if summary.attempts:
         lines.append(
             f"{'attempt':>8} {'workers':>7} {'steps':>13} {'repeated':>8} {'s':>8}  ended by"
         )
-    for each, repeated in zip(summary.attempts, summary.repeated, strict=True):
-        steps = "-" if each.start is None else f"{each.start}-{each.end}"
+    for attempt, repeated in zip(summary.attempts, summary.repeated, strict=True):
+        steps = "-" if attempt.start is None else f"{attempt.start}-{attempt.end}"
         lines.append(
-            f"{each.number:>8} {each.workers:>7} {steps:>13} {repeated:>8} {each.seconds:>8.1f}  "
-            f"{each.cause}"
+            f"{attempt.number:>8} {attempt.workers:>7} {steps:>13} {repeated:>8} "
+            f"{attempt.seconds:>8.1f}  {attempt.cause}"
         )
-    sums = [f"{summary.restarts} restarts", f"{sum(summary.repeated)} steps repeated"]
+    totals = [f"{summary.restarts} restarts", f"{sum(summary.repeated)} steps repeated"]
     if summary.useful is not None and summary.goodput is not None:
-        sums.append(f"{summary.seconds - summary.useful:.1f} of {summary.seconds:.1f} s lost")
-        sums.append(f"goodput {summary.goodput:.3f}")
-    lines.append(f"perdure: {', '.join(sums)}; logs in {summary.log_directory}")
+        totals.append(f"{summary.seconds - summary.useful:.1f} of {summary.seconds:.1f} s lost")
+        totals.append(f"goodput {summary.goodput:.3f}")
+    lines.append(f"perdure: {', '.join(totals)}; logs in {summary.log_directory}")
     return lines

@@ -1,6 +1,6 @@
-"""What happened in a run: one record for each attempt, and the sums that people ask for.
+"""The history of a run: one record for each attempt, and the totals.
 
-Pure functions of what was seen. Steps count the finished ones.
+A step number counts finished steps.
 """
 
 from __future__ import annotations
@@ -12,20 +12,32 @@ from typing import Any, Literal
 Kind = Literal[
     "done", "preempted", "failed", "killed", "hung", "stopped", "port", "resized", "ended"
 ]
-# Those that count against max_restarts. The rest are not the program's fault, or no fault at all.
+# The kinds that count against max_restarts.
 FAILURES = ("failed", "killed", "hung", "stopped", "port")
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One life of the group.
+    """One attempt of the group. Times are seconds of the monotonic clock.
 
-    `cause` is for people; `kind` and `place` (of the worker that was the first to fail) for the
-    policy. `start` and `end` are the steps it began and ended at, as far as heartbeats told; `began`
-    and `seconds` its time on the monotonic clock; `first` when it first told of a new step, which was
-    `first_step`, and `last` when it told of the newest one. `statuses` has -n for a worker that signal
-    n ended. Of the worker that was the first to fail: `at` is the step it was at, `alive` whether it
-    got a step done, `said` the last line that it wrote.
+    Attributes:
+        number: Counts from 1.
+        workers: How many workers there were.
+        kind: How the attempt ended.
+        cause: The same for people.
+        place: The place of the worker that failed first; None if no single worker did.
+        statuses: Exit status of each worker, -n for one that signal n ended.
+        start: The step it began at, if a heartbeat reported it.
+        end: The last step it reached.
+        began: When it began.
+        first_time: When a heartbeat first reported a new step.
+        last_time: When a heartbeat reported the newest step.
+        noticed: When its end was noticed.
+        seconds: Its duration.
+        last_step: The last step of the worker that failed first, or of all if no single worker did.
+        made_progress: Whether the worker that failed first finished a step.
+        last_line: The last line that this worker wrote.
+        first_step: The new step that a heartbeat reported first.
     """
 
     number: int
@@ -37,24 +49,24 @@ class AttemptRecord:
     start: int | None
     end: int | None
     began: float
-    first: float | None
-    last: float | None
+    first_time: float | None
+    last_time: float | None
     noticed: float
     seconds: float
-    at: int | None = None
-    alive: bool = False
-    said: str = ""
+    last_step: int | None = None
+    made_progress: bool = False
+    last_line: str = ""
     first_step: int | None = None
 
     @property
     def stepped(self) -> bool:
-        """Whether it got a step done."""
-        return self.first is not None
+        """Whether any worker finished a step."""
+        return self.first_time is not None
 
     @property
-    def told(self) -> str:
-        """The cause, with what the worker itself said of it."""
-        return f"{self.cause}: {self.said}" if self.said else self.cause
+    def explanation(self) -> str:
+        """The cause, with the last line of the worker that failed first."""
+        return f"{self.cause}: {self.last_line}" if self.last_line else self.cause
 
     @property
     def failure(self) -> bool:
@@ -64,8 +76,18 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run. `status` is what `perdure run` exits with; `reason` says why it ended, and `asked`
-    is the signal that was sent to it for that."""
+    """A whole run.
+
+    Attributes:
+        command: The program and its arguments.
+        attempts: All attempts in order.
+        status: The exit status of `perdure run`.
+        reason: Why the run ended.
+        seconds: Its duration.
+        log_directory: Where the logs of the workers are.
+        left_behind: How many processes of the run could not be killed.
+        signal: The signal that asked the run to end; None if there was none.
+    """
 
     command: tuple[str, ...]
     attempts: tuple[AttemptRecord, ...]
@@ -74,16 +96,16 @@ class Summary:
     seconds: float
     log_directory: str
     left_behind: int = 0
-    asked: int | None = None
+    signal: int | None = None
 
     @property
     def restarts(self) -> int:
-        """Attempts behind the first one."""
+        """How many attempts followed the first one."""
         return len(self.attempts) - 1
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """For each attempt, the steps that the next one had to do again."""
+        """For each attempt, how many of its steps the next attempt had to repeat."""
         return (
             *(
                 max(0, before.end - after.start)
@@ -96,57 +118,56 @@ class Summary:
 
     @property
     def recovery(self) -> tuple[float | None, ...]:
-        """For each attempt, seconds from the end of the one before to its own first new step."""
+        """For each attempt, seconds from the end of the previous one to its first new step."""
         return (
             None,
             *(
-                None if after.first is None else after.first - before.noticed
+                None if after.first_time is None else after.first_time - before.noticed
                 for before, after in pairwise(self.attempts)
             ),
         )
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean seconds per step, without those of an attempt up to the first that a heartbeat told of;
-        time spent in saves counts."""
+        """Mean seconds per step, without the first reported step of an attempt; saves count."""
         steps, seconds = 0, 0.0
-        for each in self.attempts:
-            if each.first is None or each.last is None:
+        for attempt in self.attempts:
+            if attempt.first_time is None or attempt.last_time is None:
                 continue
-            if each.first_step is None or each.end is None:
+            if attempt.first_step is None or attempt.end is None:
                 continue
-            steps += each.end - each.first_step
-            seconds += each.last - each.first
+            steps += attempt.end - attempt.first_step
+            seconds += attempt.last_time - attempt.first_time
         return seconds / steps if steps > 0 else None
 
     @property
     def useful(self) -> float | None:
-        """Seconds of steps that stand: each step once, at the mean time of a step."""
-        each = self.step_seconds
+        """Seconds of useful steps: each step once, at the mean time of a step."""
+        step_seconds = self.step_seconds
         steps = sum(
-            max(0, a.end - a.start - again)
-            for a, again in zip(self.attempts, self.repeated, strict=True)
+            max(0, a.end - a.start - repeated)
+            for a, repeated in zip(self.attempts, self.repeated, strict=True)
             if a.start is not None and a.end is not None
         )
-        return None if each is None else min(self.seconds, steps * each)
+        return None if step_seconds is None else min(self.seconds, steps * step_seconds)
 
     @property
     def goodput(self) -> float | None:
-        """Useful time of the whole time; None where no heartbeat told of steps."""
+        """Useful share of the whole time; None if no heartbeat reported steps."""
         return None if self.useful is None or not self.seconds else self.useful / self.seconds
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The summary in plain values, as `--json` prints it."""
         attempts = []
-        for each, repeated, recovery in zip(
+        for attempt, repeated, recovery in zip(
             self.attempts, self.repeated, self.recovery, strict=True
         ):
-            found = asdict(each)
-            for inner in ("began", "first", "first_step", "last", "noticed"):
-                del found[inner]
+            fields = asdict(attempt)
+            for internal in ("began", "first_time", "first_step", "last_time", "noticed"):
+                del fields[internal]
             attempts.append(
-                {**found, "repeated": repeated, "recovery_seconds": _rounded(recovery)}
-                | {"seconds": _rounded(each.seconds)}
+                {**fields, "repeated": repeated, "recovery_seconds": _rounded(recovery)}
+                | {"seconds": _rounded(attempt.seconds)}
             )
         return {
             "command": list(self.command),
@@ -154,7 +175,7 @@ class Summary:
             "reason": self.reason,
             "attempts": attempts,
             "restarts": self.restarts,
-            "failures": sum(each.failure for each in self.attempts),
+            "failures": sum(attempt.failure for attempt in self.attempts),
             "repeated_steps": sum(self.repeated),
             "seconds": _rounded(self.seconds),
             "lost_seconds": None if self.useful is None else _rounded(self.seconds - self.useful),

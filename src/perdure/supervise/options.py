@@ -1,4 +1,4 @@
-"""What a user chooses about a run, checked once."""
+"""The options of a run, checked when they are made."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from perdure.errors import LaunchError
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a worker may give no heartbeat in each phase before it counts as hung.
+    """Seconds without a heartbeat, in each phase, after which a worker counts as hung.
 
-    None, the default, follows what was measured (`perdure.supervise.silence`); `math.inf` takes the
-    limit away. The first limit begins with the first heartbeat, which the import of perdure gives in
-    the phase `start`. A program that never imports perdure never counts as hung. `stopped` is for a
-    process that SIGSTOP holds, in any phase.
+    None, the default, follows measured silences (`perdure.supervise.silence`); `math.inf` removes the
+    limit. The first limit begins with the first heartbeat, which the import of perdure gives in the
+    phase `start`. A program that never imports perdure never counts as hung. `stopped` is the limit for
+    a process that SIGSTOP has stopped, in any phase.
+
+    Raises:
+        LaunchError: If a limit is not above 0.
     """
 
     start: float | None = None
@@ -29,25 +32,36 @@ class Limits:
     stopped: float = 10
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if value is not None and not value > 0:
-                raise LaunchError(f"limit {each.name}: expected more than 0 seconds, found {value}")
+                raise LaunchError(
+                    f"limit {limit.name}: expected more than 0 seconds, found {value}"
+                )
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """How a run is started, watched and restarted.
 
-    `workers` are started on this machine, each with `devices_per_worker` devices where that is given.
-    A run gives up at the failure behind `max_restarts` restarts; an exit with 75 is none. `elastic` =
-    (fewest, most) lets it go on without a worker that does not come back, and return to all after
-    `return_s`; `workers` is its most. `log_directory` is made; by default
-    perdure-logs/DATE-TIME-PID. A worker that was asked to leave is killed after `grace` seconds.
-    `environment` is added to that of every worker. `compilation_cache` is where JAX keeps compiled
-    programs; None leaves JAX alone. `warm` names modules: while workers train, a spare process beside
-    each has imported them already, and takes its place after a failure. Heartbeats are read every
-    `poll` seconds.
+    Attributes:
+        workers: Processes to start on this machine.
+        devices_per_worker: Devices of each worker; None leaves them to the framework.
+        max_restarts: Failures after which the run is restarted; an exit with 75 is no failure.
+        elastic: (fewest, most) workers. The run continues without a worker that fails again and again,
+            and returns to all of them after `return_s`; `most` equals `workers`.
+        log_directory: Is created; by default perdure-logs/DATE-TIME-PID.
+        limits: When a silent worker counts as hung.
+        grace: Seconds after which a worker that was asked to exit is killed.
+        return_s: Seconds before a smaller group tries to grow; doubled after each try.
+        environment: Variables for every worker.
+        compilation_cache: Where JAX keeps compiled programs; None leaves that to JAX.
+        warm: Modules. While workers train, a warm process beside each has imported them already, and
+            takes its place after a failure.
+        poll: Seconds between two reads of the heartbeats.
+
+    Raises:
+        LaunchError: If a value is out of range.
     """
 
     workers: int = 1

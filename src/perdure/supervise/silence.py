@@ -1,8 +1,8 @@
-"""How long a worker may give no heartbeat before it counts as hung.
+"""How long a worker may be silent, that is, give no heartbeat, before it counts as hung.
 
-A limit that the user gave holds as it is. Every other limit follows what was measured: it is never
-below twice the longest silence of this run, so that a loop which gives one heartbeat an epoch is not
-killed because its epochs are long, and a worker that still computes is given several times the limit.
+A limit that the user gave holds exactly. Every other limit follows the measured silences: it is at
+least twice the longest silence of this run, so that a loop with one heartbeat per epoch is not killed
+because its epochs are long. A worker that still computes gets several times the limit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DEFAULT_S = {
 GROWTH = 2.0
 """A limit is at least this many times the longest silence that was measured."""
 BUSY_BEFORE_FIRST_STEP, BUSY = 10.0, 3.0
-"""A worker that computes is given so many limits; more before a first step was measured."""
+"""A worker that computes gets this many times the limit, more before the first step."""
 BUSY_SHARE = 0.05
-"""A worker computes if it uses at least this share of one core. Idle frameworks use less than 1%."""
+"""A worker computes if it uses at least this share of one core; idle frameworks use below 1%."""
 WINDOW_S = 10.0
-"""The share is measured over this time."""
+"""Seconds over which the share is measured."""
 
 
 class Process(Protocol):
@@ -37,7 +37,7 @@ class Process(Protocol):
 
 
 class Silence:
-    """The limits of one run, and the silences that were measured in all its attempts."""
+    """The limits of one run, and the longest silences that were measured in its attempts."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -45,25 +45,25 @@ class Silence:
         self._samples: dict[Process, tuple[float, float]] = {}
 
     def heard(self, worker: Process, before: Beat | None, beat: Beat) -> None:
-        """`worker` gave `beat` after `before`."""
+        """Measure the silence of `worker` between `before` and `beat`."""
         self._samples.pop(worker, None)
         if before is None or before.pid != beat.pid:
             return
         silence = beat.time - before.time
-        self._measured(before.phase, silence)
+        self._note_silence(before.phase, silence)
         if beat.step is not None and before.step is not None and beat.step > before.step:
             # The first interval between steps is spent in the phase `compile`.
-            self._measured("step", silence)
+            self._note_silence("step", silence)
 
     def limit(self, phase: str) -> float:
         """Seconds of silence that `phase` allows to a worker that does not compute."""
-        given = getattr(self._limits, phase)
-        if given is not None:
-            return given
+        chosen = getattr(self._limits, phase)
+        if chosen is not None:
+            return chosen
         return max(DEFAULT_S[phase], GROWTH * self._longest.get(phase, 0.0))
 
     def is_hung(self, worker: Process, beat: Beat, now: float) -> bool:
-        """Whether the silence of `worker` since `beat` is too long. To be asked again and again."""
+        """Whether `worker` has been silent for too long since `beat`."""
         silence, limit = now - beat.time, self.limit(beat.phase)
         if silence <= limit:
             return False
@@ -71,12 +71,12 @@ class Silence:
             most = BUSY if "step" in self._longest else BUSY_BEFORE_FIRST_STEP
             if silence <= most * limit and self._may_compute(worker, now):
                 return False
-        # A restarted loop may only have been slow: it gets more time at the same place.
-        self._measured(beat.phase, silence)
+        # The loop may only have been slow, so the next attempt gets more time at the same place.
+        self._note_silence(beat.phase, silence)
         return True
 
     def _may_compute(self, worker: Process, now: float) -> bool:
-        """Whether `worker` used the processor in the last window, or too little is known yet."""
+        """Whether `worker` used the processor in the last window, or the window is not over yet."""
         used = worker.cpu_seconds()
         since, before = self._samples.setdefault(worker, (now, used))
         if now - since < WINDOW_S:
@@ -84,5 +84,5 @@ class Silence:
         self._samples[worker] = now, used
         return used - before >= BUSY_SHARE * (now - since)
 
-    def _measured(self, phase: str, silence: float) -> None:
+    def _note_silence(self, phase: str, silence: float) -> None:
         self._longest[phase] = max(silence, self._longest.get(phase, 0.0))

@@ -1,8 +1,8 @@
-"""`Supervisor`: starts the workers of a run, watches them, and starts them again until they are done.
+"""`Supervisor`: starts the workers of a run, watches them, and restarts them until they are done.
 
-One thread and one loop, which sleeps until a worker writes or ends and looks at the heartbeats ten
-times a second. Invariant: when `run` returns or raises, no process of the run is left; when this
-process is killed, the reaper ends them.
+One thread with one loop waits until a worker writes or ends, and reads the heartbeats ten times a
+second. Invariant: when `run` returns or raises, no process of the run is left; if this process is
+killed, the orphan reaper ends them.
 """
 
 from __future__ import annotations
@@ -44,31 +44,40 @@ from perdure.supervise.worker_environment import (
 
 
 class Observer:
-    """What a caller may see and change while a run goes on; this one does neither."""
+    """Sees and changes a run while it goes on; this base class does neither."""
 
     def workers(self, attempt: int, planned: int) -> int:
-        """How many workers the attempt gets."""
+        """Return how many workers the attempt gets."""
         return planned
 
     def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
-        """Variables for one worker, on top of all others."""
+        """Return variables for one worker, on top of all others."""
         return {}
 
     def started(self, worker: Worker) -> None:
-        """A worker was started."""
+        """Is called after a worker was started."""
 
     def beat(self, worker: Worker, beat: Beat) -> None:
-        """A worker's heartbeat changed since the last look; see RunOptions.poll."""
+        """Is called with every new heartbeat of a worker; see `RunOptions.poll`."""
 
     def ended(self, attempt: AttemptRecord) -> None:
-        """An attempt is over, and none of its processes is left."""
+        """Is called after an attempt, when none of its processes is left."""
 
 
 class Supervisor:
-    """Runs `command` as `options` say; `run` may be called once.
+    """Runs a command as a group of workers. `run` may be called once.
 
-    `clock` is in seconds and monotonic, that of the heartbeats. SIGTERM and SIGINT are passed on to
-    the workers while `run` is on the main thread.
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers if `run` is called on the main thread.
+
+    Args:
+        command: The program and its arguments.
+        options: How to start, watch and restart it.
+        console: Where to print lines of workers and messages.
+        observer: Sees and changes the run.
+        clock: The monotonic clock of the heartbeats, in seconds.
+
+    Raises:
+        LaunchError: If the command cannot be started.
     """
 
     def __init__(
@@ -80,15 +89,15 @@ class Supervisor:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._command = _found(command)
+        self._command = _checked_command(command)
         self._options = options or RunOptions()
         self._console = console or Console()
         self._observer = observer or Observer()
         self._clock = clock
-        self._spares = WarmWorkers(self._command, self._options.warm, self._console.say)
+        self._warm = WarmWorkers(self._command, self._options.warm, self._console.message)
         self._silence = Silence(self._options.limits)
         self._mark = secrets.token_hex(8)
-        self._asked: int | None = None  # the signal that was passed on
+        self._signal: int | None = None  # the signal to pass on
         self._history: list[AttemptRecord] = []
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
@@ -96,15 +105,22 @@ class Supervisor:
         self._returns = 0
 
     def run(self) -> Summary:
-        """Run to the end; raises `LaunchError` where nothing could be started."""
+        """Run to the end.
+
+        Returns:
+            The summary of all attempts.
+
+        Raises:
+            LaunchError: If the workers or their logs cannot be created.
+        """
         began = self._clock()
         with ExitStack() as stack:
             logs = self._make_logs()
-            beats = Path(stack.enter_context(_scratch()))
+            beats = Path(stack.enter_context(_heartbeat_directory()))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
             stack.enter_context(self._signals())
-            stack.callback(self._spares.close)
+            stack.callback(self._warm.close)
             while True:
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
@@ -112,10 +128,10 @@ class Supervisor:
                 decision = self._decide()
                 if not decision.again:
                     break
-                self._restarting(attempt, decision)
+                self._announce_restart(attempt, decision)
                 self._sleep(decision.wait)
-                if self._asked is not None:
-                    decision = self._asked_to_end()
+                if self._signal is not None:
+                    decision = self._decide_end()
                     break
         summary = Summary(
             tuple(self._command),
@@ -125,7 +141,7 @@ class Supervisor:
             self._clock() - began,
             str(logs),
             len(marked(self._mark)),
-            self._asked,
+            self._signal,
         )
         self._console.summary(summary)
         return summary
@@ -135,15 +151,15 @@ class Supervisor:
     def _attempt(self, logs: Path, beats: Path) -> AttemptRecord:
         number = len(self._history) + 1
         began = self._clock()
-        places = self._chosen(number)
+        places = self._choose_places(number)
         ports = free_ports(len(places) + 2)
-        told: dict[int, dict[str, str]] = {}
+        environments: dict[int, dict[str, str]] = {}
 
-        def settled() -> None:
-            for place, environment in told.items():
-                self._spares.prepare(place, environment)
+        def prepare_warm_workers() -> None:
+            for place, environment in environments.items():
+                self._warm.prepare(place, environment)
 
-        with Attempt(self._options, self._observer, self._clock, self._silence) as life:
+        with Attempt(self._options, self._observer, self._clock, self._silence) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
@@ -155,19 +171,21 @@ class Supervisor:
                         place=place,
                         attempt=number,
                         log=logs / f"attempt-{number}-worker-{index}.log",
-                        say=self._console.line,
-                        spare=self._spares.take(place, environment),
+                        on_line=self._console.line,
+                        process=self._warm.take(place, environment),
                     )
                 except OSError as error:
                     raise LaunchError(f"worker {index} could not be started: {error}") from error
-                told[place] = environment
-                life.add(worker)
+                environments[place] = environment
+                attempt.add(worker)
                 self._observer.started(worker)
-            found = life.watch(lambda: self._asked, self._should_grow, settled, ports)
-            end_marked(self._mark, self._spares.pids)
-        if found.kind != "done" and self._options.compilation_cache is not None:
+            end = attempt.watch(
+                lambda: self._signal, self._should_grow, prepare_warm_workers, ports
+            )
+            end_marked(self._mark, self._warm.pids)
+        if end.kind != "done" and self._options.compilation_cache is not None:
             drop_recent(self._options.compilation_cache)
-        return life.record(found, number, began)
+        return attempt.record(end, number, began)
 
     def _environment(
         self, attempt: int, index: int, place: int, count: int, ports: list[int], heartbeat: Path
@@ -190,39 +208,39 @@ class Supervisor:
     # ---------------------------------------------------------------- between attempts
 
     def _decide(self) -> Decision:
-        if self._asked is not None:
-            return self._asked_to_end()
+        if self._signal is not None:
+            return self._decide_end()
         elastic = self._options.elastic
         may_shrink = elastic is not None and len(self._places) > elastic[0]
-        # All of a group at once is the program's fault, and no smaller group would be better.
-        alone = self._history[-1].place is not None
-        decision = decide(self._history, self._options.max_restarts, may_shrink and alone)
+        # If all workers fail at once, a smaller group would fail, too.
+        one_failed = self._history[-1].place is not None
+        decision = decide(self._history, self._options.max_restarts, may_shrink and one_failed)
         if decision.again and may_shrink:
             place = cannot_come_back(self._history)
             if place is not None and place in self._places:
                 self._places.remove(place)
-                later = decision.wait + self._options.return_s * 2**self._returns
-                self._return_at = self._clock() + later
+                delay = decision.wait + self._options.return_s * 2**self._returns
+                self._return_at = self._clock() + delay
                 self._returns += 1
-                self._console.say(
-                    f"the worker in place {place} does not come back; going on with "
+                self._console.message(
+                    f"the worker in place {place} does not come back; continuing with "
                     f"{len(self._places)} of {len(self._all_places)}"
                 )
         return decision
 
-    def _asked_to_end(self) -> Decision:
+    def _decide_end(self) -> Decision:
         statuses = self._history[-1].statuses
-        name = signal.Signals(self._asked or 0).name
+        name = signal.Signals(self._signal or 0).name
         if all(status in (0, PREEMPTED) for status in statuses):
             saved = PREEMPTED in statuses
             return Decision(
                 False,
                 status=PREEMPTED if saved else 0,
-                reason=f"{name}: the workers have saved and left" if saved else "finished",
+                reason=f"{name}: the workers have saved and exited" if saved else "finished",
             )
-        return Decision(False, status=128 + (self._asked or 0), reason=f"ended by {name}")
+        return Decision(False, status=128 + (self._signal or 0), reason=f"ended by {name}")
 
-    def _chosen(self, attempt: int) -> list[int]:
+    def _choose_places(self, attempt: int) -> list[int]:
         if self._return_at is not None and self._clock() >= self._return_at:
             self._places = list(self._all_places)
             self._return_at = None
@@ -233,13 +251,15 @@ class Supervisor:
     def _should_grow(self) -> bool:
         return self._return_at is not None and self._clock() >= self._return_at
 
-    def _restarting(self, attempt: AttemptRecord, decision: Decision) -> None:
+    def _announce_restart(self, attempt: AttemptRecord, decision: Decision) -> None:
         wait = f" in {decision.wait:g} s" if decision.wait else ""
-        self._console.say(f"attempt {attempt.number} ended: {attempt.cause}; starting again{wait}")
+        self._console.message(
+            f"attempt {attempt.number} ended: {attempt.cause}; starting again{wait}"
+        )
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
-        while self._asked is None and (left := until - self._clock()) > 0:
+        while self._signal is None and (left := until - self._clock()) > 0:
             time.sleep(min(left, self._options.poll))
 
     def _make_logs(self) -> Path:
@@ -248,11 +268,11 @@ class Supervisor:
             name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
             directory = Path("perdure-logs") / name
         try:
-            return _claimed(directory)
+            return _claim_log_directory(directory)
         except OSError as error:
             raise LaunchError(
                 f"{directory}: the logs of the workers cannot be written there: {error}; name another "
-                "place: --log-dir"
+                "place with --log-dir"
             ) from error
 
     @contextmanager
@@ -262,16 +282,16 @@ class Supervisor:
             return
 
         def note(number: int, _: FrameType | None) -> None:
-            # A closed terminal asks to save and leave, as SIGTERM does. The second one is impatience,
-            # and ends them without a save.
+            # A closed terminal (SIGHUP) asks to save and exit, as SIGTERM does. A second signal kills
+            # the workers without a save.
             first = signal.SIGTERM if number == signal.SIGHUP else number
-            self._asked = signal.SIGKILL if self._asked is not None else first
+            self._signal = signal.SIGKILL if self._signal is not None else first
 
         before: dict[int, Any] = {}
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                # Under nohup the end of the terminal is to mean nothing. A shell has what it starts in
-                # the background ignore SIGINT too, and whoever sends one all the same means it.
+                # nohup ignores SIGHUP on purpose. Background jobs of a shell ignore SIGINT, but whoever
+                # sends SIGINT to this process means it.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     before[number] = signal.signal(number, note)
             yield
@@ -280,11 +300,11 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _found(command: Sequence[str]) -> list[str]:
-    """The command, if it can be started."""
+def _checked_command(command: Sequence[str]) -> list[str]:
+    """The command; raises `LaunchError` if it cannot be started."""
     if not command:
         raise LaunchError(
-            "expected a command behind --, for instance: perdure run -- python train.py"
+            "expected a command after --, for instance: perdure run -- python train.py"
         )
     if shutil.which(command[0]) is None:
         raise LaunchError(
@@ -298,41 +318,40 @@ def _found(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _claimed(directory: Path) -> Path:
-    """`directory`, or the first of run-2, run-3, ... in it that holds no logs: what an earlier run, or
-    one beside this one, has said is not written over."""
+def _claim_log_directory(directory: Path) -> Path:
+    """`directory`, or the first of run-2, run-3, ... in it that holds no logs of another run."""
     directory.mkdir(parents=True, exist_ok=True)
-    place, number = directory, 1
+    candidate, number = directory, 1
     while True:
         with suppress(FileExistsError):
-            if not any(place.glob("attempt-*.log")):
-                (place / "attempt-1-worker-0.log").open("xb").close()
-                return place
+            if not any(candidate.glob("attempt-*.log")):
+                (candidate / "attempt-1-worker-0.log").open("xb").close()
+                return candidate
         number += 1
-        place = directory / f"run-{number}"
-        place.mkdir(exist_ok=True)
+        candidate = directory / f"run-{number}"
+        candidate.mkdir(exist_ok=True)
 
 
 @contextmanager
-def _scratch() -> Iterator[str]:
-    """A place for heartbeats, in memory where the system has one."""
-    shared = "/dev/shm"  # noqa: S108 (a directory of its own is made in it)
-    where = shared if os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="perdure-", dir=where) as path:
+def _heartbeat_directory() -> Iterator[str]:
+    """A temporary directory for heartbeats, in memory if possible."""
+    shared = "/dev/shm"  # noqa: S108 (a directory is created in it)
+    parent = shared if os.access(shared, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="perdure-", dir=parent) as path:
         yield path
 
 
 def _accelerators() -> tuple[str, ...]:
-    """The GPUs that a worker could be given, as CUDA_VISIBLE_DEVICES counts them."""
+    """The GPUs of the machine, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part for part in visible.split(",") if part.strip() not in ("", "-1"))
     if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
         return ()
-    # CUDA counts those that are there from 0; the names of the files have numbers of their own.
-    found = [
+    # CUDA numbers the present GPUs from 0; the device files may have other numbers.
+    devices = [
         name
         for name in os.listdir("/dev")
         if name.startswith("nvidia") and name.removeprefix("nvidia").isdigit()
     ]
-    return tuple(map(str, range(len(found))))
+    return tuple(map(str, range(len(devices))))

@@ -1,10 +1,8 @@
 """`WarmWorkers`: processes that have imported their frameworks before they are needed.
 
-Invariant: a spare is a process of its own from its start, never a fork of one that has threads; it gets
-its part (arguments and variables) once, and runs the program as `python` would. What it has done before
-is importing the modules that were named, and nothing else.
-
-The program of such a process is `warm_worker_main`, which nothing imports.
+Invariant: a warm process is started as such, never forked from a process with threads. It imports the
+named modules and does nothing else, until it gets its arguments and variables once; then it runs the
+program as `python` would. Its program is `warm_worker_main`, which no module imports.
 """
 
 from __future__ import annotations
@@ -21,17 +19,22 @@ from perdure.supervise.worker_environment import ATTEMPT, DESCRIPTIONS
 
 
 class WarmWorkers:
-    """One spare for each place, for a command that is `python script.py ...` or `python -m module ...`.
+    """One warm process for each place of a group.
 
-    `warm` names the modules to import. `prepare` starts the processes and `take` hands one out; `say`
-    is called for a process whose imports failed.
+    Args:
+        command: `python script.py ...` or `python -m module ...`.
+        modules: The modules to import; empty for no warm processes.
+        message: Is called with the reason if the imports of a process failed.
+
+    Raises:
+        LaunchError: If `modules` is not empty and `command` has another form.
     """
 
     def __init__(
-        self, command: Sequence[str], warm: Sequence[str], say: Callable[[str], None] = print
+        self, command: Sequence[str], modules: Sequence[str], message: Callable[[str], None] = print
     ) -> None:
         python = os.path.basename(command[0]).startswith("python")
-        if warm and not (
+        if modules and not (
             python
             and len(command) > 1
             and (command[1].endswith(".py") or (command[1] == "-m" and len(command) > 2))
@@ -41,80 +44,82 @@ class WarmWorkers:
                 f"{' '.join(command[:3])}"
             )
         self._command = list(command)
-        self._warm = list(warm)
-        self._say = say
+        self._modules = list(modules)
+        self._message = message
         self._ready: dict[int, subprocess.Popen[bytes]] = {}
-        self._began: dict[int, dict[str, str]] = {}
+        self._environments: dict[int, dict[str, str]] = {}
 
     def prepare(self, place: int, environment: Mapping[str, str]) -> None:
-        """Start the spare of `place`, if it has none; `environment` is that of the worker there now."""
-        if not self._warm or (place in self._ready and self._ready[place].poll() is None):
+        """Start a process for `place` if it has none; `environment` is that of its worker."""
+        if not self._modules or (place in self._ready and self._ready[place].poll() is None):
             return
         self.drop(place)
-        self._began[place] = _lasting(environment)
+        self._environments[place] = _persistent(environment)
         self._ready[place] = subprocess.Popen(
-            [self._command[0], "-m", "perdure.supervise.warm_worker_main", *self._warm],
+            [self._command[0], "-m", "perdure.supervise.warm_worker_main", *self._modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._began[place],
+            env=self._environments[place],
             start_new_session=True,
         )
 
     def take(self, place: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """The spare of `place`, now running the program; None where there is none that lives, or where
-        it imported under other variables than these."""
-        spare = self._ready.pop(place, None)
-        if spare is None:
+        """Hand out the process of `place`, which now runs the program.
+
+        Returns None if there is no process that runs, or if its imports ran under other variables.
+        """
+        process = self._ready.pop(place, None)
+        if process is None:
             return None
-        assert spare.stdin is not None
-        if spare.poll():
-            self._explain(place, spare)
-        part = {"arguments": self._command[1:], "environment": dict(environment)}
+        assert process.stdin is not None
+        if process.poll():
+            self._report_failure(place, process)
+        task = {"arguments": self._command[1:], "environment": dict(environment)}
         try:
-            if spare.poll() is None and self._began[place] == _lasting(environment):
-                spare.stdin.write(json.dumps(part).encode() + b"\n")
-                spare.stdin.close()
-                return spare
+            if process.poll() is None and self._environments[place] == _persistent(environment):
+                process.stdin.write(json.dumps(task).encode() + b"\n")
+                process.stdin.close()
+                return process
         except BrokenPipeError:
             pass
-        self._end(spare)
+        self._end(process)
         return None
 
     def drop(self, place: int) -> None:
-        """End the spare of `place`."""
-        if (spare := self._ready.pop(place, None)) is not None:
-            self._end(spare)
+        """End the process of `place`."""
+        if (process := self._ready.pop(place, None)) is not None:
+            self._end(process)
 
     def close(self) -> None:
-        """End all."""
+        """End all processes."""
         for place in list(self._ready):
             self.drop(place)
 
     @property
     def pids(self) -> frozenset[int]:
-        """Those that wait."""
-        return frozenset(spare.pid for spare in self._ready.values())
+        """IDs of the processes that wait."""
+        return frozenset(process.pid for process in self._ready.values())
 
-    def _explain(self, place: int, spare: subprocess.Popen[bytes]) -> None:
-        assert spare.stdout is not None
-        lines = spare.stdout.read().decode(errors="replace").strip().splitlines()
-        self._say(
-            f"the spare of place {place} ended while it imported {', '.join(self._warm)}: "
-            f"{lines[-1] if lines else f'status {spare.returncode}'}"
+    def _report_failure(self, place: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        lines = process.stdout.read().decode(errors="replace").strip().splitlines()
+        self._message(
+            f"the warm worker of place {place} ended while it imported {', '.join(self._modules)}: "
+            f"{lines[-1] if lines else f'status {process.returncode}'}"
         )
 
     @staticmethod
-    def _end(spare: subprocess.Popen[bytes]) -> None:
-        spare.kill()
-        spare.wait()
-        for stream in (spare.stdin, spare.stdout):
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with suppress(BrokenPipeError):
                     stream.close()
 
 
-def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """What stays the same from one attempt to the next. Without the heartbeat: a spare says nothing."""
-    passing = {*DESCRIPTIONS, ATTEMPT, heartbeats.VARIABLE}
-    return {name: value for name, value in environment.items() if name not in passing}
+def _persistent(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that stay the same from one attempt to the next; without the heartbeat file."""
+    changing = {*DESCRIPTIONS, ATTEMPT, heartbeats.VARIABLE}
+    return {name: value for name, value in environment.items() if name not in changing}

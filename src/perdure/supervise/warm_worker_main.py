@@ -1,8 +1,8 @@
-"""The program of a spare worker: imports what it is told, waits for its part, becomes the worker.
+"""The program of a warm worker: imports modules, waits for its task, and becomes the worker.
 
     python -m perdure.supervise.warm_worker_main MODULE ...
 
-The part is one line of JSON on standard input: the arguments behind `python`, and the environment.
+The task is one line of JSON on standard input: the arguments after `python`, and the environment.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def _main() -> None:
         importlib.import_module(name)
     line = sys.stdin.buffer.readline()
     if not line:
-        return  # the supervisor has no use for it any more
-    from perdure import heartbeats  # ahead of the variable: its import would take it
+        return  # the supervisor does not need it any more
+    from perdure import heartbeats  # before the variable is set: the import would use it up
 
-    part = json.loads(line)
+    task = json.loads(line)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     os.environ.clear()
-    os.environ.update(part["environment"])
+    os.environ.update(task["environment"])
 
     heartbeats.open_file()
-    first, *rest = part["arguments"]
+    first, *rest = task["arguments"]
     if first == "-m":
-        # As `python -m` does: the place where it was started comes first.
+        # As `python -m` does: the working directory comes first.
         sys.path[0] = os.getcwd()
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -1,7 +1,6 @@
 """`Worker`: one process of a run, from its start to its end: its output, its heartbeat, its log.
 
-Owns the process and the files that go with it. Invariant: nothing here waits for the process, save for
-`close`, which has killed it before.
+Invariant: no method waits for the process except `close`, which has killed it before.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from perdure import heartbeats
 from perdure.heartbeats import Beat
 
 READ_BYTES = 65536
-MOST_READS = 16  # at a time, or one that never stops writing would be all that is looked at
+MOST_READS = 16  # at a time, so that a worker that never stops writing does not block the others
 TAIL_BYTES = 4000
 LINE_CHARACTERS = 300
 # Fields of proc_pid_stat(5) after the name of the program, which may hold anything. The times are those
@@ -28,9 +27,18 @@ _STAT_STATE, _STAT_SESSION, _STAT_TIMES = 0, 3, slice(11, 15)
 class Worker:
     """A started worker.
 
-    `index` is its number in the group, `place` its place on the machine (the same in every attempt,
-    also when the group is smaller), `attempt` counts from 1. Both of its outputs go to `say`, line by
-    line, and to the file `log`. `spare` is a process that runs the command already (see `WarmWorkers`).
+    Args:
+        command: The program and its arguments.
+        environment: All its variables, with the file for heartbeats.
+        index: Its number in the group.
+        place: Its place on the machine, which stays the same if the group becomes smaller.
+        attempt: Counts from 1.
+        log: The file that gets both of its outputs.
+        on_line: Is called with `index` and every line of both outputs.
+        process: A process that runs the command already (see `WarmWorkers`).
+
+    Raises:
+        OSError: If the log or the process cannot be created.
     """
 
     def __init__(
@@ -42,17 +50,17 @@ class Worker:
         place: int,
         attempt: int,
         log: Path,
-        say: Callable[[int, bytes], None],
-        spare: subprocess.Popen[bytes] | None = None,
+        on_line: Callable[[int, bytes], None],
+        process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.index, self.place, self.attempt, self.log = index, place, attempt, log
         self.beat: Beat | None = None
-        self._say = say
+        self._on_line = on_line
         self._rest = b""
         self._heartbeat = environment[heartbeats.VARIABLE]
         self._file = open(log, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
         try:
-            self.process = spare or subprocess.Popen(
+            self.process = process or subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -70,7 +78,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is that of its session too."""
+        """Its process ID, which is also that of its session."""
         return self.process.pid
 
     @property
@@ -78,13 +86,13 @@ class Worker:
         """Exit status, -n for one killed by signal n, None while it runs."""
         return self.process.poll()
 
-    def look(self) -> bool:
-        """Read the heartbeat; True when there is a new one."""
+    def read_beat(self) -> bool:
+        """Read the heartbeat; True if there is a new one."""
         before, self.beat = self.beat, heartbeats.read(self._heartbeat) or self.beat
         return self.beat is not None and self.beat != before
 
     def stopped(self) -> bool:
-        """Whether SIGSTOP, or a debugger, holds it."""
+        """Whether SIGSTOP or a debugger has stopped it."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
         except OSError:
@@ -92,7 +100,7 @@ class Worker:
         return text.rpartition(")")[2].split()[_STAT_STATE] in ("T", "t")
 
     def cpu_seconds(self) -> float:
-        """Processor time that the processes of its session have used so far."""
+        """Processor time that the processes of its session have used so far, in seconds."""
         ticks = 0
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -103,7 +111,7 @@ class Worker:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def listen(self) -> bool:
-        """Pass on what it has written; False once nobody holds its output open any more."""
+        """Pass on its new output; False once no process has its output open any more."""
         for _ in range(MOST_READS):
             try:
                 data = os.read(self.output, READ_BYTES)
@@ -115,21 +123,21 @@ class Worker:
             self._keep(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                self._say(self.index, line)
+                self._on_line(self.index, line)
         return True
 
     def send(self, number: int) -> None:
-        """A signal to the worker alone, if it still runs."""
+        """Send a signal to the worker alone, if it still runs."""
         if self.status is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to the worker and to all of its session."""
+        """Kill the worker and all processes of its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what is left, take the last of its output, and free the files."""
+        """Kill the worker, read the rest of its output, and close the files."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._file.close)
             stack.callback(os.close, self.exit)
@@ -137,12 +145,12 @@ class Worker:
             stack.callback(self.process.stdout.close)
             self.kill()
             self.process.wait()
-            self.look()  # the last one is what the summary is made from
+            self.read_beat()  # the summary is made from the last heartbeat
             self.listen()
             self._flush()
 
     def last_line(self) -> str:
-        """The last line that it wrote, which of an error in Python is its message."""
+        """The last line that it wrote; after an error in Python, the message of the error."""
         lines = self.tail().rstrip().splitlines()
         return lines[-1].strip()[:LINE_CHARACTERS] if lines else ""
 
@@ -157,11 +165,11 @@ class Worker:
             return ""
 
     def _keep(self, data: bytes) -> None:
-        # A full disk must not end the run that is watched; what goes on to the console is still seen.
+        # A full disk must not end the run; the console still gets the lines.
         with contextlib.suppress(OSError):
             self._file.write(data)
 
     def _flush(self) -> None:
         rest, self._rest = self._rest, b""
         if rest:
-            self._say(self.index, rest)
+            self._on_line(self.index, rest)

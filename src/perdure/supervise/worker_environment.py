@@ -1,7 +1,7 @@
-"""The variables by which JAX, PyTorch and TensorFlow learn who they are, and the ports in them.
+"""The variables that describe a group of workers to JAX, PyTorch and TensorFlow.
 
-Invariant: the three descriptions agree on the number of a worker and on how many there are; they
-differ in the port, because the services behind it are not the same one.
+Invariant: the three descriptions agree on the index of a worker and on the number of workers. Their
+ports differ, because each belongs to a service of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from perdure.errors import LaunchError
 from perdure.ports import HOST
 
 ATTEMPT = "PERDURE_ATTEMPT"
-# Whatever else describes a group would contradict what is said here.
+# These are removed from the environment first; another description would contradict this one.
 DESCRIPTIONS = (
     "JAX_COORDINATOR_ADDRESS",
     "JAX_NUM_PROCESSES",
@@ -30,7 +30,7 @@ DESCRIPTIONS = (
 
 
 def tf_config(ports: list[int], index: int) -> str:
-    """TF_CONFIG of worker `index` of as many as there are ports."""
+    """TF_CONFIG of worker `index`; there are as many workers as `ports`."""
     addresses = [f"{HOST}:{port}" for port in ports]
     return json.dumps(
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -38,9 +38,9 @@ def tf_config(ports: list[int], index: int) -> str:
 
 
 def worker_variables(index: int, workers: int, ports: list[int]) -> dict[str, str]:
-    """What worker `index` of `workers` gets; `ports` are two more than there are workers.
+    """The variables of worker `index` of `workers`; `ports` has two entries more than `workers`.
 
-    One alone gets the numbers and no coordinator of JAX or TensorFlow: it needs nobody to meet.
+    A single worker gets no coordinator of JAX or TensorFlow, because it joins no group.
     """
     variables = {
         "RANK": str(index),
@@ -63,19 +63,25 @@ def worker_variables(index: int, workers: int, ports: list[int]) -> dict[str, st
 def device_variables(
     index: int, devices: int | None, accelerators: tuple[str, ...] | None = None
 ) -> dict[str, str]:
-    """`devices` devices for the worker in place `index`: its own share of the GPUs, else of the CPU.
+    """The variables that give `devices` devices to the worker in place `index`.
 
-    `accelerators` are the GPUs that the machine lends, as in CUDA_VISIBLE_DEVICES. None: nothing said.
+    Args:
+        index: The place of the worker.
+        devices: GPUs, or CPU devices if there are no GPUs; None for no variables.
+        accelerators: The GPUs of the machine, as in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        LaunchError: If there are too few GPUs.
     """
     if devices is None:
         return {}
     variables = {"JAX_NUM_CPU_DEVICES": str(devices)}
     if accelerators:
-        own = accelerators[index * devices : (index + 1) * devices]
-        if len(own) < devices:
+        share = accelerators[index * devices : (index + 1) * devices]
+        if len(share) < devices:
             raise LaunchError(
                 f"worker {index} needs {devices} GPUs from number {index * devices} on, found "
                 f"{len(accelerators)} in all; start fewer workers, or give each fewer devices"
             )
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     return variables

@@ -1,43 +1,43 @@
-"""`WorkerGroup`: the worker processes of one machine, as one thing that is started, heard and ended.
+"""`WorkerGroup`: workers that report events, without a supervisor that restarts them.
 
-Invariant: leaving the `with` block leaves no worker behind, however it is left. A worker says what
-it did by JSON objects, one a line, on its standard output; its standard error is kept.
+A worker reports an event as one line of JSON on its standard output. Invariant: when the `with` block
+ends, no worker is left.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
+import selectors
 import signal
-import subprocess
 import tempfile
-import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from perdure import heartbeats
 from perdure.errors import ClusterError
 from perdure.ports import free_ports
+from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import tf_config
-
-TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a group ended: exit status of every worker, -n for one killed by signal n."""
+    """How a group ended: the exit status of every worker, -n for one killed by signal n."""
 
     statuses: tuple[int, ...]
 
     @property
     def status(self) -> int:
-        """The one that tells most: a signal, then a failure, then 75, then 0."""
+        """The most informative status: that of a signal, then a failure, then 75, then 0."""
         return min(self.statuses, key=lambda s: (s >= 0, s in (0, 75), s == 0, s))
 
     def describe(self) -> str:
-        """`exit 0`, `SIGKILL`."""
+        """The status as text, such as `exit 0` or `SIGKILL`."""
         status = self.status
         return f"exit {status}" if status >= 0 else signal.Signals(-status).name
 
@@ -45,94 +45,101 @@ class Ended:
 class WorkerGroup:
     """Workers that run `command` together.
 
-    Each gets `environment` on top of this process's own; more than one get a `TF_CONFIG` with a
-    fresh coordinator port on the loopback interface.
+    Args:
+        command: The program and its arguments.
+        workers: How many processes to start. More than one get a `TF_CONFIG` with fresh ports.
+        environment: Variables on top of those of this process.
     """
 
     def __init__(
         self, command: Sequence[str], workers: int = 1, environment: Mapping[str, str] | None = None
     ) -> None:
         self._command = list(command)
-        self._workers = workers
+        self._count = workers
         self._environment = dict(environment or {})
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
-        self._logs: list[Any] = []
+        self._workers: list[Worker] = []
+        self._events: deque[tuple[int, dict[str, Any]]] = deque()
         self._cleanup = ExitStack()
 
     def __enter__(self) -> WorkerGroup:
-        ports = free_ports(self._workers)
-        for index in range(self._workers):
-            environment = {**os.environ, **self._environment}
-            environment.pop("TF_CONFIG", None)
-            if self._workers > 1:
-                environment["TF_CONFIG"] = tf_config(ports, index)
-            log = self._cleanup.enter_context(tempfile.TemporaryFile())
-            self._logs.append(log)
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-            self._processes.append(process)
-            threading.Thread(target=self._listen, args=(index, process), daemon=True).start()
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-")))
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            ports = free_ports(self._count)
+            for index in range(self._count):
+                environment = {**os.environ, **self._environment}
+                environment.pop("TF_CONFIG", None)
+                if self._count > 1:
+                    environment["TF_CONFIG"] = tf_config(ports, index)
+                environment[heartbeats.VARIABLE] = str(directory / f"heartbeat-{index}")
+                worker = Worker(
+                    self._command,
+                    environment,
+                    index=index,
+                    place=index,
+                    attempt=1,
+                    log=directory / f"worker-{index}.log",
+                    on_line=self._receive,
+                )
+                stack.callback(worker.close)
+                self._workers.append(worker)
+                self._selector.register(worker.output, selectors.EVENT_READ, worker)
+                self._selector.register(worker.exit, selectors.EVENT_READ, worker)
+            self._cleanup = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
-        self.wait()
         self._cleanup.close()
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(worker, event) as they come in, until every worker has closed its output."""
-        open_outputs = self._workers
-        while open_outputs:
-            worker, event = self._events.get()
-            if event is None:
-                open_outputs -= 1
-            else:
-                yield worker, event
+        """Yield (worker, event) as they arrive, until every worker has closed its output."""
+        while self._listen() or self._events:
+            while self._events:
+                yield self._events.popleft()
 
     def kill(self) -> None:
-        """SIGKILL to every worker that still runs."""
-        self._signal(signal.SIGKILL)
+        """Kill every worker that still runs, and its children."""
+        for worker in self._workers:
+            worker.kill()
 
     def terminate(self) -> None:
-        """SIGTERM to every worker that still runs."""
-        self._signal(signal.SIGTERM)
+        """Send SIGTERM to every worker that still runs."""
+        for worker in self._workers:
+            worker.send(signal.SIGTERM)
 
     def wait(self) -> Ended:
-        """Wait until every worker has ended."""
-        return Ended(tuple(process.wait() for process in self._processes))
+        """Wait until every worker has ended; events that arrive meanwhile are kept."""
+        while any(worker.status is None for worker in self._workers):
+            self._listen()
+        return Ended(tuple(worker.process.wait() for worker in self._workers))
 
     def log(self, worker: int) -> str:
-        """The end of what a worker wrote to its standard error."""
-        log = self._logs[worker]
-        log.flush()
-        size = log.seek(0, os.SEEK_END)
-        log.seek(max(0, size - TAIL_BYTES))
-        return log.read().decode(errors="replace")
+        """The end of the output of a worker, standard output and standard error together."""
+        self._workers[worker].listen()
+        return self._workers[worker].tail()
 
     def require(self, ended: Ended, expected: Sequence[int]) -> None:
-        """Raise `ClusterError` with the workers' last words unless all ended as expected."""
+        """Raise `ClusterError` with the log of a worker that did not end as expected."""
         for worker, status in enumerate(ended.statuses):
             if status not in expected:
                 raise ClusterError(
-                    f"worker {worker} of {self._workers} ended with {status}, expected "
+                    f"worker {worker} of {self._count} ended with {status}, expected "
                     f"{' or '.join(map(str, expected))}. The end of its log:\n{self.log(worker)}"
                 )
 
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+    def _listen(self) -> bool:
+        """Wait for output or the end of a worker; False once all have ended and closed their output."""
+        if not self._selector.get_map():
+            return False
+        for key, _ in self._selector.select():
+            worker: Worker = key.data
+            if key.fd == worker.exit or not worker.listen():
+                self._selector.unregister(key.fd)
+        return True
 
-    def _listen(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                if line.startswith(b"{"):
-                    self._events.put((index, json.loads(line)))
-        self._events.put((index, None))
+    def _receive(self, worker: int, line: bytes) -> None:
+        # Other output may look like an event, and a killed worker may leave half of one.
+        if line.startswith(b"{"):
+            with suppress(ValueError):
+                self._events.append((worker, json.loads(line)))

@@ -1,7 +1,7 @@
-"""For tests of what builds on perdure: the drill, a conformance suite for storages, a check of a run.
+"""For tests of programs that build on perdure; needs pytest.
 
-Needs pytest. `perdure.testing.servers` starts object stores on loopback, `perdure.testing.proxy`
-stands between one of them and its client and fails chosen requests.
+`drill` proves exact resume, `check_run` verifies a run directory, and `StorageConformance` tests a
+storage.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""The contracts of `perdure.store.Storage`, verb by verb, for every storage there is.
+"""Tests of the contract of `perdure.store.Storage`, method by method, for any storage.
 
-Subclass `StorageConformance`, give it a `storage` fixture and raw access that bypasses the storage,
-so that it is never its own witness:
+Subclass `StorageConformance`, and give it a `storage` fixture and raw access that bypasses the storage,
+so that the storage does not confirm its own writes:
 
     class TestMine(StorageConformance):
         @pytest.fixture
@@ -32,17 +32,17 @@ SIZES = pytest.mark.parametrize("size", [0, 1, 5000, LARGE_BYTES])
 
 
 def expect(found: bytes | bytearray | None, wanted: bytes | bytearray) -> None:
-    """Equal bytes. Says where they part, and does not let pytest compare megabytes line by line."""
+    """Assert equal bytes, without letting pytest compare megabytes line by line."""
     equal = found == wanted
-    at = next(
+    first = next(
         (i for i, (a, b) in enumerate(zip(found or b"", wanted, strict=False)) if a != b), None
     )
     length = None if found is None else len(found)
-    assert equal, f"expected {len(wanted)} bytes, found {length}; the first that differs: {at}"
+    assert equal, f"expected {len(wanted)} bytes, found {length}; the first that differs: {first}"
 
 
 class StorageConformance:
-    """A pytest class: what every storage promises. Each test gets an empty storage."""
+    """A pytest class with the tests that every storage must pass; each test gets an empty storage."""
 
     @pytest.fixture
     def storage(self) -> Storage:
@@ -50,15 +50,15 @@ class StorageConformance:
         raise NotImplementedError("a subclass gives the storage to test")
 
     def raw_read(self, storage: Storage, name: str) -> bytes | None:
-        """An object read without the storage, None where there is none."""
+        """Read an object without the storage; None if there is none."""
         raise NotImplementedError
 
     def raw_write(self, storage: Storage, name: str, data: bytes) -> None:
-        """An object written without the storage."""
+        """Write an object without the storage."""
         raise NotImplementedError
 
     def raw_names(self, storage: Storage) -> set[str]:
-        """Names of all objects, found without the storage."""
+        """The names of all objects, listed without the storage."""
         raise NotImplementedError
 
     def another(self, storage: Storage) -> Storage:
@@ -75,9 +75,9 @@ class StorageConformance:
         assert storage.size(NAME) == size
 
     def test_the_size_given_to_create_may_be_wrong(self, storage: Storage) -> None:
-        for number, (told, size) in enumerate([(0, LARGE_BYTES), (LARGE_BYTES, 10), (10, 0)]):
+        for number, (declared, size) in enumerate([(0, LARGE_BYTES), (LARGE_BYTES, 10), (10, 0)]):
             name = f"packs/{number}"
-            sink = storage.create(name, told)
+            sink = storage.create(name, declared)
             feed(sink, payload(size))
             sink.commit()
             expect(self.raw_read(storage, name), payload(size))
@@ -188,7 +188,7 @@ class StorageConformance:
         data = payload(LARGE_BYTES)
         self.raw_write(storage, NAME, data)
         target = bytearray(LARGE_BYTES)
-        spans = [(at, target_part) for at, target_part in _parts(memoryview(target), 1_000_003)]
+        spans = _parts(memoryview(target), 1_000_003)
         with ThreadPoolExecutor(4) as pool:
             got = list(pool.map(lambda span: storage.read_into(NAME, *span), spans))
         assert sum(got) == LARGE_BYTES
@@ -294,7 +294,7 @@ def feed(sink: Sink, data: bytes) -> None:
 
 
 def write(storage: Storage, name: str, data: bytes) -> None:
-    """Create an object; on an error it is aborted."""
+    """Create an object; abort it on an error."""
     sink = storage.create(name, len(data))
     try:
         feed(sink, data)
@@ -305,7 +305,7 @@ def write(storage: Storage, name: str, data: bytes) -> None:
 
 
 def race(attempts: Sequence[Callable[[], object]]) -> list[int]:
-    """Run all at once; the numbers of those that did not raise `FileExistsError` or block."""
+    """Run all at once; returns the numbers of those that were neither refused nor blocked."""
 
     def attempt(number: int) -> int | None:
         try:
@@ -320,4 +320,4 @@ def race(attempts: Sequence[Callable[[], object]]) -> list[int]:
 
 
 def _parts(view: memoryview, size: int) -> list[tuple[int, memoryview]]:
-    return [(at, view[at : at + size]) for at in range(0, len(view), size)]
+    return [(offset, view[offset : offset + size]) for offset in range(0, len(view), size)]

@@ -1,4 +1,4 @@
-"""The drill as a test: one call keeps the proof of exact resume in a team's own suite."""
+"""The drill as a test: one call proves exact resume in a project's own test suite."""
 
 from __future__ import annotations
 
@@ -25,26 +25,39 @@ def drill(
     runs: int = 10,
     seed: int = 0,
     workers: int = 1,
-    leave: Sequence[str] = (),
+    read_only: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Run `command` undisturbed and `runs` times under faults; fail unless all bits are the same.
 
-    The arguments are those of `perdure drill`; `environment` is added to that of the command.
-    Returns the document that `perdure drill --json` prints. Raises `AssertionError` with the report
-    (first step and leaves that differ, the cause, how to mend it), and `LaunchError` where there is
-    nothing to try: the command does not exist, fails by itself, or saves nothing.
+    Args:
+        command: The program and its arguments.
+        faults: Kinds of faults by name; by default all that can happen to the program.
+        runs: How many faulted runs to try; they take the kinds in turn.
+        seed: Decides the places and times of the faults.
+        workers: Processes of the group.
+        read_only: Run directories that the program only reads; they are not redirected.
+        environment: Variables for the program, on top of those of this process.
+        directory: Keeps the runs that differ; by default a temporary directory.
+
+    Returns:
+        The document that `perdure drill --json` prints.
+
+    Raises:
+        AssertionError: If a run differs, fails, or a fault did not fire, with the report: the first
+            step and leaves that differ, the cause, and how to repair it.
+        LaunchError: If the command does not exist, fails by itself, or saves nothing.
     """
     options = DrillOptions(
-        tuple(faults), runs, seed, workers, tuple(leave), dict(environment or {})
+        tuple(faults), runs, seed, workers, tuple(read_only), dict(environment or {})
     )
     with ExitStack() as stack:
         if directory is None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
         document = run_drill(command, options, Path(directory)).document()
     if not document["pass"]:
-        said = io.StringIO()
-        TextReporter(Console(file=said, width=_WIDTH), runs).summary(document)
-        raise AssertionError(f"{' '.join(command)}\n{said.getvalue()}")
+        text = io.StringIO()
+        TextReporter(Console(file=text, width=_WIDTH), runs).summary(document)
+        raise AssertionError(f"{' '.join(command)}\n{text.getvalue()}")
     return document

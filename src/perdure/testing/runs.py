@@ -1,4 +1,4 @@
-"""The last line of a test that wrote to a run directory."""
+"""`check_run`: the last line of a test that wrote to a run directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from perdure.store import Run, Storage, VerifyReport, verify_run
 
 
 def check_run(where: str | os.PathLike[str] | Storage) -> VerifyReport:
-    """Read and hash a whole run directory; returns the report.
+    """Read and hash every byte of a run directory.
 
-    Raises `AssertionError` with every harmful problem: a manifest or a pack that is damaged or
-    missing. What a crash leaves and harms nobody is in the report only.
+    Args:
+        where: The path, URL or storage of the run directory.
+
+    Returns:
+        The report; harmless leftovers of a crash appear only there.
+
+    Raises:
+        AssertionError: If a manifest or a pack is damaged or missing; it lists all of them.
     """
     report = verify_run(Run(where))
-    harmful = [f"  {at.name}: {at.what}" for at in report.problems if at.harmful]
+    harmful = [
+        f"  {problem.name}: {problem.what}" for problem in report.problems if problem.harmful
+    ]
     if harmful:
         lines = "\n".join(harmful)
         raise AssertionError(f"{report.where}: expected a whole run directory, found:\n{lines}")

@@ -1,4 +1,4 @@
-"""The demo itself: starts the training program phase by phase, sends the faults, compares the ends."""
+"""Runs the demo: starts the training program phase by phase, sends the faults, compares the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from perdure.supervise import WorkerGroup
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user chose."""
+class DemoOptions:
+    """The options of `perdure demo`."""
 
     engine: str
     directory: Path
@@ -30,10 +30,19 @@ class Options:
     without: str | None = None
 
 
-def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, Any]:
-    """Run every phase; returns the document that `--json` prints.
+def run_demo(options: DemoOptions, examples: int, make_reporter: Any) -> dict[str, Any]:
+    """Run every phase of the demo.
 
-    Raises `ClusterError` with the worker's log where a phase ends otherwise than planned.
+    Args:
+        options: What to run, and where.
+        examples: How many training examples there are.
+        make_reporter: Makes the `DemoReporter` from the total number of steps.
+
+    Returns:
+        The document that `--json` prints.
+
+    Raises:
+        ClusterError: If a phase ends otherwise than planned; the error has the log of the worker.
     """
     steps_per_epoch = -(-examples // BATCH)
     total = steps_per_epoch * options.epochs
@@ -60,7 +69,7 @@ def run_demo(options: Options, examples: int, make_reporter: Any) -> dict[str, A
 
 
 def _run_phase(
-    options: Options, phase: Phase, total: int, reporter: DemoReporter
+    options: DemoOptions, phase: Phase, total: int, reporter: DemoReporter
 ) -> dict[str, Any]:
     directory = options.directory / phase.run
     before = _steps(directory)
@@ -103,11 +112,11 @@ def _run_phase(
 
 
 def _may_hit(phase: Phase, directory: Path, before: list[int]) -> bool:
-    """A kill waits for a checkpoint of its phase: on a busy machine the first one may take steps."""
+    """Whether the fault may be sent: a kill waits for the first checkpoint of its phase."""
     return phase.fault != "SIGKILL" or _steps(directory) != before
 
 
-def _command(options: Options, phase: Phase, total: int) -> list[str]:
+def _command(options: DemoOptions, phase: Phase, total: int) -> list[str]:
     command = [sys.executable, "-m", f"perdure.demo.train_{options.engine}"]
     command += ["--run", str(options.directory / phase.run), "--steps", str(total)]
     command += ["--seed", str(options.seed), "--devices", str(phase.devices)]
@@ -116,7 +125,7 @@ def _command(options: Options, phase: Phase, total: int) -> list[str]:
 
 
 def _environment(phase: Phase) -> dict[str, str]:
-    # One device a process is what a machine without accelerators has; more have to be asked for.
+    # Without accelerators, JAX has one device per process unless it is asked for more.
     return {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
 
 
@@ -130,7 +139,7 @@ def _fingerprint(directory: Path, step: int) -> str | None:
 
 @contextmanager
 def _named(phase: Phase) -> Iterator[None]:
-    """Say which phase an error comes from."""
+    """Name the phase in errors."""
     try:
         yield
     except PerdureError as error:

@@ -1,0 +1,229 @@
+"""Inside a drilled program: redirects its run directories, watches it and injects faults.
+
+The directory of a drilled run holds `plan.json` (the faults of this attempt), `events.jsonl` (one line
+for every operation that changes a run directory and for every step), `manifests/` (a copy of every
+manifest as it is committed, so that retention does not remove the evidence), `runs/` (the run
+directories themselves) and `fired-ID.json` for every fault that happened. Invariants: a fault happens
+once, even if several processes reach its place; it is recorded on disk before it happens.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+from perdure import heartbeats
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
+from perdure.store.local import LocalStorage
+from perdure.store.storage import Storage
+
+PLAN, EVENTS, COPIES, RUNS = "plan.json", "events.jsonl", "manifests", "runs"
+
+Listener = Callable[[str, "int | None"], None]
+
+_ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
+_LONGEST_NAME = 200  # of the 255 bytes that a file system allows
+_FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
+# The point of the plan for each phase of a heartbeat.
+_BEATS = {
+    "restore": "restoring",
+    "compile": "restored",
+    "step": "step",
+    "save": "save",
+    "end": "end",
+}
+
+
+@cache
+def fault_injector(directory: str) -> FaultInjector:
+    """The only injector of this process, for the drilled run in `directory`."""
+    injector = FaultInjector(Path(directory))
+    heartbeats.listeners.append(injector.beat)
+    return injector
+
+
+class FaultInjector:
+    """Watches this process for the drilled run in `directory` and carries out the faults of its plan.
+
+    A fault of the plan is `{id, point, act, nth, step, worker, value, of}`: the `nth` time this process
+    reaches `point` (or at the first `point` whose step is at least `step`), `act` happens: "kill",
+    "term", "stop" (a signal to itself), "full", "io" (the operation fails), "torn" (the file written
+    last loses its end and the process is killed), "clock" (the clock jumps by `value` seconds).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        plan = json.loads((directory / PLAN).read_bytes())
+        self.attempt: int = plan["attempt"]
+        self._faults: list[dict[str, Any]] = plan["faults"]
+        self._read_only = {os.path.realpath(path) for path in plan.get("read_only", ())}
+        self.worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
+        self._events = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._guard = threading.RLock()
+        self._seen: Counter[str] = Counter()
+        self._step: int | None = None
+        self._linked: dict[str, str] = {}
+        self._time = time.time
+        self._offset = 0.0
+        self.listeners: list[Listener] = []
+
+    def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
+        """The storage for a run directory that the program names: one of its own below `runs/`.
+
+        URLs are redirected there too, because the drill tests the program and not the network. A
+        storage that is neither local nor named by a path or URL is returned unchanged.
+        """
+        if isinstance(location, LocalStorage):
+            if location.announces(self.before):
+                return location
+            location = location.where
+        elif not isinstance(location, (str, os.PathLike)):
+            return location
+        text = os.fspath(location)
+        path = text if "://" in text else os.path.realpath(text)
+        if path in self._read_only:
+            return LocalStorage(location)
+        self._reach("open", name=path)
+        name = quote(path, safe="")
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
+        return LocalStorage(self.directory / RUNS / name, self.before)
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """`clock`, with the jumps of the plan if it is `time.time`.
+
+        A clock of the program's own that reads `time.time` finds the jump there.
+        """
+        return (lambda: clock() + self._offset) if clock is self._time else clock
+
+    def before(self, operation: str, path: str) -> None:
+        """Called before every operation that changes a run directory."""
+        with self._guard:
+            point = _point(operation, path, self._linked)
+            if point in ("manifest.link", "pack.link"):
+                self._linked[point] = path
+            if point == "manifest.sync":
+                self._copy(self._linked["manifest.link"])
+            self._reach(point, path=path)
+            if point == "manifest.sync":
+                self._linked.clear()
+
+    def beat(self, phase: str, step: int | None) -> None:
+        """Called at every heartbeat: the loop has finished `step` steps and enters `phase`."""
+        if (point := _BEATS.get(phase)) is not None:
+            self._reach(point, step)
+
+    def _reach(self, point: str, step: int | None = None, path: str = "", **fields: Any) -> None:
+        """Record that the process has reached `point`; a step that is reported twice counts once."""
+        with self._guard:
+            if point == "step":
+                if step == self._step:
+                    return
+                if self._step is None:
+                    fields["modules"] = [name for name in _FRAMEWORKS if name in sys.modules]
+                self._step = step
+            self._seen[point] += 1
+            self._record(point, step=step, **fields)
+            for listener in self.listeners:
+                listener(point, step)
+            for fault in self._faults:
+                if self._is_due(fault, point, step) and self._claim(fault, point, step):
+                    self._act(fault, path)
+
+    def _is_due(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
+        if fault["point"] != point or fault.get("worker", self.worker) != self.worker:
+            return False
+        if (wanted := fault.get("step")) is not None:
+            return step is not None and step >= wanted
+        return self._seen[point] == fault.get("nth", 1)
+
+    def _claim(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
+        """Whether no process carried out this fault before; it is durably recorded as fired now."""
+        target = self.directory / f"fired-{fault['id']}.json"
+        record = {"attempt": self.attempt, "worker": self.worker, "point": point}
+        record |= {"step": step if step is not None else self._step, "time": time.time()}
+        try:
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, json.dumps(record).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        when = "before the first step" if self._step is None else f"after step {self._step}"
+        place = f"step {step}" if point == "step" else f"{point} {when}"
+        self._record("fired", id=fault["id"], act=fault["act"], at=place)
+        return True
+
+    def _act(self, fault: dict[str, Any], path: str) -> None:
+        act = fault["act"]
+        if act in _ERRORS:
+            raise OSError(_ERRORS[act], os.strerror(_ERRORS[act]), path)
+        if act == "torn":
+            # After the link, tear the file that got its name last: the pack if there is one.
+            named = self._linked.get(fault.get("of", "")) or self._linked.get("manifest.link")
+            torn = named or path
+            os.truncate(torn, int(os.path.getsize(torn) * fault["value"]))
+            _die()
+        elif act == "kill":
+            _die()
+        elif act == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif act == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif act == "clock":
+            self._jump(fault["value"])
+
+    def _jump(self, seconds: float) -> None:
+        """Move the clock of the store and the clock that the program reads."""
+        self._offset += seconds
+        real, real_ns = time.time, time.time_ns
+        time.time = lambda: real() + seconds
+        time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+
+    def _copy(self, manifest: str) -> None:
+        data = Path(manifest).read_bytes()
+        step = int(Path(manifest).stem)
+        run = Path(manifest).parent.parent.name
+        name = f"{self.attempt:03d}-{self._seen['manifest.sync']:06d}-{os.getpid()}.json"
+        (self.directory / COPIES).mkdir(exist_ok=True)
+        (self.directory / COPIES / name).write_bytes(data)
+        self._record("commit", step=step, run=run, copy=name)
+
+    def _record(self, event: str, **fields: Any) -> None:
+        known = {name: value for name, value in fields.items() if value is not None}
+        line = {"e": event, "t": time.monotonic(), "a": self.attempt, "w": self.worker, **known}
+        # One write to a file opened for appending, so that lines of several processes do not mix.
+        os.write(self._events, json.dumps(line).encode() + b"\n")
+
+
+def _point(operation: str, path: str, linked: dict[str, str]) -> str:
+    """The point of an operation: `pack.write`, `manifest.link`, `pack.delete`, ..."""
+    if operation == "fsync_dir":
+        for kind in ("manifest", "pack"):
+            if os.path.dirname(linked.get(f"{kind}.link", "")) == path:
+                return f"{kind}.sync"
+        return "directory.sync"
+    parent = os.path.basename(os.path.dirname(path)) + "/"
+    kind = {MANIFESTS: "manifest", PACKS: "pack"}.get(parent, "other")
+    if operation == "unlink":
+        operation = "tidy" if path.endswith(TEMP_SUFFIX) else "delete"
+    return f"{kind}.{operation}"
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # this thread does nothing more, however late the signal arrives
+        time.sleep(1)

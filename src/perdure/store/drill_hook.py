@@ -1,0 +1,41 @@
+"""The one door by which `perdure drill` enters a program.
+
+It is shut unless the environment variable PERDURE_DRILL names the directory of a drilled run. The fault
+injector belongs to the drill, which stands above the store, so it is loaded by its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+from perdure.store.storage import Storage
+
+DRILL = "PERDURE_DRILL"
+_INJECTOR = "perdure.drill.fault_injection"
+
+
+class DrillHook(Protocol):
+    """What the store asks of the fault injector."""
+
+    def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
+        """The storage to use in place of the one at `location`."""
+        ...
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """The clock to use in place of `clock`."""
+        ...
+
+
+def drill_hook() -> DrillHook | None:
+    """The fault injector of this process; None, and nothing is imported, outside of a drill."""
+    directory = os.environ.get(DRILL)
+    return import_module(_INJECTOR).fault_injector(directory) if directory else None
+
+
+def drilled_clock(clock: Callable[[], float]) -> Callable[[], float]:
+    """`clock`, or one that a drill can let jump."""
+    hook = drill_hook()
+    return clock if hook is None else hook.clock(clock)

@@ -1,8 +1,7 @@
-"""A metric: what every replica contributes, what accumulates, what it says.
+"""The base class of metrics, in both styles of use: functional, and as an object.
 
-Owns both styles of use. Invariant: accumulators change by one total for each step, which went through
-the fixed tree, in the order of the steps; so they are the same for every topology, and restored they
-are what they were. Names no framework.
+Accumulators change by one total for each step, in the order of the steps, and each total went through
+the fixed tree. So they are the same for every topology. No framework is named here.
 """
 
 from __future__ import annotations
@@ -14,13 +13,8 @@ import numpy as np
 
 from perdure.distribute.arrays import is_traced, on_host
 from perdure.distribute.metrics import accumulators
-from perdure.distribute.replica import RunContext
-from perdure.distribute.replica_context import (
-    compiled_in,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-)
+from perdure.distribute.replica_run import current_run
+from perdure.distribute.scope import current, current_replica, current_strategy
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
@@ -42,7 +36,7 @@ class Metric:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__
         # In a function, because what looks through a state for modules must not walk into it.
-        strategy = get_strategy() if has_strategy() else None
+        strategy = _current_strategy()
         self._strategy = lambda: strategy
         self._pending: list[PerReplica] = []
         self._accumulators = self.init()
@@ -90,8 +84,7 @@ class Metric:
                 f"{self}: update_state was called inside of jit, where there are no values to keep; "
                 "return metric.contribution(...) from the compiled function"
             )
-        context = get_replica_context()
-        if isinstance(context, RunContext):
+        if (context := current_run()) is not None:
             context.record(self, value)
             return
         self._flush("update_state()")
@@ -139,29 +132,30 @@ class Metric:
         strategy = self._strategy()
         assert strategy is not None, "only the replicas of a strategy record"
         replicas = strategy.local_replicas
-        together = [
-            {str(n): one.values[at] for n, one in enumerate(pending)} for at in range(len(replicas))
+        values = [
+            {str(n): value.values[position] for n, value in enumerate(pending)}
+            for position in range(len(replicas))
         ]
-        totals = strategy.reduce("sum", PerReplica(tuple(together), replicas))
+        totals = strategy.reduce("sum", PerReplica(tuple(values), replicas))
         for n in range(len(pending)):
             self._accumulators = self.merge(self._accumulators, _on_host(totals[str(n)]))
 
     def _check_scope(self) -> None:
-        if (place := compiled_in()) is not None:
+        scope = current()
+        if scope is not None and scope.compiled is not None:
             raise StateError(
-                f"{self}: update_state in {place} of a step, which must be pure; return "
+                f"{self}: update_state in {scope.compiled} of a step, which must be pure; return "
                 "metric.contribution(...) from grad, and use metric.merge(...) in update"
             )
-        own = self._strategy()
-        here = get_strategy() if has_strategy() else None
-        if here is own:
+        owner, caller = self._strategy(), _current_strategy()
+        if caller is owner:
             return
-        if own is None:
+        if owner is None:
             raise StateError(
                 f"{self} was made outside of the scope of the strategy under which it is updated; make "
                 "it in `with strategy.scope():`"
             )
-        if here is None:
+        if caller is None:
             raise StateError(
                 f"{self} belongs to a strategy and is updated outside of its scope; call update_state "
                 "in the function of strategy.run, or in `with strategy.scope():`"
@@ -169,11 +163,15 @@ class Metric:
         raise StateError(f"{self} belongs to the scope of another strategy than the one that runs")
 
     def _outside_of_replicas(self, what: str) -> None:
-        if get_replica_context() is not None:
+        if current_replica() is not None:
             raise StateError(
                 f"{self}: {what} in a logical replica, which has only its own share; call it after "
                 "strategy.run"
             )
+
+
+def _current_strategy() -> Any:
+    return None if current() is None else current_strategy()
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:

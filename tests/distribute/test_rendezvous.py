@@ -1,4 +1,4 @@
-"""The roll call: all come, or every one that came is told who did not, or who came twice."""
+"""The rendezvous: all processes come, or those that came get an error that names the others."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_port_where_something_else_listens(
         try:
             with (
                 pytest.warns(
-                    UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll"
+                    UserWarning, match=f"no rendezvous answers at 127.0.0.1:{port}"
                 ) as told,
                 pytest.raises(ClusterError) as error,
             ):
@@ -152,7 +152,7 @@ def test_a_port_where_something_else_listens(
         finally:
             other.shutdown(socket.SHUT_RDWR)
     assert len(told) == 1
-    assert "asked again for up to 0.5 s" in str(told[0].message)
+    assert "again for up to 0.5 s" in str(told[0].message)
     if not answer:
         assert "which never answered: timed out" in str(error.value)
     elif number == 0:

@@ -16,7 +16,7 @@ from perdure.distribute import Cluster, ClusterOptions
 from perdure.distribute.cluster import Member, await_members, rendezvous
 from perdure.errors import ClusterError
 
-# For a roll that nothing completes, and for one that is complete as soon as all are there.
+# Limits for a rendezvous that nothing completes, and for one that completes as soon as all have come.
 BRIEF_S, AMPLE_S = 0.5, 30
 HOSTS = ("a:1", "b:1", "c:1")
 
@@ -158,11 +158,11 @@ def test_a_port_where_something_else_listens(
     elif number == 0:
         assert "the port is taken, and not by a process of this group" in str(error.value)
     else:
-        assert "does another process claim number 1?), or another program" in str(error.value)
+        assert "does another process claim number 1?" in str(error.value)
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_both_engines_call_the_roll_first(engine: str) -> None:
+def test_both_engines_begin_with_the_rendezvous(engine: str) -> None:
     if engine == "jax":
         from perdure.distribute.jax import group
     else:

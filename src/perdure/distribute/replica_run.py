@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from perdure.distribute import collectives, scope
-from perdure.distribute.engine import EagerRun, Stream
+from perdure.distribute.engine import Stream
 from perdure.distribute.reduction import Plan
 from perdure.distribute.scope import Scope
 from perdure.distribute.values import PerReplica, ReduceOp, of
@@ -114,22 +114,20 @@ def current_run() -> RunContext | None:
 
 
 class ReplicaRun:
-    """One `run` over the local replicas; to be called once.
+    """`fn` for the local replicas; to be called once.
 
-    `call(replica, eager)` calls the function for one replica. With `stream` each replica has random
-    numbers of its own, and a function that joins their values draws from `stream`, which none of them
-    has. `own_arguments(replica)` are those that only this replica has.
+    `stream(number)` is the stream of a replica, or, with V, that of a function that joins the values of
+    all replicas. None leaves the framework's generators as they are.
     """
 
     def __init__(
         self,
         plan: Plan,
         strategy: Any,
-        call: Callable[[int, EagerRun], Any],
-        own_arguments: Callable[[int], Any],
-        *,
-        name: str,
-        stream: Stream | None,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Callable[[int], Stream] | None,
     ) -> None:
         self.plan = plan
         self.strategy = strategy
@@ -138,9 +136,8 @@ class ReplicaRun:
                 plan, "sum", PerReplica(values, plan.local_replicas), None
             )
         )
-        self._call = call
-        self._own_arguments = own_arguments
-        self._name = name
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._name = getattr(fn, "__name__", repr(fn))
         self._stream = stream
         self._contexts = {replica: RunContext(self, replica) for replica in plan.local_replicas}
         # The replicas after the first one, from the first meeting on.
@@ -172,11 +169,18 @@ class ReplicaRun:
         return PerReplica(tuple(results), self.plan.local_replicas)
 
     def _run_replica(self, replica: int) -> Any:
+        split = [v for v in (*self._args, *self._kwargs.values()) if isinstance(v, PerReplica)]
         with (
             scope.enter(Scope(self.strategy, self._contexts[replica])),
-            self.eager.replica(replica, self._own_arguments(replica)),
+            self.eager.replica(replica, [of(value, replica) for value in split]),
         ):
-            return self._call(replica, self.eager)
+            return self.eager.call(
+                self._fn,
+                self.plan.device_of(replica),
+                [of(value, replica) for value in self._args],
+                {name: of(value, replica) for name, value in self._kwargs.items()},
+                self._stream and self._stream(replica),
+            )
 
     def _in_this_thread(self, replica: int) -> Any:
         try:
@@ -250,7 +254,8 @@ class ReplicaRun:
         with scope.enter(Scope(self.strategy)):
             if self._stream is None:
                 return meeting.join(values)
-            return self.eager.call(join, self.plan.engine.devices[0], (), {}, self._stream)
+            stream = self._stream(self.plan.replicas)
+            return self.eager.call(join, self.plan.engine.devices[0], (), {}, stream)
 
     def _results_of_followers(self) -> list[Any]:
         self._advance_followers(None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from perdure.checkpoint.recipe import allowed, check_group
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, inputs, keras_calls
 from perdure.distribute.cluster import Cluster
-from perdure.distribute.engine import EagerRun, Engine, Grad, Scalar, Stream, Update
+from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.finite import FiniteEngine
 from perdure.distribute.inputs import AutoShardPolicy, DistributedDataset, StepDataset
 from perdure.distribute.reduction import Plan
@@ -30,7 +31,7 @@ from perdure.distribute.scope import (
     enter,
 )
 from perdure.distribute.step import TrainStep
-from perdure.distribute.values import PerReplica, ReduceOp, of
+from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import DataError, TopologyError
 from perdure.process_group import Processes
 
@@ -249,26 +250,9 @@ class Strategy:
                     f"{value.replicas}: they were made by another strategy"
                 )
         step = next((value.step for value in split if value.step is not None), None)
-
-        def call(replica: int, eager: EagerRun) -> Any:
-            return eager.call(
-                fn,
-                self._plan.device_of(replica),
-                [of(value, replica) for value in args],
-                {name: of(value, replica) for name, value in kwargs.items()},
-                None if step is None else Stream(self._seed, step, replica),
-            )
-
+        streams = None if step is None else partial(Stream, self._seed, step)
         keras_calls.install()
-        run = ReplicaRun(
-            self._plan,
-            self,
-            call,
-            lambda replica: [of(value, replica) for value in split],
-            name=getattr(fn, "__name__", repr(fn)),
-            stream=None if step is None else Stream(self._seed, step, self._replicas),
-        )
-        return run()
+        return ReplicaRun(self._plan, self, fn, args, kwargs, streams)()
 
     def reduce(self, reduce_op: ReduceOp | str, value: PerReplica, axis: int | None = None) -> Any:
         """Reduce the values of all replicas of the group, in the fixed tree. A collective.

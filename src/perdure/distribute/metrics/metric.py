@@ -18,7 +18,7 @@ from perdure.distribute.scope import current, current_replica, current_strategy
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
-# Updates that wait for their tree together. It bounds memory and does not change the result.
+# Updates that go through the tree together. The number bounds memory and does not change the result.
 _PENDING = 64
 
 
@@ -35,7 +35,7 @@ class Metric:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__
-        # In a function, because what looks through a state for modules must not walk into it.
+        # In a function, so that a search for modules in a state does not enter the strategy.
         strategy = _current_strategy()
         self._strategy = lambda: strategy
         self._pending: list[PerReplica] = []
@@ -62,9 +62,13 @@ class Metric:
         return {name: accumulators.add(accumulated[name], total[name]) for name in accumulated}
 
     def result(self, accumulated: Mapping[str, Any] | None = None) -> Any:
-        """The metric over all steps so far, in float64; NaN where nothing was counted.
+        """The metric over all steps so far. A collective for objects of a strategy.
 
-        Without `accumulated`, of the object itself. Inside of jit it is rounded to float32.
+        Args:
+            accumulated: The accumulators of the functional style; by default those of the object.
+
+        Returns:
+            The metric in float64, NaN if nothing was counted. Inside of jit it is rounded to float32.
         """
         if accumulated is None:
             self._flush("result()")
@@ -72,10 +76,14 @@ class Metric:
         return self.value({name: accumulators.read(a) for name, a in accumulated.items()})
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add what `contribution` makes of these arguments.
+        """Add the contribution of these arguments (see `contribution`).
 
-        In the function of strategy.run: the share of this replica. Elsewhere: the whole, the same in
-        every process.
+        In the function of strategy.run they are the share of this replica; elsewhere the whole batch,
+        the same in every process.
+
+        Raises:
+            StateError: Called inside of jit, in `grad` or `update`, or in the scope of another
+            strategy.
         """
         self._check_scope()
         value = self.contribution(*args, **kwargs)
@@ -91,7 +99,7 @@ class Metric:
         self._accumulators = self.merge(self._accumulators, _on_host(value))
 
     def reset_state(self) -> None:
-        """Start anew."""
+        """Empty the accumulators."""
         self._outside_of_replicas("reset_state()")
         self._pending = []
         self._accumulators = self.init()
@@ -102,7 +110,7 @@ class Metric:
         return {name: array.copy() for name, array in self._accumulators.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over accumulators; StateError if they are another metric's."""
+        """Restore accumulators. Raises StateError if they belong to another metric."""
         wanted = {name: f"{a.dtype}{list(a.shape)}" for name, a in self.init().items()}
         arrays = {name: np.array(on_host(array)) for name, array in state.items()}
         found = {name: f"{a.dtype}{list(a.shape)}" for name, a in arrays.items()}

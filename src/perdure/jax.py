@@ -1,4 +1,4 @@
-"""What a user of JAX needs: the strategies on the JAX engine, and what they are used with.
+"""For users of JAX: strategies, metrics and losses.
 
 Inside the package this module is `perdure.jax`; `import jax` still means the framework.
 """

@@ -1,5 +1,4 @@
-"""What a user of Ray Train needs: a backend under which `jax.distributed` works on workers with and
-without GPUs.
+"""For users of Ray Train: a backend with which `jax.distributed` works with and without GPUs.
 
     from ray.train.v2.jax import JaxTrainer
     JaxTrainer(loop, jax_config=perdure.ray.JaxConfig(), scaling_config=...).fit()

@@ -1,5 +1,4 @@
-"""What a user of PyTorch needs: the strategies on the PyTorch engine, what they are used with, and
-gradients as values.
+"""For users of PyTorch: strategies, metrics, losses, and gradients as values.
 
 Inside the package this module is `perdure.torch`; `import torch` still means the framework.
 """
@@ -56,10 +55,19 @@ __all__ = [
 def gradients(
     loss: torch.Tensor, module: torch.nn.Module, *, unused: str = "error"
 ) -> dict[str, torch.Tensor]:
-    """Gradients of `loss` by name, for every parameter that requires one.
+    """Gradients of a loss, for every parameter of a module that requires one.
 
-    A parameter that the loss does not depend on raises StateError; with unused="zeros" it gets zeros,
-    with which an optimizer still decays and moves it.
+    Args:
+        loss: A scalar tensor.
+        module: The module whose parameters are meant.
+        unused: For a parameter that the loss does not depend on: "error", or "zeros" for a gradient of
+            zeros, with which an optimizer still decays and moves the parameter.
+
+    Returns:
+        The gradients by parameter name, with the shapes and dtypes of the parameters.
+
+    Raises:
+        StateError: The loss does not depend on a parameter, and `unused` is "error".
     """
     if unused not in ("error", "zeros"):
         raise StateError(f'unused must be "error" or "zeros", got {unused!r}')
@@ -68,15 +76,15 @@ def gradients(
         if parameter.requires_grad:
             names.append(name)
             parameters.append(parameter)
-    found = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
-    missing = [name for name, grad in found.items() if grad is None]
+    grads = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    missing = [name for name, grad in grads.items() if grad is None]
     if missing and unused == "error":
         raise StateError(
             f"the loss does not depend on {', '.join(missing)}; freeze them with "
             'requires_grad_(False), or pass unused="zeros"'
         )
     return {
-        name: torch.zeros_like(parameter) if found[name] is None else found[name]
+        name: torch.zeros_like(parameter) if grads[name] is None else grads[name]
         for name, parameter in zip(names, parameters, strict=True)
     }
 
@@ -84,9 +92,15 @@ def gradients(
 def apply_gradients(
     module: torch.nn.Module, grads: Mapping[str, torch.Tensor], scale: Any = 1.0
 ) -> None:
-    """Set `.grad` to grads * scale, once, after the tree; then call `optimizer.step()`.
+    """Set the `.grad` of every parameter to grads * scale; call `optimizer.step()` next.
 
-    Every name must be a parameter. A parameter without an entry gets no gradient.
+    Args:
+        module: The module whose parameters are meant. A parameter without an entry gets no gradient.
+        grads: The gradients by parameter name, summed over all replicas.
+        scale: A factor, such as 1 / weight; a number or a scalar tensor.
+
+    Raises:
+        StateError: A name is not that of a parameter.
     """
     parameters = dict(module.named_parameters())
     unknown = sorted(grads.keys() - parameters.keys())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import sys
 from typing import Any
 
 import numpy as np
+from worker_program import answer, arguments
 
 from perdure.distribute import SimpleClusterResolver, pytree
 from perdure.distribute.reduction_tree import TreeNode, merge
@@ -47,12 +45,7 @@ def add_with_positive_zeros(left: Any, right: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--engine")
-    args = parser.parse_args()
+    args = arguments(engine=str)
     cluster = SimpleClusterResolver(args.coordinator, args.processes, args.process)
     moved: list[str] = []
     if args.engine == "jax":
@@ -91,7 +84,7 @@ def main() -> None:
         moved.clear()
         out[how] = digest(reduction.total(check=True))
         out["moved"][how] = list(moved)
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

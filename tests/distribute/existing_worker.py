@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
 from typing import Any
 
 import numpy as np
+from worker_program import answer, arguments
 
 import perdure
 from perdure.checkpoint import PerRank, SingleProcess
@@ -73,13 +72,7 @@ def native_ddp(directory: str, processes: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--engine")
-    parser.add_argument("--directory")
-    args = parser.parse_args()
+    args = arguments(engine=str, directory=str)
     out: dict[str, Any] = {}
     if args.engine == "jax":
         import jax
@@ -117,7 +110,7 @@ def main() -> None:
     if args.engine == "torch":
         out["ddp"] = native_ddp(f"{args.directory}/ddp", processes)
         sys.modules["torch.distributed"].destroy_process_group()
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

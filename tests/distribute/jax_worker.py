@@ -5,13 +5,10 @@ Run as a program, because a JAX process has one number of devices for its whole 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
-import json
 import os
 import signal
-import sys
 from typing import Any
 
 import flax.nnx as nnx
@@ -20,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from worker_program import answer, arguments
 
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
-from perdure.distribute.jax import hlo as jax_hlo
 from perdure.distribute.jax.engine import JaxEngine
+from perdure.distribute.jax.fused import hlo as jax_hlo
 from perdure.distribute.reduction import Reduction
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
@@ -317,7 +315,7 @@ def _psum(devices: tuple[Any, ...]) -> Any:
 class DeviceRng(JaxEngine):
     """Numbers the random streams by the place within a device."""
 
-    def together(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
+    def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
         return None
 
     def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
@@ -342,7 +340,7 @@ def controls(devices: int) -> dict[str, str]:
     plan = strategy._plan
     plan.reduction = lambda: Psum(plan)
     # Neither of the two happens where all devices are dispatched together.
-    vars(strategy._engine)["together"] = lambda *_: None
+    vars(strategy._engine)["fused_step"] = lambda *_: None
     out["psum"] = train(strategy, "cnn")
     engine = DeviceRng(devices, SingleProcess(), 8)
     out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
@@ -356,14 +354,7 @@ def controls(devices: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--devices", default="1")
-    parser.add_argument("--controls", default="")
-    parser.add_argument("--die-at", type=int)
-    args = parser.parse_args()
+    args = arguments(devices="1", controls="", die_at=int)
     out: dict[str, Any] = {}
     for devices in map(int, args.devices.split(",")):
         if args.processes > 1:
@@ -375,8 +366,7 @@ def main() -> None:
             try:
                 train(strategy, "tiny", die_at=args.die_at if args.process else None)
             except WorkerLostError as error:
-                sys.stdout.write(json.dumps({"lost": str(error)}) + "\n")
-                sys.stdout.flush()
+                answer({"lost": str(error)})
                 os._exit(0)
         out[str(devices)] = {model: train(strategy, model) for model in ("cnn", "nnx")}
         out["recipe"] = strategy.recipe(dataset())
@@ -393,7 +383,7 @@ def main() -> None:
         out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

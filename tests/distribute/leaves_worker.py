@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import sys
 from typing import Any
 
 import jax
@@ -13,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worker_program import answer, arguments
 
 from perdure.data import ArrayDataset
 from perdure.distribute.jax.group import bits, from_bits
@@ -62,10 +60,7 @@ def refused(devices: int, state: dict[str, Any], extra: Any = None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("--coordinator", "--processes", "--process"):
-        parser.add_argument(name)
-    parser.parse_args()
+    arguments()
     out: dict[str, Any] = {"round trip": []}
     w = jnp.zeros(())
     for dtype in (*INTEGERS, *FLOATS):
@@ -86,7 +81,7 @@ def main() -> None:
         out[f"sharded {devices}"] = refused(devices, {"w": w, "net": {"kernel": sharded}})
         whole = jax.device_put(jnp.zeros((8, 2)), NamedSharding(mesh, P()))
         out[f"whole {devices}"] = refused(devices, {"w": w, "net": {"kernel": whole}})
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
-import sys
 
 import torch.distributed as dist
+from worker_program import answer, arguments
 
 import perdure
 from perdure.distribute import SimpleClusterResolver
@@ -16,14 +14,7 @@ from perdure.errors import WorkerLostError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--process", type=int, required=True)
-    parser.add_argument("--group", required=True)
-    parser.add_argument("--how", required=True)
-    parser.add_argument("--victim", type=int, required=True)
-    options = parser.parse_args()
+    options = arguments(group=str, how=str, victim=int)
     resolver = None
     if options.group == "joined":
         dist.init_process_group(
@@ -43,8 +34,7 @@ def main() -> None:
             raise RuntimeError("the program failed")
         processes.barrier()
     except WorkerLostError as error:
-        answer = {"error": type(error).__name__, "text": str(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
+        answer({"error": type(error).__name__, "text": str(error)})
 
 
 main()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
-import sys
 from typing import Any
 
 import numpy as np
+from worker_program import answer, arguments
 
 from perdure.data import ArrayDataset
 from perdure.distribute import Cluster, compute_average_loss
@@ -104,12 +102,7 @@ def with_keras(strategy: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engine")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    args = parser.parse_args()
+    args = arguments(engine=str)
     kind, _, backend = args.engine.partition("-")
     os.environ["KERAS_BACKEND"] = backend or "torch"
     if backend == "jax":
@@ -124,7 +117,7 @@ def main() -> None:
     else:
         out = {str(d): use(engine.MirroredStrategy(d, REPLICAS)) for d in (1, 2, 4)}
         out["one replica"] = use(engine.MirroredStrategy(1, 1))
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worker_program import answer, arguments
 
 from perdure import CheckpointManager
 from perdure.distribute.cluster import SimpleClusterResolver
@@ -37,27 +35,22 @@ def placed(by_rows: bool, fill: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("--coordinator", "--directory", "--action"):
-        parser.add_argument(name, required=True)
-    for name in ("--processes", "--process"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args()
+    options = arguments(directory=str, action=str)
     resolver = SimpleClusterResolver(options.coordinator, options.processes, options.process)
     strategy = MultiWorkerMirroredStrategy(resolver)
-    answer: dict[str, Any] = {}
+    out: dict[str, Any] = {}
     with CheckpointManager(options.directory, processes=strategy.processes) as manager:
         if options.action == "save":
             manager.save(3, placed(by_rows=True, fill=True))
         else:
-            state, answer["step"] = manager.restore(like=placed(by_rows=False, fill=False))
-            answer["equal"] = all(
+            state, out["step"] = manager.restore(like=placed(by_rows=False, fill=False))
+            out["equal"] = all(
                 np.array_equal(np.asarray(shard.data), value(name)[shard.index])
                 for name in SHAPES
                 for shard in state[name].addressable_shards
             )
-            answer["spec"] = str(state["rows"].sharding.spec)
-    sys.stdout.write(json.dumps(answer) + "\n")
+            out["spec"] = str(state["rows"].sharding.spec)
+    answer(out)
 
 
 if __name__ == "__main__":

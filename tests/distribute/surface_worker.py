@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import sys
 from typing import Any
 
 import numpy as np
+from worker_program import answer, arguments
 
 from perdure.data import ArrayDataset
 from perdure.distribute import (
@@ -161,16 +159,11 @@ ENGINES = {"jax": use_jax, "torch": use_torch}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engine")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    args = parser.parse_args()
+    args = arguments(engine=str)
     cluster = Cluster(args.coordinator, args.processes, args.process)
     strategy, out = ENGINES[args.engine](cluster)
     assert strategy.cluster_resolver.cluster() == cluster
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

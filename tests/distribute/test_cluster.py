@@ -172,8 +172,8 @@ def test_malformed_tf_config(text: str, says: list[str]) -> None:
             ("evaluator", 0),
             "it reads the run directory. Start it without TF_CONFIG",
         ),
-        ({"worker": ["a:1", "a:1"]}, ("worker", 0), "a:1 is there more than once"),
-        ({"chief": ["a:1"], "worker": ["a:1"]}, ("worker", 0), "a:1 is there more than once"),
+        ({"worker": ["a:1", "a:1"]}, ("worker", 0), "a:1 occurs more than once"),
+        ({"chief": ["a:1"], "worker": ["a:1"]}, ("worker", 0), "a:1 occurs more than once"),
         ({"chief": ["a:1", "b:1"]}, ("chief", 0), "at most one chief"),
         ({"worker": ["a:1"], "ps": ["p:1"]}, ("worker", 0), "in the order in which they come"),
         ({"worker": ["a:1"], "gpu": ["p:1"]}, ("worker", 0), 'expected only "chief" and "worker"'),
@@ -296,7 +296,7 @@ def test_kubernetes() -> None:
     assert resolve(environ=torch).coordinator == "m:8"
     with pytest.raises(ClusterError) as error:
         resolve(environ={"JOB_COMPLETION_INDEX": "1"})
-    assert "nothing says of how many. Set JAX_NUM_PROCESSES" in str(error.value)
+    assert "pods is missing. Set JAX_NUM_PROCESSES" in str(error.value)
 
 
 JOBSET = {

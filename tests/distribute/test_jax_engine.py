@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perdure.data import ArrayDataset
-from perdure.distribute.jax import hlo, spmd
+from perdure.distribute.jax.fused import hlo, proven_programs, step_by_form
 from perdure.distribute.jax.threads import pin
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
@@ -156,11 +156,11 @@ def test_a_pool_that_nobody_pinned_is_in_the_recipe() -> None:
 
 def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
     for leaf in (np.float32(1), np.ones(2), jnp.ones(2)):
-        assert spmd._is_strong(leaf)
+        assert step_by_form._is_strong(leaf)
     weak = jnp.asarray(0.1)
     assert weak.aval.weak_type
     for leaf in (0.1, 1, True, weak):
-        assert not spmd._is_strong(leaf)
+        assert not step_by_form._is_strong(leaf)
 
 
 def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypatch: Any) -> None:
@@ -186,7 +186,7 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
 
     monkeypatch.setattr(hlo, "is_grad_then_update", noted)
     as_one = train()
-    monkeypatch.setattr(spmd, "_kept", lambda fn, *args: fn(*args))
+    monkeypatch.setattr(proven_programs, "_kept", lambda fn, *args: fn(*args))
     apart = train()
     assert told == [True, False]
     assert as_one == apart

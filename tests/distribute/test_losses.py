@@ -96,10 +96,10 @@ def test_what_is_refused() -> None:
     own = strategy()
     with own.scope(), pytest.raises(TopologyError) as error:
         compute_average_loss(np.ones(2))
-    assert "compute_average_loss stands in no replica here" in str(error.value)
+    assert "compute_average_loss was called outside of a replica" in str(error.value)
     with own.scope(), pytest.raises(TopologyError) as error:
         scale_regularization_loss(1.0)
-    assert "scale_regularization_loss stands in no replica here" in str(error.value)
+    assert "scale_regularization_loss was called outside of a replica" in str(error.value)
     with own.scope():
         assert compute_average_loss(np.ones(2), global_batch_size=4) == 0.5
     for call, says in [

@@ -188,8 +188,8 @@ def test_replicas_that_do_not_step_alike() -> None:
 
     before = bits(net.parameters())
     for fn, says in [
-        (one_without, "replica 2 came to its end"),
-        (one_parameter, "replica 3 came to SGD.step() of optimizer 0 with 1 gradients"),
+        (one_without, "replica 2 reached the end"),
+        (one_parameter, "replica 3 reached SGD.step() of optimizer 0 with 1 gradients"),
     ]:
         with pytest.raises(StateError) as error:
             strategy.run(fn, (strategy.batch(dataset(), 0),))

@@ -1,4 +1,4 @@
-"""The roll call: all come, or every one that came is told who did not, or who came twice."""
+"""The rendezvous: all processes come, or those that came get an error that names the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perdure.distribute import Cluster, ClusterOptions
 from perdure.distribute.cluster import Member, await_members, rendezvous
 from perdure.errors import ClusterError
 
-# For a roll that nothing completes, and for one that is complete as soon as all are there.
+# Limits for a rendezvous that nothing completes, and for one that completes as soon as all have come.
 BRIEF_S, AMPLE_S = 0.5, 30
 HOSTS = ("a:1", "b:1", "c:1")
 
@@ -144,7 +144,7 @@ def test_a_port_where_something_else_listens(
         try:
             with (
                 pytest.warns(
-                    UserWarning, match=f"listens at 127.0.0.1:{port} calls no roll"
+                    UserWarning, match=f"no rendezvous answers at 127.0.0.1:{port}"
                 ) as told,
                 pytest.raises(ClusterError) as error,
             ):
@@ -152,17 +152,17 @@ def test_a_port_where_something_else_listens(
         finally:
             other.shutdown(socket.SHUT_RDWR)
     assert len(told) == 1
-    assert "asked again for up to 0.5 s" in str(told[0].message)
+    assert "again for up to 0.5 s" in str(told[0].message)
     if not answer:
         assert "which never answered: timed out" in str(error.value)
     elif number == 0:
         assert "the port is taken, and not by a process of this group" in str(error.value)
     else:
-        assert "does another process claim number 1?), or another program" in str(error.value)
+        assert "does another process claim number 1?" in str(error.value)
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_both_engines_call_the_roll_first(engine: str) -> None:
+def test_both_engines_begin_with_the_rendezvous(engine: str) -> None:
     if engine == "jax":
         from perdure.distribute.jax import group
     else:

@@ -44,7 +44,7 @@ def test_where_code_stands() -> None:
     assert stands() == (False, False, False)
     with pytest.raises(TopologyError) as error:
         get_strategy()
-    assert "no strategy here: expected to be called in `with strategy.scope():`" in str(error.value)
+    assert "no strategy here: expected a call in `with strategy.scope():`" in str(error.value)
     own = strategy()
     with own.scope() as entered:
         assert entered is own
@@ -54,7 +54,7 @@ def test_where_code_stands() -> None:
             assert get_strategy() is own
         with pytest.raises(TopologyError) as error, strategy().scope():
             pass
-        assert "cannot stand in that of another" in str(error.value)
+        assert "was entered in that of another" in str(error.value)
         assert own.run(stands).values == ((True, True, False),) * V
     assert stands() == (False, False, False)
     numbers = own.run(lambda: (here().replica_id_in_sync_group, here().num_replicas_in_sync))
@@ -173,8 +173,8 @@ def assert_clean(own: Strategy) -> None:
 @pytest.mark.parametrize(
     ("who", "says"),
     [
-        (0, 'replica 0 came to its end; replicas 1, 2, 3, 4, 5 came to all_reduce("sum")'),
-        (3, 'replicas 0, 1, 2, 4, 5 came to all_reduce("sum"); replica 3 came to its end'),
+        (0, 'replica 0 reached the end; replicas 1, 2, 3, 4, 5 reached all_reduce("sum")'),
+        (3, 'replicas 0, 1, 2, 4, 5 reached all_reduce("sum"); replica 3 reached the end'),
     ],
 )
 def test_a_replica_that_leaves_out_a_later_collective(who: int, says: str) -> None:
@@ -190,7 +190,7 @@ def test_a_replica_that_leaves_out_a_later_collective(who: int, says: str) -> No
 
     with pytest.raises(StateError) as error:
         own.run(uneven)
-    assert f"the replicas of uneven part: {says}. Every replica must call" in str(error.value)
+    assert f"the replicas of uneven diverge: {says}. Every replica must call" in str(error.value)
     assert_clean(own)
 
 
@@ -203,7 +203,7 @@ def test_a_first_replica_that_calls_no_collective() -> None:
 
     with pytest.raises(StateError) as error:
         own.run(uneven)
-    assert "replica 2 came to all_gather(axis=0); replica 0 ended without it" in str(error.value)
+    assert "replica 2 reached all_gather(axis=0); replica 0 ended without it" in str(error.value)
     assert_clean(own)
 
 
@@ -217,7 +217,7 @@ def test_replicas_that_call_different_collectives() -> None:
     with pytest.raises(StateError) as error:
         own.run(uneven)
     assert (
-        'replicas 0, 2, 3, 5 came to all_reduce("sum"); replicas 1, 4 came to all_reduce("mean")'
+        'replicas 0, 2, 3, 5 reached all_reduce("sum"); replicas 1, 4 reached all_reduce("mean")'
     ) in str(error.value)
     assert_clean(own)
 
@@ -280,7 +280,7 @@ def test_a_function_that_swallows_everything_does_not_hide_the_error() -> None:
             return "fine"
         return "reduced"
 
-    with pytest.raises(StateError, match="part"):
+    with pytest.raises(StateError, match="diverge"):
         own.run(fn)
     assert_clean(own)
 
@@ -370,12 +370,12 @@ def test_processes_agree_on_every_meeting_and_on_the_end(replicas: int) -> None:
     assert [said["call"] for said in processes.said] == [
         "merge_call(count) with 0 arguments (meeting 0 of meets)",
         "merge_call(count) with 0 arguments (meeting 1 of meets)",
-        "its end (meeting 2 of meets)",
+        "the end (meeting 2 of meets)",
     ]
 
 
 def test_what_another_process_says_ends_the_run() -> None:
-    own, processes = in_a_group(6, lambda _: {"call": "its end (meeting 0 of fn)", "error": None})
+    own, processes = in_a_group(6, lambda _: {"call": "the end (meeting 0 of fn)", "error": None})
 
     def fn() -> None:
         here().all_reduce("sum", np.ones(1))
@@ -383,7 +383,7 @@ def test_what_another_process_says_ends_the_run() -> None:
     with pytest.raises(StateError) as error:
         own.run(fn)
     assert str(error.value).startswith(
-        'process 0 came to all_reduce("sum") (meeting 0 of fn) and process 1 to its end (meeting 0 of'
+        'process 0 reached all_reduce("sum") (meeting 0 of fn) and process 1 reached the end (meeting 0'
     )
     own, processes = in_a_group(6, lambda _: {"call": "", "error": "ValueError: odd"})
     with pytest.raises(StateError) as error:

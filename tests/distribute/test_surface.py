@@ -12,13 +12,13 @@ import torch
 
 from perdure.distribute import get_replica_context
 from perdure.distribute.engine import Stream
-from perdure.distribute.torch.engine import TorchEngine
+from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.errors import StateError
 from perdure.jax import OneDeviceStrategy as JaxStrategy
 from perdure.torch import OneDeviceStrategy
 
 SAME = ("scores", "mean", "again", "rows", "losses", "accuracy", "metrics", "finite", "merged")
-ALONE = 'replicas 0, 1, 2, 3, 4 came to its end; replica 5 came to all_reduce("sum")'
+ALONE = 'replicas 0, 1, 2, 3, 4 reached the end; replica 5 reached all_reduce("sum")'
 
 
 @pytest.mark.parametrize(("engine", "leaf"), [("jax", "bad"), ("torch", "contributions/bad")])
@@ -36,11 +36,13 @@ def test_one_process_and_two(engine: str, leaf: str) -> None:
 
     assert alone["finite"].startswith(f"NonFiniteError: step 3: NaN or infinity in {leaf} of")
     assert f"{leaf} of logical replica 5" in alone["finite"]
-    assert f"the replicas of uneven part: {ALONE}" in alone["uneven"]
+    assert f"the replicas of uneven diverge: {ALONE}" in alone["uneven"]
     assert alone["failing"] == last["failing"] == "NonFiniteError: on purpose in logical replica 5"
     # What went wrong in the replicas of one process is heard in the other.
-    assert "uneven part: replicas 3, 4 came to its end; replica 5 came" in last["uneven"]
-    assert "uneven failed in process 1: StateError: the replicas of uneven part" in first["uneven"]
+    assert "uneven diverge: replicas 3, 4 reached the end; replica 5 reached" in last["uneven"]
+    assert (
+        "uneven failed in process 1: StateError: the replicas of uneven diverge" in first["uneven"]
+    )
     assert "failing failed in process 1: NonFiniteError: on purpose in" in first["failing"]
 
 
@@ -64,7 +66,7 @@ def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
     assert numbers(meet=True) == expected
     assert len({tuple(own) for own in expected}) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "set_random_state", lambda *_: None)
+        patch.setattr(TorchEagerRun, "random_state", lambda *_: lambda: None)
         assert numbers(meet=True) != expected, "negative control: nobody switches the generators"
 
 

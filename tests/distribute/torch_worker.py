@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import signal
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from worker_program import answer, arguments
 
 from perdure.data import ArrayDataset
 from perdure.distribute import SimpleClusterResolver, Strategy, pytree
@@ -166,13 +164,7 @@ def controls(strategy: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--die-at", type=int)
-    args = parser.parse_args()
+    args = arguments(devices=1, die_at=int)
     if args.processes > 1:
         cluster = SimpleClusterResolver(args.coordinator, args.processes, args.process)
         strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS, devices=args.devices)
@@ -182,8 +174,7 @@ def main() -> None:
         try:
             train(strategy, "cnn", die_at=args.die_at if args.process else None)
         except WorkerLostError as error:
-            sys.stdout.write(json.dumps({"lost": str(error)}) + "\n")
-            sys.stdout.flush()
+            answer({"lost": str(error)})
             os._exit(0)
     out: dict[str, Any] = {model: train(strategy, model) for model in MODELS}
     out["recipe"] = strategy.recipe(dataset())
@@ -201,7 +192,7 @@ def main() -> None:
     ]
     if args.devices == 1:
         out["controls"] = controls(strategy)
-    sys.stdout.write(json.dumps(out) + "\n")
+    answer(out)
 
 
 if __name__ == "__main__":

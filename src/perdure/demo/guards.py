@@ -42,7 +42,7 @@ class _OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def together(self, *_: Any) -> None:
+    def fused_step(self, *_: Any) -> None:
         """None: there is no such way."""
 
 

@@ -74,7 +74,7 @@ def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
 def all_reduce(engine: Any, values: list[Any]) -> Any:
     """What the demo shows not to do: the framework's sum over processes."""
     if engine.processes.count > 1:
-        engine.map(torch.distributed.all_reduce, values[0])
+        engine.trees.map(torch.distributed.all_reduce, values[0])
     return values[0]
 
 

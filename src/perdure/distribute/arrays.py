@@ -1,7 +1,6 @@
 """The few array operations that losses and metrics need, for values of JAX, PyTorch and NumPy.
 
-Owns the differences in spelling between them. Invariant: imports no framework; a value of one cannot
-exist unless its framework is imported already.
+No framework is imported here: a value of a framework exists only if the framework is imported already.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 
 
 def namespace(*values: Any) -> Any:
-    """The operations for these values: PyTorch's or JAX's where one of them is its own."""
+    """The operations for these values: PyTorch's or JAX's if one of the values is theirs."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     for value in values:
         if torch is not None and isinstance(value, torch.Tensor):
@@ -24,13 +23,13 @@ def namespace(*values: Any) -> Any:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether this stands for a value inside of a JAX transformation, and has none itself."""
+    """Whether this is a placeholder inside of a JAX transformation, without a value."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
 def on_host(value: Any) -> Any:
-    """A NumPy array; a traced value as it is."""
+    """The value as a NumPy array; a traced value is returned as it is."""
     if is_traced(value):
         return value
     torch = sys.modules.get("torch")
@@ -49,7 +48,7 @@ class _NumPy:
         return self._np.asarray(value, dtype)
 
     def constant(self, value: Any, dtype: str) -> Any:
-        """Without the derivative of what it was computed from."""
+        """The value as an array. Stops the gradient."""
         return self.array(value, dtype)
 
     def bincount(self, value: Any, count: int) -> Any:

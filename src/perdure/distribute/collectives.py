@@ -1,7 +1,7 @@
-"""What brings the values of all replicas together outside of a step: reduce and gather.
+"""Reduce and gather: the two collectives over the values of all replicas, outside of a step.
 
-Owns both collectives. Invariant: sums go through the fixed tree and are divided once; gathered values
-move as bytes, so both are the same in every process and for every topology.
+Sums go through the fixed tree and are divided once; gathered values move as bytes. So both results are
+the same in every process and for every topology.
 """
 
 from __future__ import annotations
@@ -44,71 +44,69 @@ def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) 
     for device, (start, stop) in enumerate(plan.local):
         for replica in range(start, stop):
             sizes.append([])
-            own = engine.map(prepare, of(value, replica))
-            reduction.push(device, replica, engine.put(own, engine.devices[device]))
+            prepared = engine.trees.map(prepare, of(value, replica))
+            reduction.push(device, replica, engine.put(prepared, engine.devices[device]))
     total = reduction.total(check=True)
     if op == "sum":
         return total
-    # By the number of all elements, which replicas may have unequally many of. Once, at the end.
-    every = sizes
+    # Divided once, by the number of all elements, which may differ between replicas.
     if engine.processes.count > 1:
         texts = engine.processes.gather(json.dumps(sizes).encode())
-        every = [row for text in texts for row in json.loads(text)]
-    counts = iter([sum(column) for column in zip(*every, strict=True)])
-    return engine.map(lambda leaf: leaf / next(counts), total)
+        sizes = [row for text in texts for row in json.loads(text)]
+    counts = iter([sum(column) for column in zip(*sizes, strict=True)])
+    return engine.trees.map(lambda leaf: leaf / next(counts), total)
 
 
 def gather(plan: Plan, value: Any, axis: int) -> Any:
     """See Strategy.gather."""
     _check("gather", plan, value)
     engine = plan.engine
-    own = [engine.put(_arrays(engine, part), engine.devices[0]) for part in value.values]
-    mine = [_forms(engine, part) for part in own]
+    parts = [engine.put(_arrays(engine, part), engine.devices[0]) for part in value.values]
+    local_forms = json.dumps([_forms(engine, part) for part in parts]).encode()
     # [name, dtype, shape] of each array, for every replica of the group.
-    every = [
-        forms
-        for text in engine.processes.gather(json.dumps(mine).encode())
-        for forms in json.loads(text)
+    all_forms = [
+        forms for text in engine.processes.gather(local_forms) for forms in json.loads(text)
     ]
-    for replica, forms in enumerate(every):
-        _check_forms(every[0], forms, replica, axis)
-    sizes = [[shape[axis] for _, _, shape in forms] for forms in every]
+    for replica, forms in enumerate(all_forms):
+        _check_forms(all_forms[0], forms, replica, axis)
+    sizes = [[shape[axis] for _, _, shape in forms] for forms in all_forms]
     if engine.processes.count > 1:
-        own = _exchanged(plan, own, sizes, axis)
-    columns = [iter(_leaves(engine, part)) for part in own]
-    return engine.map(
-        lambda leaf: namespace(leaf).concatenate([next(column) for column in columns], axis), own[0]
+        parts = _exchanged(plan, parts, sizes, axis)
+    columns = [iter(engine.trees.flatten(part)[0]) for part in parts]
+    return engine.trees.map(
+        lambda leaf: namespace(leaf).concatenate([next(column) for column in columns], axis),
+        parts[0],
     )
 
 
-def _exchanged(plan: Plan, own: list[Any], sizes: list[list[int]], axis: int) -> list[Any]:
+def _exchanged(plan: Plan, parts: list[Any], sizes: list[list[int]], axis: int) -> list[Any]:
     """The values of all replicas. They travel with one shape, padded where theirs differ."""
     engine = plan.engine
     longest = [max(column) for column in zip(*sizes, strict=True)]
 
     def padded(value: Any) -> Any:
-        wanted = iter(longest)
+        lengths = iter(longest)
 
         def pad(leaf: Any) -> Any:
-            missing, xp = next(wanted) - leaf.shape[axis], namespace(leaf)
+            missing, xp = next(lengths) - leaf.shape[axis], namespace(leaf)
             if not missing:
                 return leaf
             shape = list(leaf.shape)
             shape[axis] = missing
             return xp.concatenate([leaf, xp.zeros(shape, leaf.dtype)], axis)
 
-        return engine.map(pad, value)
+        return engine.trees.map(pad, value)
 
     def cut(value: Any, size: list[int]) -> Any:
         remaining = iter(size)
-        return engine.map(
+        return engine.trees.map(
             lambda leaf: leaf[(*[slice(None)] * (axis % leaf.ndim), slice(next(remaining)))], value
         )
 
-    counts = tuple(part[-1][1] - part[0][0] for part in plan.parts)
-    found = engine.exchange([padded(value) for value in own], counts)
-    every = [value for process in found for value in process]
-    return [cut(value, size) for value, size in zip(every, sizes, strict=True)]
+    counts = tuple(ranges[-1][1] - ranges[0][0] for ranges in plan.parts)
+    by_process = engine.exchange([padded(value) for value in parts], counts)
+    values = [value for process_values in by_process for value in process_values]
+    return [cut(value, size) for value, size in zip(values, sizes, strict=True)]
 
 
 def _check(name: str, plan: Plan, value: Any) -> None:
@@ -133,24 +131,14 @@ def _arrays(engine: Engine, value: Any) -> Any:
         _refuse_traced("gather", leaf)
         return leaf
 
-    return engine.map(array, value)
-
-
-def _leaves(engine: Engine, value: Any) -> list[Any]:
-    leaves: list[Any] = []
-
-    def take(leaf: Any) -> Any:
-        leaves.append(leaf)
-        return leaf
-
-    engine.map(take, value)
-    return leaves
+    return engine.trees.map(array, value)
 
 
 def _forms(engine: Engine, value: Any) -> list[list[Any]]:
+    leaves, _ = engine.trees.flatten(value)
     return [
-        [name, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-        for name, leaf in zip(engine.describe(value), _leaves(engine, value), strict=True)
+        [path, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+        for path, leaf in zip(engine.trees.paths(value), leaves, strict=True)
     ]
 
 
@@ -166,8 +154,9 @@ def _check_forms(first: list[Any], forms: list[Any], replica: int, axis: int) ->
             raise StateError(
                 f"gather along axis {axis}: {where} has the shape {other}, which has no such axis"
             )
-        at = axis % len(other)
-        rest, expected = (other[:at], other[at + 1 :]), (shape[:at], shape[at + 1 :])
+        position = axis % len(other)
+        rest = other[:position], other[position + 1 :]
+        expected = shape[:position], shape[position + 1 :]
         if dtype != other_dtype or rest != expected or len(other) != len(shape):
             raise StateError(
                 f"gather along axis {axis}: {where} is {other_dtype}{other}, that of replica 0 is "

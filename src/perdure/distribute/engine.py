@@ -1,8 +1,7 @@
-"""The verbs that a framework supplies to the strategies.
+"""The interface between the strategies and a framework.
 
-Owns the seam between the tree, which is ours, and the arithmetic, which is the framework's.
-Invariant: every floating-point operation of a step happens in `grad`, `add` or `update`, each one a
-program of its own that does not know the topology; all other verbs move bytes.
+Every floating-point operation of a step happens in `grad`, `add` or `update`. Each of them is a program
+of its own that does not know the topology. All other verbs move bytes.
 """
 
 from __future__ import annotations
@@ -19,56 +18,94 @@ Scalar = str | int | float | bool
 Grad = Callable[[Any, Any, Any], Any]
 Update = Callable[[Any, Any], tuple[Any, Any]]
 
-
-# work(device, state) contributes the replicas of one local device, one at each step of the iteration,
-# which gives (replica, contribution). It may be begun afresh.
+# work(device, state) iterates over the replicas of one local device and yields (replica, contribution).
+# It may be started again from its beginning.
 Work = Callable[[int, Any], Iterator[tuple[int, Any]]]
 
-
-# together(state, shares of all replicas, step) -> (state, logs), with the bits of the step that is made
-# of the verbs below; None where it does not apply, and the verbs are to be used.
-Together = Callable[[Any, Sequence[Any], int], tuple[Any, Any] | None]
-
+# fused(state, shares of all replicas, step) -> (state, logs), with the bits of the step that is made of
+# the verbs below; None where it does not apply, and the verbs are to be used.
+FusedStep = Callable[[Any, Sequence[Any], int], tuple[Any, Any] | None]
 
 # The values of every process -> their sum, in the tree. A value may also be a slice of all of them.
 Merge = Callable[[list[list[Any]]], Any]
+
+# The values of the local replicas -> their sum with those of all other replicas. A collective.
+SumOverReplicas = Callable[[tuple[Any, ...]], Any]
 
 # From this size in bytes of all partial sums of a process, slices are exchanged.
 SLICED_FROM = 4 << 20
 
 
 def sliced(nbytes: int, counts: tuple[int, ...]) -> bool:
-    """Whether slices of what is merged are exchanged; the same in every process.
+    """Whether processes exchange slices of the values to merge; the same in every process.
 
-    With P processes each receives P - 1 times its bytes as wholes and 2 (P - 1) / P times as slices,
-    in two rounds: of two processes slices are never better.
+    With P processes each receives P - 1 times its bytes as whole values and 2 (P - 1) / P times as
+    slices, in two rounds: between two processes slices are never better.
     """
     return len(counts) > 2 and nbytes * max(counts) >= SLICED_FROM
 
 
 class Stream(NamedTuple):
-    """What every random number is a function of."""
+    """Every random number is a function of these three."""
 
     seed: int
     step: int
     replica: int
 
 
-class Guard:
-    """What one `run` keeps apart between its replicas; here nothing."""
+class Trees(Protocol):
+    """How a framework takes a value (a tree of its arrays) apart."""
 
-    def replica(self, replica: int, own: Any) -> AbstractContextManager[None]:
-        """Surrounds the function of a replica; `own` are arguments that only this replica has."""
+    def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
+        """The leaves in a fixed order, and the structure, which is equal for equal containers."""
+        ...
+
+    def paths(self, value: Any) -> list[str]:
+        """The path of every leaf, in the order of `flatten`."""
+        ...
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        """`fn` of every leaf as an array, in the same containers and the order of `flatten`."""
+        ...
+
+
+class EagerRun:
+    """The framework's part in one `strategy.run`. This class is for one without global state."""
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        device: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Stream | None = None,
+    ) -> Any:
+        """fn(*args, **kwargs), eagerly, with the arrays on `device`.
+
+        With `stream`, the numbers of the framework's global generators are a function of it.
+        """
+        return fn(*args, **kwargs)
+
+    def replica(self, replica: int, arguments: Any) -> AbstractContextManager[None]:
+        """Surrounds the function of a replica; `arguments` are those that only this replica has."""
         return nullcontext()
 
     def leave(self, replica: int) -> None:
-        """Another replica runs next, in the middle of the function of this one."""
+        """Called in the middle of the function of `replica`, before another replica runs."""
 
     def resume(self, replica: int) -> None:
-        """This replica continues."""
+        """Called before `replica` continues."""
 
     def finish(self) -> None:
-        """All replicas have ended well. A collective."""
+        """Called when all replicas have succeeded. A collective."""
+
+    def random_state(self) -> Callable[[], None]:
+        """Remembers the state of the global generators; the result puts it back."""
+        return lambda: None
+
+    def thread_settings(self) -> Callable[[], AbstractContextManager[None]]:
+        """Remembers the settings of this thread; the result applies them in another thread."""
+        return nullcontext
 
 
 class Engine(Protocol):
@@ -92,19 +129,24 @@ class Engine(Protocol):
         """How many devices every process uses."""
         ...
 
+    @property
+    def trees(self) -> Trees:
+        """How this framework takes values apart; see perdure.distribute.leaves for more."""
+        ...
+
     def recipe(self) -> dict[str, Scalar]:
-        """What of the framework and its settings decides the bits; nothing about topology."""
+        """Versions and settings of the framework that can change the bits. Nothing about topology."""
         ...
 
     def place(self, state: Any) -> list[Any]:
-        """The user's state as one value per memory; no copy of what is there already.
+        """The user's state as one value per memory, without a copy of what is there already.
 
-        One for each local device, or a single one where all of them share their memory.
+        One value for each local device, or a single one where the devices share their memory.
         """
         ...
 
-    def collect(self, values: list[Any]) -> Any:
-        """The inverse: what the user holds, an ordinary object of the framework."""
+    def replicate(self, values: list[Any]) -> Any:
+        """The inverse of `place`: equal values of all memories as one object for the user."""
         ...
 
     def put(self, value: Any, device: Any) -> Any:
@@ -123,80 +165,43 @@ class Engine(Protocol):
         """(new state, logs), on the device of `state`. `stream.replica` is the number of replicas."""
         ...
 
-    def runner(self) -> Callable[[Work, list[Any]], None]:
-        """What runs the work of the local devices on placed states; one for each TrainStep.
-
-        As much at once as the framework can, and with the same bits as one device after another.
-        """
-        ...
-
-    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> Together | None:
-        """A whole step at once, where this engine has such a way and proves it; one per TrainStep."""
-        ...
-
     def exchange(
         self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
     ) -> Any:
         """The total of the partial sums of every process, on the first local device.
 
-        `counts` is the number of them in every process; `roots` are this process's own. `merge` adds
-        values with `add`; without it, the values of every process are the result. Between processes
-        only bytes move: whole values to everybody, or, of large ones that are to be merged, a slice
-        to each process, and then the total's slices to everybody.
+        Only bytes move between processes: whole values to all, or, of large ones that are to be
+        merged, a slice to each process and then the slices of the total to all.
+
+        Args:
+            roots: The partial sums of this process.
+            counts: The number of partial sums of every process.
+            merge: Adds values with `add`. Without it, the values of every process are the result.
         """
-        ...
-
-    def call(
-        self,
-        fn: Callable[..., Any],
-        device: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        stream: Stream | None = None,
-    ) -> Any:
-        """fn(*args, **kwargs), eagerly, with the arrays on `device`.
-
-        With `stream`, what the framework's global generators give is a function of it.
-        """
-        ...
-
-    def guard(self, strategy: Any) -> Guard:
-        """What keeps the replicas of one `run` of this strategy apart."""
-        ...
-
-    def random_state(self) -> Any:
-        """State of the framework's global generators; not None."""
-        ...
-
-    def set_random_state(self, state: Any) -> None: ...
-
-    def settings(self) -> Callable[[], AbstractContextManager[None]]:
-        """What the calling thread computes under, to be entered in another thread."""
         ...
 
     def key(self, stream: Stream) -> Any:
-        """What the framework takes as a source of random numbers."""
+        """A source of random numbers, in the form that the framework takes."""
         ...
 
-    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
-        """`fn` of every leaf as an array, in the same structure."""
+    def runner(self) -> Callable[[Work, list[Any]], None]:
+        """A function that runs the work of the local devices on placed states; one per TrainStep.
+
+        As much at once as the framework can, with the same bits as one device after another.
+        """
         ...
 
-    def stack(self, values: list[Any]) -> Any:
-        """One value, whose leaves are those of all values along a new first axis."""
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
+        """A whole step in fewer dispatches; None where this engine has none. One per TrainStep."""
         ...
 
-    def signature(self, value: Any) -> Hashable:
-        """Structure, dtypes and shapes; equal for values that can be added."""
-        ...
-
-    def describe(self, value: Any) -> dict[str, str]:
-        """dtype and shape of every leaf, by path."""
+    def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
+        """The framework's part in one `strategy.run`."""
         ...
 
 
 def in_turns(work: Work, states: list[Any], devices: int) -> None:
-    """Run work on every device, a replica at a time, so that each has some as early as possible."""
+    """Run work on every device, a replica at a time, so that each gets some as early as possible."""
     waiting = [work(device, states[device % len(states)]) for device in range(devices)]
     while waiting:
         waiting = [turns for turns in waiting if next(turns, None) is not None]

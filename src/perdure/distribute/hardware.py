@@ -1,7 +1,6 @@
-"""What of the machine and of its environment decides bits.
+"""The recipe's fields `instruction_set` and `settings`: what of the machine can change bits.
 
-Owns the recipe's fields `instruction_set` and `settings`. Invariant: nothing in them depends on how
-many devices, processes or hosts there are.
+Nothing in them depends on the number of devices, processes or hosts.
 """
 
 from __future__ import annotations

@@ -17,30 +17,38 @@ def initialize_distributed(
     resolver: ClusterResolver | str | None = None,
     options: ClusterOptions | None = None,
 ) -> Processes:
-    """Join the group of processes that the environment describes, and return it.
+    """Join the group of processes that the environment describes.
 
-    Pass the result on: `CheckpointManager(..., processes=perdure.initialize_distributed())`.
+    If the program has already called `jax.distributed.initialize` or
+    `torch.distributed.init_process_group` (with any backend), this joins that group. Otherwise it reads
+    the variables of `perdure run`, another launcher or a scheduler (see `resolve`), waits for the other
+    processes, and calls that function with every argument, so that the framework detects nothing by
+    itself. A process that is alone gets a process group of one on PyTorch, so that
+    `DistributedDataParallel` works there too, and nothing on JAX. May be called twice.
 
-    Where the program has called `jax.distributed.initialize` or
-    `torch.distributed.init_process_group` (with any backend) already, that group is joined. Otherwise
-    this reads what `perdure run`, another launcher or a scheduler wrote (see `resolve`), meets the
-    others, and passes every argument to that function, so that the framework does not look for itself.
-    `engine` is "jax" or "torch"; by default the one that the program has imported. A process that is
-    alone gets a process group of one on PyTorch, so that `DistributedDataParallel` works there too, and
-    nothing on JAX. `MultiWorkerMirroredStrategy` joins its group by itself. May be called twice.
+    `MultiWorkerMirroredStrategy` joins its group without this call.
 
-    Raises `ClusterError` when the description contradicts itself or the group of the framework, or
-    when not all came in time.
+    Args:
+        engine: "jax" or "torch"; by default the one that the program has imported.
+        resolver: The group, or the name of a source, instead of the environment.
+        options: Time limits.
+
+    Returns:
+        The group. Pass it on: `CheckpointManager(..., processes=perdure.initialize_distributed())`.
+
+    Raises:
+        ClusterError: The description contradicts itself or the group of the framework, or a process did
+            not come in time.
     """
     if engine is None:
-        found = [name for name in ENGINES if name in sys.modules]
-        if len(found) != 1:
-            state = "both" if found else "neither"
+        imported = [name for name in ENGINES if name in sys.modules]
+        if len(imported) != 1:
+            state = "both" if imported else "neither"
             raise ClusterError(
                 f"initialize_distributed: expected the program to have imported jax or torch, found "
                 f'{state}; name the one that trains: perdure.initialize_distributed("jax")'
             )
-        (engine,) = found
+        (engine,) = imported
     if engine not in ENGINES:
         raise ClusterError(f"initialize_distributed: expected 'jax' or 'torch', found {engine!r}")
     cluster = resolve_for(engine, resolver)

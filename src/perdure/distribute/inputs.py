@@ -1,7 +1,7 @@
-"""Batches of a strategy as something to iterate over.
+"""`DistributedDataset`: the batches of a strategy, to iterate over.
 
-Owns `DistributedDataset` and what its sources may be. Invariant: the batch of a step is a function of
-the step and the logical replica. The position is one integer, the next step, and the only state.
+The batch of a step is a function of the step and the logical replica. The position is one integer, the
+next step, and the only state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from perdure.process_group import Processes
 
 
 class StepDataset(Protocol):
-    """What a strategy asks of a dataset; perdure.data.ArrayDataset is one.
+    """The part of a dataset that a strategy uses; perdure.data.ArrayDataset is one.
 
-    With `steps_per_epoch` too, it can be iterated over by epochs.
+    A dataset that also has `steps_per_epoch` can be iterated over by epochs.
     """
 
     @property
@@ -35,10 +35,10 @@ class StepDataset(Protocol):
 
 
 class AutoShardPolicy(Enum):
-    """How a global batch is shared out; see tf.data.experimental.AutoShardPolicy.
+    """How a global batch is divided; see tf.data.experimental.AutoShardPolicy.
 
-    DATA: each logical replica gets its contiguous rows. OFF: each one gets the whole batch. FILE is
-    there to be refused: dealing out files gives other batches on another number of workers.
+    DATA: each logical replica gets its contiguous rows. OFF: each replica gets the whole batch. FILE
+    raises DataError: batches by file depend on the number of workers.
     """
 
     OFF = -1
@@ -48,10 +48,15 @@ class AutoShardPolicy(Enum):
 
 @dataclass(frozen=True)
 class InputContext:
-    """Where a pipeline of `distribute_datasets_from_function` stands.
+    """The argument of the function of `distribute_datasets_from_function`.
 
     There is one pipeline for each logical replica. TensorFlow has one for each worker, which makes
     every batch depend on the number of workers.
+
+    Attributes:
+        num_input_pipelines: V.
+        input_pipeline_id: The number of the logical replica.
+        num_replicas_in_sync: V.
     """
 
     num_input_pipelines: int
@@ -65,7 +70,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """For which logical replica `distribute_values_from_function` asks."""
+    """The argument of the function of `distribute_values_from_function`."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
@@ -74,12 +79,12 @@ class ValueContext:
 class DistributedDataset:
     """The batches of a strategy from `step` on, as PerReplica values that carry their step.
 
-    `for batch in dataset` goes to the end of the epoch that `step` is in; the next loop goes on with
-    the epoch after it. `take(n)` gives n batches, across epochs. Both move `step` on as they hand a
-    batch out, so that a member of a Checkpoint continues where the training stood.
+    `for batch in dataset` ends with the epoch that `step` is in; the next loop continues with the
+    following epoch. `take(n)` yields n batches, across epochs. Both advance `step` before they yield a
+    batch, so that a dataset in a Checkpoint continues at the right step.
     """
 
-    # Without a dict, so that nobody who looks for modules in a state walks through the data.
+    # Without a dict, so that a search for modules in a state does not walk through the data.
     __slots__ = ("_batch", "_source", "step")
 
     def __init__(self, source: Any, batch: Callable[[Any, int], PerReplica], step: int = 0) -> None:
@@ -91,7 +96,7 @@ class DistributedDataset:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one epoch. Raises DataError where the source does not say."""
+        """Batches in one epoch. Raises DataError if the source has no such number."""
         steps = getattr(self._source, "steps_per_epoch", None)
         if steps is None:
             raise DataError(
@@ -104,11 +109,11 @@ class DistributedDataset:
         return self.steps_per_epoch
 
     def from_step(self, step: int) -> DistributedDataset:
-        """The same dataset at another step. This one stays where it is."""
+        """A copy at another step, over the same data."""
         return DistributedDataset(self._source, self._batch, step)
 
     def epoch(self, number: int) -> DistributedDataset:
-        """The same dataset at the start of an epoch."""
+        """A copy at the start of an epoch, over the same data."""
         return self.from_step(number * self.steps_per_epoch)
 
     def take(self, count: int) -> Iterator[PerReplica]:
@@ -125,7 +130,7 @@ class DistributedDataset:
             yield batch
 
     def recipe(self) -> Mapping[str, Scalar]:
-        """What of the data decides the result of a run."""
+        """The properties of the data that decide the result of a run."""
         return self._source.recipe()
 
     def state_dict(self) -> dict[str, int]:
@@ -138,7 +143,7 @@ class DistributedDataset:
 
 
 def sharded(dataset: StepDataset, policy: AutoShardPolicy | str) -> Any:
-    """The dataset under a policy, also given by its name; DataError for FILE."""
+    """The dataset under a policy (or the name of one). Raises DataError for FILE."""
     require_dataset(dataset)
     if isinstance(policy, str):
         policy = AutoShardPolicy.__members__.get(policy.upper(), policy)
@@ -146,9 +151,9 @@ def sharded(dataset: StepDataset, policy: AutoShardPolicy | str) -> Any:
         raise DataError(f"auto_shard_policy: expected DATA or OFF, found {policy!r}")
     if policy is AutoShardPolicy.FILE:
         raise DataError(
-            "AutoShardPolicy.FILE is refused: it deals files out to workers, so another number of "
-            "workers trains on other batches. Use DATA, which gives each logical replica its rows of "
-            "the same global batch"
+            "AutoShardPolicy.FILE is refused: it deals files out to workers, so the batches depend on "
+            "the number of workers. Use DATA, which gives each logical replica its rows of the same "
+            "global batch"
         )
     return _Whole(dataset) if policy is AutoShardPolicy.OFF else dataset
 
@@ -176,7 +181,7 @@ class _Whole:
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
         if self._made is None or self._made[0] != step:
             self._made = step, self._dataset.batch(step)
-        # What a replica does to its batch in place is not to be seen by the others.
+        # So that no replica sees what another one does to its batch in place.
         return copy.deepcopy(self._made[1])
 
     def recipe(self) -> Mapping[str, Scalar]:
@@ -243,11 +248,11 @@ class _Pipelines:
         return self._from_stream(step, replica)
 
     def _from_stream(self, step: int, replica: int) -> Any:
-        """Element number `step`. What lies before it is read and thrown away after a resume."""
-        at, stream = self._streams.get(replica, (step + 1, None))
-        if stream is None or at > step:
-            at, stream = 0, self._opened(replica, reopened=stream is not None)
-        for position in range(at, step + 1):
+        """Element number `step`. After a resume the elements before it are read and discarded."""
+        start, stream = self._streams.get(replica, (step + 1, None))
+        if stream is None or start > step:
+            start, stream = 0, self._opened(replica, reopened=stream is not None)
+        for position in range(start, step + 1):
             share = next(stream, _END)
             if share is _END:
                 raise DataError(
@@ -257,7 +262,7 @@ class _Pipelines:
             self._streams[replica] = (position + 1, stream)
             if position == step:
                 return share
-        raise AssertionError("at <= step")
+        raise AssertionError("start <= step")
 
     def _opened(self, replica: int, *, reopened: bool) -> Iterator[Any]:
         stream = iter(self._made[replica])
@@ -271,7 +276,7 @@ class _Pipelines:
     def recipe(self) -> Mapping[str, Scalar]:
         if self._recipe is None:
             raise DataError(
-                "nobody can tell by a function what its data are: name it, "
+                "the data behind a function are unknown; describe them: "
                 'distribute_datasets_from_function(fn, recipe={"dataset": "digits-v2", '
                 '"batch_size": 128}), so that a resume with other data is refused'
             )

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute.arrays import on_host
-from perdure.distribute.lockstep import Meeting
 from perdure.distribute.patches import with_subclasses, wrap
-from perdure.distribute.replica_context import get_replica_context
+from perdure.distribute.replica_run import Meeting, current_run
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
 
 def install() -> None:
-    """Let Keras's optimizers and variables know whether a replica calls them, where Keras is imported.
+    """Wrap Keras's optimizers and variables, if Keras is imported, for calls by a replica.
 
-    Outside of replicas they are what they were. Classes may have been made since the last time.
+    Outside of replicas they behave as before. Called at every `run`, for classes that are new.
     """
     keras = sys.modules.get("keras")
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
@@ -35,20 +34,14 @@ def install() -> None:
             wrap(cls, name, make)
 
 
-def _current() -> Any:
-    """The context of the replica whose code this is; None in the functions of a step too."""
-    context = get_replica_context()
-    return context if hasattr(context, "meet") else None
-
-
 def _apply(old: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any) -> Any:
-        context = _current()
+        context = current_run()
         if context is None or _stateless():
             return old(self, grads, trainable_variables, **kwargs)
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
-        own = {str(n): grad for n, grad in enumerate(grads) if grad is not None}
+        gradients = {str(n): grad for n, grad in enumerate(grads) if grad is not None}
 
         def join(values: PerReplica) -> Any:
             total = context.strategy.reduce("sum", values)["gradients"]
@@ -58,8 +51,8 @@ def _apply(old: Any) -> Any:
             summed = [total.get(str(n)) for n in range(len(grads))]
             return old(self, summed, variables, **kwargs)
 
-        value = {"gradients": own, "steps": np.ones((), np.float32)}
-        call = f"{type(self).__name__}.apply() of {self.name} with {len(own)} gradients"
+        value = {"gradients": gradients, "steps": np.ones((), np.float32)}
+        call = f"{type(self).__name__}.apply() of {self.name} with {len(gradients)} gradients"
         return context.meet(Meeting(call, value, join))
 
     return apply
@@ -67,7 +60,7 @@ def _apply(old: Any) -> Any:
 
 def _assign(old: Any) -> Any:
     def _direct_assign(self: Any, value: Any) -> Any:
-        if (context := _current()) is not None:
+        if (context := current_run()) is not None:
             raise StateError(
                 f"{self.path}: logical replica {context.replica_id_in_sync_group} assigns to this "
                 "variable of Keras. Replicas run one after another, so the result would depend on how "
@@ -81,6 +74,6 @@ def _assign(old: Any) -> Any:
 
 
 def _stateless() -> bool:
-    """Whether Keras keeps assignments for itself, in `stateless_apply` and the like."""
+    """Whether Keras collects assignments instead of making them, as in `stateless_apply`."""
     backend: Any = sys.modules.get("keras.src.backend")
     return bool(backend is not None and backend.common.stateless_scope.in_stateless_scope())

@@ -1,12 +1,12 @@
-"""What a group of processes says to each other outside the training step.
+"""Barriers, broadcasts and votes of a group of processes, outside of the training step.
 
-Owns agreement: barriers, broadcasts, votes. Invariant: every process of the group calls the same
-operations of one channel in the same order, from one thread at a time.
+Every process of the group calls the same operations of one channel in the same order, from one thread
+at a time.
 
-The operations go through a key-value store that lives in process 0 (JAX's coordination service,
-torch's TCPStore), not through the devices' collectives. A save in the background may therefore wait
-for the others on a channel of its own while the main thread runs steps; with collectives the two
-threads could come to them in different orders in different processes, and hang.
+The operations go through a key-value store in process 0 (JAX's coordination service, torch's
+TCPStore), not through the devices' collectives. So a save in the background may wait for the others on
+a channel of its own while the main thread runs steps; with collectives the two threads could call them
+in different orders in different processes, and hang.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class KeyValueStore(Protocol):
 
 
 class KeyValueProcesses:
-    """A group that talks through a key-value store.
+    """A group that communicates through a key-value store.
 
-    `connect` opens a connection to the store; each channel has its own, because a store's client may
+    `connect` opens a connection to the store. Each channel has its own, because a store's client may
     hold a lock while it waits.
     """
 
@@ -67,15 +67,15 @@ class KeyValueProcesses:
     def gather(self, data: bytes) -> list[bytes]:
         self._round += 1
         written = self._write(f"{self.index}", data)
-        found = [
+        values = [
             data if process == self.index else self._read(process) for process in range(self.count)
         ]
-        # Everyone has entered this round, hence left the one before: its keys are free. A broadcast
-        # proves nothing of the kind, so its keys stay until the next gather.
+        # All processes have entered this round and left the one before, whose keys are now free. A
+        # broadcast does not prove that, so its keys stay until the next gather.
         for key in self._old:
             self._store.delete(key)
         self._old = written
-        return found
+        return values
 
     def broadcast(self, data: bytes | None) -> bytes:
         self._round += 1
@@ -94,9 +94,9 @@ class KeyValueProcesses:
             )
         return self._channels[name]
 
-    def _write(self, who: str, data: bytes) -> list[str]:
-        """Pieces first, then the key that readers wait for, which says how many there are."""
-        base = f"perdure/{self._name}/{self._round}/{who}"
+    def _write(self, writer: str, data: bytes) -> list[str]:
+        """Write the pieces first, then the key that readers wait for, which has their number."""
+        base = f"perdure/{self._name}/{self._round}/{writer}"
         pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
         if len(pieces) <= 1:
             self._store.set(base, b"\0" + data)
@@ -116,15 +116,15 @@ class KeyValueProcesses:
 
 
 def late(process: int, seconds: float) -> WorkerLostError:
-    """The error for a process that did not come to an operation of the group in time."""
+    """The error for a process that did not join an operation of the group in time."""
     return WorkerLostError(
         f"process {process} did not come to this operation of the group within {seconds:g} s: it "
-        f"hangs, is gone, or does not make the call that waits here. Every process of a group makes "
-        f"the same calls; a save under `if rank == 0` waits for the others. {LOST}"
+        f"hangs, is gone, or does not make the call that waits here. Every process of a group has to "
+        f"make the same calls; a save under `if rank == 0` waits for the others. {LOST}"
     )
 
 
 def lost(what: str, error: BaseException | None = None) -> WorkerLostError:
-    """The error for an operation of the group that did not come to its end."""
+    """The error for an operation of the group that failed."""
     reason = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error) else ""
     return WorkerLostError(f"{what} failed: a process of the group is gone{reason}. {LOST}")

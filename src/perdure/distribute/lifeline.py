@@ -1,7 +1,7 @@
 """Notices that a process of a group is gone, by the connection that it keeps to process 0.
 
-A connection closes with its process, however that ends. Process 0 then says to all others who is gone.
-Invariant: only a closed connection counts. A process that is silent, stopped or busy is not gone.
+A connection closes with its process, however that ends. Process 0 then sends the number of that process
+to all others. Only a closed connection counts: a process that is silent, stopped or busy is not gone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from perdure.distribute.cluster.rendezvous import listen
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
-# Between two looks whether process 0 listens already.
+# Between two checks whether process 0 listens already.
 _LOOK_S = 0.2
-# What a process wrote before its end may still be on its way to the store.
+# A value that a process wrote before its end may still be on its way to the store.
 _GRACE_S = 1.0
 
 
 class Lifeline:
     """This process's end: a thread that calls `on_gone` with the number of each process that is gone.
 
-    `publish` and `look` put the address of process 0 where the others find it, and find it (None until
-    it is there). `host` is where the others reach process 0.
+    `publish` stores the address of process 0 for the others, and `look` reads it (None until it is
+    there). The others reach process 0 at `host`.
 
     Raises `OSError` if process 0 listens and cannot be reached.
     """
@@ -63,9 +63,9 @@ class Lifeline:
             port = self._listener.getsockname()[1]
             publish(json.dumps({"port": port, "token": self._token}).encode())
         # A child that is forked must not keep the connection open.
-        own = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_all(own()))
-        # At once if process 0 listens already, so that no end of this process is too early.
+        lifeline = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_all(lifeline()))
+        # Here if process 0 listens already, so that it notices even an early end of this process.
         self.connect()
         run = self._serve if index == 0 else self._follow
         self._thread = threading.Thread(target=run, name="perdure-lifeline", daemon=True)
@@ -83,7 +83,7 @@ class Lifeline:
         return self._connection
 
     def leaving(self) -> None:
-        """Process 0 says that it leaves, before it closes: who waits for it is not to wait longer."""
+        """Process 0 announces that it leaves, so that no process waits for it longer."""
         if os.getpid() == self._pid and self._index == 0:
             with suppress(OSError):
                 self._wake.send(b"\0")
@@ -100,19 +100,19 @@ class Lifeline:
 
     def close_sockets(self) -> None:
         """Close this process's ends, in a forked child too."""
-        for each in self._sockets:
+        for connection in self._sockets:
             with suppress(OSError):
-                each.close()
+                connection.close()
 
     def _kept(self, connection: socket.socket) -> socket.socket:
         self._sockets.append(connection)
         return connection
 
     def _serve(self) -> None:
-        """Process 0: a connection of each other process, until it closes."""
+        """Process 0: read the connection of each other process until it closes."""
         listener: Any = self._listener
         members: dict[socket.socket, int] = {}
-        said: dict[socket.socket, bytes] = {}
+        received: dict[socket.socket, bytes] = {}
         with selectors.DefaultSelector() as selector, suppress(OSError):
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(listener, selectors.EVENT_READ)
@@ -129,7 +129,7 @@ class Lifeline:
                             new = self._kept(listener.accept()[0])
                             new.setblocking(False)
                             new.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                            said[new] = b""
+                            received[new] = b""
                             selector.register(new, selectors.EVENT_READ)
                         continue
                     data = _received(connection)
@@ -138,10 +138,10 @@ class Lifeline:
                     if connection in members and not data:
                         self._report(members.pop(connection), members)
                     elif connection not in members and data:
-                        said[connection] += data
-                        index = self._hello(said[connection])
+                        received[connection] += data
+                        index = self._hello(received[connection])
                         if index is None:
-                            if len(said[connection]) < _LONGEST_LINE:
+                            if len(received[connection]) < _LONGEST_LINE:
                                 continue
                             data = b""
                         else:
@@ -150,7 +150,7 @@ class Lifeline:
                                 _send(connection, gone)
                     if not data:
                         selector.unregister(connection)
-                        said.pop(connection, None)
+                        received.pop(connection, None)
                         self._sockets.remove(connection)
                         connection.close()
 
@@ -163,8 +163,8 @@ class Lifeline:
         if not self._stopping.wait(_GRACE_S):
             self._on_gone(index)
 
-    def _hello(self, said: bytes) -> int | None:
-        line, end, _ = said.partition(b"\n")
+    def _hello(self, text: bytes) -> int | None:
+        line, end, _ = text.partition(b"\n")
         if end:
             with suppress(ValueError, TypeError, KeyError):
                 hello = json.loads(line)
@@ -173,33 +173,33 @@ class Lifeline:
         return None
 
     def _follow(self) -> None:
-        """Every other process: what process 0 says, until its connection closes."""
+        """Every other process: read the messages of process 0 until its connection closes."""
         with suppress(OSError):
             while (connection := self.connect()) is None:
                 if self._stopping.wait(_LOOK_S):
                     self.connect()  # the others learn that this process leaves
                     return
-            for index in self._heard(connection):
+            for index in self._processes_gone(connection):
                 if self._stopping.wait(_GRACE_S):
                     return
                 self._on_gone(index)
 
     def _new_connection(self) -> socket.socket | None:
         """A connection to process 0; None while it does not listen yet."""
-        address = self._look()
-        if address is None:
+        text = self._look()
+        if text is None:
             return None
-        where = json.loads(address)
-        connection = self._kept(socket.create_connection((self._host, where["port"]), _CONNECT_S))
+        address = json.loads(text)
+        connection = self._kept(socket.create_connection((self._host, address["port"]), _CONNECT_S))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(None)
-        hello = {"token": where["token"], "index": self._index}
+        hello = {"token": address["token"], "index": self._index}
         connection.sendall(json.dumps(hello).encode() + b"\n")
         return connection
 
-    def _heard(self, connection: socket.socket) -> Iterator[int]:
+    def _processes_gone(self, connection: socket.socket) -> Iterator[int]:
         """The processes that are gone: those that process 0 names, and process 0 itself."""
-        said = b""
+        rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)
@@ -211,12 +211,12 @@ class Lifeline:
                 if not data:
                     yield 0
                     return
-                *lines, said = (said + data).split(b"\n")
+                *lines, rest = (rest + data).split(b"\n")
                 yield from (int(line) for line in lines)
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """What came; empty when the other side is gone, None if nothing came after all."""
+    """The bytes that came; empty if the other side is gone, None if nothing came after all."""
     try:
         return connection.recv(_LONGEST_LINE)
     except BlockingIOError:
@@ -226,7 +226,7 @@ def _received(connection: socket.socket) -> bytes | None:
 
 
 def _send(connection: socket.socket, index: int) -> None:
-    with suppress(OSError):  # who is gone meanwhile is reported for itself
+    with suppress(OSError):  # a process that is gone meanwhile is reported separately
         connection.send(b"%d\n" % index)
 
 

@@ -1,9 +1,8 @@
 """Losses of a replica that add up to the loss of the global batch.
 
-Owns the two divisions. Invariant: divisors are functions of the recipe (the global batch, the number
-of logical replicas), never of what one device or process holds.
-
-The figures are TensorFlow's: tf.nn.compute_average_loss and tf.nn.scale_regularization_loss.
+Divisors are functions of the recipe (the global batch, the number of logical replicas), never of the
+shares of one device or process. The functions are those of TensorFlow: tf.nn.compute_average_loss and
+tf.nn.scale_regularization_loss.
 """
 
 from __future__ import annotations
@@ -20,11 +19,21 @@ def compute_average_loss(
 ) -> Any:
     """sum(per_example_loss * sample_weight) / global_batch_size.
 
-    `per_example_loss` is an array of shape [share, ...] of JAX, PyTorch or NumPy. The results of all
-    replicas are to be summed. `global_batch_size` is by default the replica's own number of examples
-    times the number of replicas (1 under no strategy); where rows pad the last batch, give the number
-    that counts, or better, divide sums by weights in `update`. Raises TopologyError in a scope outside
-    of a replica, where nobody knows which share this is.
+    The sum of the results of all replicas is the average loss.
+
+    Args:
+        per_example_loss: An array of JAX, PyTorch or NumPy of shape [share, ...].
+        sample_weight: Weights in the shape of the first axes of the losses.
+        global_batch_size: By default the replica's own number of examples times the number of replicas
+            (1 without a strategy). If rows pad the last batch, pass the number without them; or better,
+            divide sums by weights in `update`.
+
+    Returns:
+        A scalar in the dtype of the losses.
+
+    Raises:
+        TopologyError: Called in a scope outside of a replica, or with losses or weights of a wrong
+            shape.
     """
     xp = namespace(per_example_loss, sample_weight)
     losses = xp.array(per_example_loss)
@@ -43,7 +52,14 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """sum(regularization_loss) / V: every replica adds it, and the sum has it once."""
+    """sum(regularization_loss) / V, so that the sum over all replicas has the loss once.
+
+    Args:
+        regularization_loss: An array of JAX, PyTorch or NumPy.
+
+    Returns:
+        A scalar in its dtype.
+    """
     loss = namespace(regularization_loss).array(regularization_loss)
     return loss.sum() / _replicas("scale_regularization_loss")
 
@@ -54,13 +70,14 @@ def _replicas(name: str) -> int:
         return context.num_replicas_in_sync
     if has_strategy():
         raise TopologyError(
-            f"{name} stands in no replica here: call it in the function of strategy.run, or in grad"
+            f"{name} was called outside of a replica; call it in the function of strategy.run, or in "
+            "grad"
         )
     return 1
 
 
 def _aligned(weight: Any, like: Any) -> Any:
-    """The weights of examples with axes added behind, so that they spread over what they weigh."""
+    """The weights of examples with trailing axes of length 1, to broadcast over the losses."""
     if weight.ndim > like.ndim or tuple(weight.shape) != tuple(like.shape[: weight.ndim]):
         raise TopologyError(
             f"sample_weight has the shape {list(weight.shape)}; expected the first axes of "

@@ -1,7 +1,4 @@
-"""Methods of a framework's classes that learn whether a logical replica calls them.
-
-Names no framework. Invariant: a method is wrapped at most once, however often that is asked for.
-"""
+"""Wraps methods of a framework's classes, for calls by a logical replica. Names no framework."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace what `owner` itself defines as `name` by `make` of it."""
+    """Replace the method that `owner` itself defines as `name` by `make(method)`, at most once."""
     old = vars(owner).get(name)
     if callable(old) and not getattr(old, "_knows_replicas", False):
         new: Any = functools.wraps(old)(make(old))
@@ -20,7 +17,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def with_subclasses(cls: type) -> Iterator[type]:
-    """A class and all classes that are derived from it by now."""
+    """A class and all classes that are derived from it so far."""
     yield cls
     for child in cls.__subclasses__():
         yield from with_subclasses(child)

@@ -1,8 +1,8 @@
-"""Trees of plain containers, for an engine whose framework brings none.
+"""Trees of plain containers, for a framework that has none.
 
-Owns flattening. Invariant: leaves come in a fixed order: dict entries by key, the others by position;
-rebuilding keeps the containers' types. dict, list, tuple and NamedTuple are containers, None is an
-empty one, everything else is a leaf.
+Containers are dict, list, tuple and NamedTuple; None is an empty container; everything else is a leaf.
+Leaves come in a fixed order, dict entries by key and the others by position. Rebuilding keeps the types
+of the containers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as "grads/0/bias"."""
     if value is None:
         return []
-    found = children(value)
-    if found is None:
+    named = children(value)
+    if named is None:
         return [(path, value)]
     return [
         leaf
-        for name, child in found
+        for name, child in named
         for leaf in flatten(child, f"{path}/{name}" if path else str(name))
     ]
 
@@ -29,10 +29,10 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     """The containers of `value` around new leaves, in the order of `flatten`."""
     if value is None:
         return None
-    found = children(value)
-    if found is None:
+    named = children(value)
+    if named is None:
         return next(leaves)
-    return remake(value, {name: rebuild(child, leaves) for name, child in found})
+    return remake(value, {name: rebuild(child, leaves) for name, child in named})
 
 
 def remake(value: Any, new: dict[Any, Any]) -> Any:
@@ -53,10 +53,10 @@ def structure(value: Any) -> Hashable:
     """Equal for values with the same containers and names."""
     if value is None:
         return None
-    found = children(value)
-    if found is None:
+    named = children(value)
+    if named is None:
         return "leaf"
-    return type(value).__name__, tuple((name, structure(child)) for name, child in found)
+    return type(value).__name__, tuple((name, structure(child)) for name, child in named)
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:

@@ -1,7 +1,7 @@
-"""One reduction over all logical replicas of the group.
+"""The plan of the logical replicas, and one reduction over all of them.
 
-Owns the walk of contributions through the tree: device, process, group. Invariant: every addition is
-an edge of `perdure.distribute.reduction_tree`, whatever the devices, and made by the engine's `add`.
+Contributions are added on each device, then in each process, then in the group. Every addition is an
+edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made by the engine's `add`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import json
 from typing import Any
 
 from perdure.distribute.engine import Engine
+from perdure.distribute.leaves import describe, signature
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge, partial_roots
 from perdure.distribute.topology import split
+from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
 
 class Plan:
-    """Who runs which replica, and with which partial sums every process ends."""
+    """Which device runs which replica, and with which partial sums every process ends."""
 
     def __init__(self, engine: Engine, replicas: int) -> None:
         self.engine = engine
@@ -25,7 +27,7 @@ class Plan:
         self.parts = split(replicas, engine.devices_per_process)
         self.local = self.parts[engine.processes.index]
         self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
-        # What the engine says of a contribution, by signature: for the error, without keeping values.
+        # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
@@ -38,9 +40,21 @@ class Plan:
         """Number of the first replica of this process."""
         return self.local[0][0]
 
+    def device_of(self, replica: int) -> Any:
+        """The local device that runs a local replica."""
+        devices = zip(self.engine.devices, self.local, strict=True)
+        return next(device for device, (_, stop) in devices if replica < stop)
+
+    def everywhere(self, value: Any) -> PerReplica:
+        """The same value for every local replica, on its device."""
+        return PerReplica(
+            tuple(self.engine.put(value, self.device_of(r)) for r in self.local_replicas),
+            self.local_replicas,
+        )
+
 
 class Reduction:
-    """Takes the contribution of each local replica, gives the total. Used once."""
+    """Takes the contribution of each local replica and returns the total. Used once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -57,13 +71,13 @@ class Reduction:
 
     def push(self, device: int, replica: int, value: Any) -> None:
         """Add the contribution of `replica`; those of one device come in their order."""
-        own = (replica, self._engine.signature(value))
-        if own[1] not in self._plan.described:
-            self._plan.described[own[1]] = self._engine.describe(value)
+        form = signature(self._engine.trees, value)
+        if form not in self._plan.described:
+            self._plan.described[form] = describe(self._engine.trees, value)
         seen = self._seen[device]
-        seen.append(own)
-        # After one that differs nothing can be added; `total` says which.
-        if own[1] == seen[0][1] and self._whole[device]:
+        seen.append((replica, form))
+        # After one that differs nothing can be added; `total` reports which.
+        if form == seen[0][1] and self._whole[device]:
             self._stacks[device].push(TreeNode(0, replica), value)
         else:
             self._whole[device] = False
@@ -77,8 +91,8 @@ class Reduction:
         engine, plan = self._engine, self._plan
         home = engine.devices[0]
         for seen in self._seen:
-            for own in seen:
-                self._alike(self._seen[0][0], own)
+            for pushed in seen:
+                self._require_alike(self._seen[0][0], pushed)
         nodes = self._stacks[0].roots()
         for stack in self._stacks[1:]:
             nodes += [(node, engine.put(value, home)) for node, value in stack.roots()]
@@ -89,35 +103,35 @@ class Reduction:
                 self._compare(nodes[0][1])
             counts = tuple(len(roots) for roots in plan.roots)
 
-            def together(found: list[list[Any]]) -> Any:
-                every = [
-                    item
-                    for roots, values in zip(plan.roots, found, strict=True)
-                    for item in zip(roots, values, strict=True)
+            def merge_all(values_of_processes: list[list[Any]]) -> Any:
+                all_nodes = [
+                    node
+                    for roots, values in zip(plan.roots, values_of_processes, strict=True)
+                    for node in zip(roots, values, strict=True)
                 ]
-                ((_, total),) = merge(every, plan.replicas, engine.add)
+                ((_, total),) = merge(all_nodes, plan.replicas, engine.add)
                 return total
 
-            return engine.exchange([value for _, value in nodes], counts, together)
+            return engine.exchange([value for _, value in nodes], counts, merge_all)
         ((_, total),) = nodes
         return total
 
-    def _alike(self, first: tuple[int, Any], own: tuple[int, Any]) -> None:
-        if own[1] != first[1]:
+    def _require_alike(self, first: tuple[int, Any], other: tuple[int, Any]) -> None:
+        if other[1] != first[1]:
             raise StateError(
-                f"logical replica {own[0]} gives another structure than replica {first[0]}: "
+                f"logical replica {other[0]} gives another structure than replica {first[0]}: "
                 + _differences(
                     self._plan.described[first[1]],
-                    self._plan.described[own[1]],
+                    self._plan.described[other[1]],
                     f"replica {first[0]}",
-                    f"replica {own[0]}",
+                    f"replica {other[0]}",
                 )
             )
 
     def _compare(self, value: Any) -> None:
-        mine = self._engine.describe(value)
-        every = self._engine.processes.gather(json.dumps(mine, sort_keys=True).encode())
-        for process, text in enumerate(every):
+        mine = describe(self._engine.trees, value)
+        texts = self._engine.processes.gather(json.dumps(mine, sort_keys=True).encode())
+        for process, text in enumerate(texts):
             theirs = json.loads(text)
             if theirs != mine:
                 index = self._engine.processes.index

@@ -1,9 +1,9 @@
-"""The reduction tree, as a pure function of the number of leaves.
+"""The reduction tree, a pure function of the number of leaves.
 
-Owns the order of every addition. Invariant: over V leaves there is one binary tree; whoever adds
-which part of it, the bracketing of the total is the same. A node is (level, number) and covers
-the leaves [number * 2**level, (number + 1) * 2**level) below V. A node whose sibling would lie
-beyond V is promoted to its parent as it is. Zeros are never added: -0.0 + 0.0 loses the sign.
+Over V leaves there is one binary tree, and the bracketing of the total is the same whichever device or
+process adds which part. A node is (level, number) and covers the leaves [number * 2**level, (number +
+1) * 2**level) below V. A node whose sibling would lie beyond V is promoted to its parent as it is.
+Zeros are never added: -0.0 + 0.0 loses the sign.
 """
 
 from __future__ import annotations
@@ -80,10 +80,9 @@ class TreeSum(Generic[T]):
 def merge(
     nodes: Iterable[tuple[TreeNode, T]], leaves: int, add: Callable[[T, T], T]
 ) -> list[tuple[TreeNode, T]]:
-    """What is left of partial sums over adjacent ranges, added as far as the tree allows.
+    """Partial sums over adjacent ranges, added as far as the tree allows; returns what remains.
 
-    The nodes may come in any order; they are added in the order of their leaves. The one routine for
-    the devices of a process, for the processes of a group, and for the total.
+    The nodes may come in any order and are added in the order of their leaves.
     """
     reduce = TreeSum(leaves, add)
     for node, value in sorted(nodes, key=lambda item: item[0].span(leaves)[0]):

@@ -1,7 +1,7 @@
 """One training step over the logical replicas.
 
-Owns the order in which the three computations are called. Invariant: grad is called once for each
-logical replica, update once for each device, and nothing else touches a value.
+`grad` is called once for each logical replica and `update` once for each device; nothing else changes
+a value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from perdure.checkpoint.group_save import require_same
 from perdure.distribute.engine import Grad, Stream, Update
+from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
@@ -27,26 +28,39 @@ class TrainStep:
         self._grad = grad
         self._update = update
         self._run = plan.engine.runner()
-        self._together = plan.engine.together(grad, update, plan.replicas, seed)
+        self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
-        """The state after the step, and the logs that `update` returned."""
+        """Train on one global batch.
+
+        Args:
+            state: What `grad` and `update` take. PyTorch changes it in place.
+            batch: The shares of the local replicas, with their step: `strategy.batch(dataset, step)`.
+
+        Returns:
+            The state after the step, and the logs that `update` returned.
+
+        Raises:
+            StateError: Replicas contribute different structures, or, at the first step, the processes
+                of the group have different states.
+            TopologyError: The batch was not made by this strategy.
+        """
         plan, engine = self._plan, self._plan.engine
         step = self._step_of(batch)
         if not self._checked and engine.processes.count > 1:
-            _same_state(engine.processes, state)
-        if self._together and (done := self._together(state, batch.values, step)) is not None:
-            return done
+            _require_same_state(engine.processes, state)
+        if self._fused and (result := self._fused(state, batch.values, step)) is not None:
+            return result
         states = engine.place(state)
         reduction = plan.reduction()
 
-        def contribute(device: int, own: Any) -> Iterator[tuple[int, Any]]:
+        def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
             reduction.begin(device)
             for replica in range(*plan.local[device]):
                 share = engine.put(batch.values[replica - plan.first], engine.devices[device])
                 stream = Stream(self._seed, step, replica)
-                value = engine.grad(self._grad, own, share, stream)
+                value = engine.grad(self._grad, placed, share, stream)
                 reduction.push(device, replica, value)
                 yield replica, value
                 del value  # not alive beside the next one
@@ -56,23 +70,28 @@ class TrainStep:
         self._checked = True
         stream = Stream(self._seed, step, plan.replicas)
         results = [
-            engine.update(self._update, own, engine.put(total, device), stream)
-            for own, device in zip(states, engine.devices, strict=False)
+            engine.update(self._update, placed, engine.put(total, device), stream)
+            for placed, device in zip(states, engine.devices, strict=False)
         ]
-        return engine.collect([new for new, _ in results]), results[0][1]
+        return engine.replicate([new for new, _ in results]), results[0][1]
 
     def many(self, state: Any, batches: Iterable[PerReplica]) -> tuple[Any, Any]:
-        """(the state after a step on each batch, the logs of all of them, stacked).
+        """Train on several batches, one after the other, with the bits of the single steps.
 
-        The same bits as the steps one by one: they are called one by one.
+        Args:
+            state: The state before the first step.
+            batches: At least one batch, as `__call__` takes it.
+
+        Returns:
+            The state after the last step, and the logs of all steps, stacked along a new first axis.
         """
-        logs = []
+        all_logs = []
         for batch in batches:
-            state, own = self(state, batch)
-            logs.append(own)
-        if not logs:
+            state, logs = self(state, batch)
+            all_logs.append(logs)
+        if not all_logs:
             raise TopologyError("many expects at least one batch, got none")
-        return state, self._plan.engine.stack(logs)
+        return state, stack(self._plan.engine.trees, all_logs)
 
     def _step_of(self, batch: PerReplica) -> int:
         if not isinstance(batch, PerReplica) or batch.step is None:
@@ -88,10 +107,10 @@ class TrainStep:
         return batch.step
 
 
-def _same_state(processes: Processes, state: Any) -> None:
-    """Once: workers that begin with different states would end with different ones, unnoticed."""
+def _require_same_state(processes: Processes, state: Any) -> None:
+    """Workers that begin with different states would end with different ones, unnoticed."""
     try:
         leaves = flatten(state)
     except StateError:
-        leaves = {}  # what has no exact form on disk can still be trained
+        leaves = {}  # a state that cannot be saved exactly can still be trained
     require_same(processes, leaves)

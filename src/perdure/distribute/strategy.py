@@ -1,9 +1,7 @@
 """The strategy: V logical replicas on any devices and processes, with the same bits.
 
-Owns the plan of a step: which replica runs where, and in which order contributions are added.
-Invariant: with V fixed, the result of a step is a function of the state, the batch and the seed; no
-number of devices or processes enters it. This module names no framework: what differs between them
-is behind `perdure.distribute.engine.Engine`.
+With V fixed, the result of a step is a function of the state, the batch and the seed; the numbers of
+devices and processes do not enter it. Frameworks are behind `perdure.distribute.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -11,36 +9,51 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
 from perdure.checkpoint.recipe import allowed, check_group
 from perdure.data.pipelines import refuse_pipeline
-from perdure.distribute import collectives, inputs, keras_calls, replica_context
+from perdure.distribute import collectives, inputs, keras_calls
 from perdure.distribute.cluster import Cluster
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.finite import FiniteEngine
 from perdure.distribute.inputs import AutoShardPolicy, DistributedDataset, StepDataset
-from perdure.distribute.lockstep import Lockstep
 from perdure.distribute.reduction import Plan
-from perdure.distribute.replica import RunContext, commit
-from perdure.distribute.replica_context import ReplicaFunction
+from perdure.distribute.replica_run import ReplicaRun
+from perdure.distribute.scope import (
+    ReplicaFunction,
+    Scope,
+    current,
+    current_replica,
+    current_strategy,
+    enter,
+)
 from perdure.distribute.step import TrainStep
-from perdure.distribute.values import PerReplica, ReduceOp, of
+from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import DataError, TopologyError
 from perdure.process_group import Processes
 
-# In the recipe. It changes whenever the order of additions, the addition itself, the derivation of keys
-# or the program that is made of a user's function does.
+# In the recipe. It changes with the order of additions, the addition itself, the derivation of keys and
+# the program that is made of a user's function.
 TREE_VERSION = 3
 
 
 class Strategy:
     """V logical replicas on the devices of an engine.
 
-    `replicas` is V, by default the number of devices in the whole group, as in TensorFlow. Give it,
-    and the result no longer depends on the devices. All processes of a group make it together:
-    RecipeMismatchError in each of them where their recipes differ.
+    All processes of a group make their strategies together.
+
+    Args:
+        engine: The framework, on the local devices.
+        replicas: V. By default the number of devices in the whole group, as in TensorFlow; with a
+            number of your own the result does not depend on the devices.
+        seed: 0 to 2**63 - 1. All random numbers are functions of (seed, step, replica).
+
+    Raises:
+        RecipeMismatchError: The recipes of the processes differ; raised in each of them.
+        TopologyError: `seed` or `replicas` is not a valid number.
     """
 
     cluster_resolver: Cluster | None = None
@@ -67,7 +80,7 @@ class Strategy:
 
     @property
     def engine(self) -> Engine:
-        """The framework's verbs."""
+        """The framework, on the local devices of this process."""
         return self._engine
 
     @property
@@ -77,7 +90,7 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """True in the process that writes what only one may write."""
+        """True in process 0, which commits checkpoints."""
         return self._engine.processes.is_chief
 
     @property
@@ -89,21 +102,26 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """`with strategy.scope():` makes it the strategy that get_strategy() returns inside.
 
-        Metrics made there belong to it. A scope of another strategy inside is refused.
+        Metrics made there belong to it.
+
+        Raises:
+            TopologyError: The code is in the scope of another strategy.
         """
-        if replica_context.has_strategy() and replica_context.get_strategy() is not self:
+        if current() is not None and current_strategy() is not self:
             raise TopologyError(
-                "the scope of one strategy cannot stand in that of another; leave the outer one first"
+                "the scope of one strategy was entered in that of another; leave the outer one first"
             )
-        with replica_context.standing(self, None):
+        with enter(Scope(self)):
             yield self
 
     def recipe(self, dataset: StepDataset | DistributedDataset | None = None) -> dict[str, Scalar]:
-        """What decides the result, and nothing about topology. Save it beside every checkpoint.
+        """What decides the result, and nothing about topology. Save it with every checkpoint.
 
-        An entry of the dataset whose name is taken gets the prefix "data_" (data_seed).
+        Args:
+            dataset: Its recipe is added. An entry whose name is taken gets the prefix "data_"
+                (data_seed).
         """
-        own: dict[str, Scalar] = {
+        recipe: dict[str, Scalar] = {
             "replicas": self._replicas,
             "seed": self._seed,
             "tree": TREE_VERSION,
@@ -111,8 +129,8 @@ class Strategy:
         }
         refuse_pipeline(dataset)
         for name, value in (dataset.recipe() if dataset is not None else {}).items():
-            own[f"data_{name}" if name in own else name] = value
-        return own
+            recipe[f"data_{name}" if name in recipe else name] = value
+        return recipe
 
     def batch(self, dataset: StepDataset, step: int) -> PerReplica:
         """The shares of this process's replicas of the global batch of a step."""
@@ -136,13 +154,16 @@ class Strategy:
         dataset_fn: Callable[[inputs.InputContext], Any],
         recipe: Mapping[str, Scalar] | None = None,
     ) -> DistributedDataset:
-        """The batches of pipelines that `dataset_fn(input_context)` makes: one for each replica.
+        """The batches of one pipeline for each local replica.
 
-        A pipeline is a sequence (`__len__` and `__getitem__`; one pass over it is an epoch) or an
-        iterable of the shares of its replica. Pipelines go by logical replica and not by process, so
-        that a batch does not depend on the number of processes. `recipe` says what of the data decides
-        the result ({"dataset": "digits-v2", "batch_size": 128}): nobody can tell by a function. It is
-        recorded as that of any dataset is, and `recipe` of the strategy and `Trainer` need it.
+        Pipelines belong to logical replicas and not to processes, so that a batch does not depend on
+        the number of processes.
+
+        Args:
+            dataset_fn: `dataset_fn(input_context)` returns a pipeline of the shares of a replica: a
+                sequence (`__len__` and `__getitem__`; one pass over it is an epoch) or an iterable.
+            recipe: What of the data decides the result ({"dataset": "digits-v2", "batch_size": 128}),
+                which cannot be read from a function. `Strategy.recipe` and `Trainer` need it.
         """
         source = inputs.from_function(dataset_fn, self.local_replicas, self._replicas, recipe)
         inputs.same_length(source, self.processes)
@@ -166,13 +187,14 @@ class Strategy:
     def step(self, grad: Grad, update: Update, *, check_finite: bool = False) -> TrainStep:
         """A training step, to be called as `state, logs = train_step(state, batch)`.
 
-        `grad(state, batch, key)` returns the contributions of ONE logical replica: sums over its
-        examples, never means (gradients, (sum, weight) pairs of metrics, sums of model state).
-        `update(state, total)` gets the contributions summed over all replicas and returns
-        (state, logs); it divides once, by a weight that is part of the total.
-
-        With `check_finite`, contributions that are not finite raise NonFiniteError before `update`,
-        which names step, replica and array. It costs a look at every contribution.
+        Args:
+            grad: `grad(state, batch, key)` returns the contributions of ONE logical replica: sums over
+                its examples, never means (gradients, (sum, weight) pairs of metrics, sums of model
+                state).
+            update: `update(state, total)` gets the contributions summed over all replicas and returns
+                (state, logs). It divides once, by a weight that is part of the total.
+            check_finite: Raise NonFiniteError, which names step, replica and array, before `update` if
+                a contribution is not finite. Every contribution is then read once more.
         """
         plan = self._plan
         if check_finite:
@@ -190,98 +212,99 @@ class Strategy:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> PerReplica:
-        """fn for every local replica, eagerly. PerReplica arguments are split, others passed whole.
+        """Call fn for every local replica, eagerly, one replica after the other.
 
-        In fn, `get_replica_context()` offers the collectives; all replicas of the group must come to
-        the same ones. Where an argument carries a step (a batch, keys), PyTorch's global generators
-        are under (seed, step, replica), and in a merge_call under (seed, step, V); without one, draw
-        from keys that you pass.
+        In fn, `get_replica_context()` offers the collectives; all replicas of the group must call the
+        same ones. If an argument carries a step (a batch, keys), the numbers of PyTorch's global
+        generators are a function of (seed, step, replica), and in a merge_call of (seed, step, V);
+        otherwise draw from keys that you pass.
 
         An optimizer of PyTorch or Keras that steps in fn is a collective too: it adds the gradients of
-        all replicas in the tree and steps once, as in TensorFlow. StateError for any other change that
-        a replica makes to a tensor of PyTorch or a variable of Keras from outside.
+        all replicas in the tree and steps once, as in TensorFlow.
+
+        Args:
+            fn: The function for one replica.
+            args: Positional arguments. Of a PerReplica each replica gets its own value.
+            kwargs: Named arguments, likewise.
+
+        Returns:
+            The results of the local replicas.
+
+        Raises:
+            StateError: A replica changed a tensor of PyTorch or a variable of Keras from outside of it
+                in another way, or the replicas did not call the same collectives.
+            TopologyError: Called in a replica, or with values of another strategy.
         """
-        self._outside_of_replicas("run")
+        self._require_outside_of_replicas("run")
         if not isinstance(args, (tuple, list)):
             raise TopologyError(
-                f"args: expected a tuple of arguments, found {type(args).__name__}; of one argument, "
-                "(batch,) with a comma"
+                f"args: expected a tuple of arguments, found {type(args).__name__}; for one argument "
+                "write (batch,), with a comma"
             )
         kwargs = dict(kwargs or {})
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, PerReplica)]
-        for value in given:
+        split = [value for value in (*args, *kwargs.values()) if isinstance(value, PerReplica)]
+        for value in split:
             if value.replicas != self.local_replicas:
                 raise TopologyError(
                     f"expected values for the replicas {self.local_replicas}, found "
                     f"{value.replicas}: they were made by another strategy"
                 )
-        step = next((value.step for value in given if value.step is not None), None)
-
-        def body(replica: int) -> Any:
-            own = [of(value, replica) for value in given]
-            with (
-                replica_context.standing(self, contexts[replica - self._plan.first]),
-                guard.replica(replica, own),
-            ):
-                return self._engine.call(
-                    fn,
-                    self._engine.devices[self._device_of(replica)],
-                    [of(value, replica) for value in args],
-                    {name: of(value, replica) for name, value in kwargs.items()},
-                    None if step is None else Stream(self._seed, step, replica),
-                )
-
-        name = getattr(fn, "__name__", repr(fn))
-        between = None if step is None else Stream(self._seed, step, self._replicas)
+        step = next((value.step for value in split if value.step is not None), None)
+        streams = None if step is None else partial(Stream, self._seed, step)
         keras_calls.install()
-        guard = self._engine.guard(self)
-        lockstep = Lockstep(self, body, name=name, guard=guard, stream=between)
-        contexts = [RunContext(self, r, lockstep, guard) for r in self.local_replicas]
-        try:
-            results = PerReplica(tuple(lockstep()), self.local_replicas)
-            guard.finish()
-            commit(contexts)
-        finally:
-            contexts.clear()  # a cycle, which would keep the arguments until it is collected
-        return results
+        return ReplicaRun(self._plan, self, fn, args, kwargs, streams)()
 
     def reduce(self, reduce_op: ReduceOp | str, value: PerReplica, axis: int | None = None) -> Any:
-        """ "sum" or "mean" over all replicas of the group, in the fixed tree. A collective.
+        """Reduce the values of all replicas of the group, in the fixed tree. A collective.
 
-        With `axis`, over that axis of every replica's value too; the mean is then over all elements.
         A mean of shares that hold padding is wrong: reduce (sum, weight) pairs with "sum".
+
+        Args:
+            reduce_op: "sum" or "mean", or the member of `ReduceOp`.
+            value: A tree of arrays for each local replica, such as `run` returns.
+            axis: Reduce over this axis of every replica's arrays too; the mean is then over all
+                elements.
+
+        Returns:
+            The reduced tree, the same in every process.
+
+        Raises:
+            StateError: The structures of the replicas differ, or a value is traced (inside of jit).
+            TopologyError: Called in a replica, or with the value of another strategy.
         """
-        self._outside_of_replicas("reduce")
+        self._require_outside_of_replicas("reduce")
         return collectives.reduce(self._plan, reduce_op, value, axis)
 
     def gather(self, value: PerReplica, axis: int) -> Any:
-        """The values of all replicas of the group, in their order, joined along `axis`. A collective.
+        """Join the values of all replicas of the group, in their order, along `axis`. A collective.
 
-        The result is the same in every process. The values may differ in length along `axis`, and in
-        nothing else.
+        Args:
+            value: A tree of arrays for each local replica. Arrays may differ in length along `axis`
+                only.
+            axis: The axis to join along.
+
+        Returns:
+            The joined tree, the same in every process.
+
+        Raises:
+            StateError: The arrays differ in something else, or a value is traced (inside of jit).
+            TopologyError: Called in a replica, or with the value of another strategy.
         """
-        self._outside_of_replicas("gather")
+        self._require_outside_of_replicas("gather")
         return collectives.gather(self._plan, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas; of any other value, the tuple of it alone."""
+        """The values of this process's replicas; of any other value, a tuple that holds it alone."""
         return value.values if isinstance(value, PerReplica) else (value,)
 
     def everywhere(self, value: Any) -> PerReplica:
         """The same value for every local replica, on its device."""
-        values = tuple(
-            self._engine.put(value, self._engine.devices[self._device_of(replica)])
-            for replica in self.local_replicas
-        )
-        return PerReplica(values, self.local_replicas)
+        return self._plan.everywhere(value)
 
-    def _device_of(self, replica: int) -> int:
-        return next(d for d, (_, stop) in enumerate(self._plan.local) if replica < stop)
-
-    def _outside_of_replicas(self, name: str) -> None:
-        if replica_context.get_replica_context() is not None:
+    def _require_outside_of_replicas(self, name: str) -> None:
+        if current_replica() is not None:
             raise TopologyError(
-                f"strategy.{name} was called in a logical replica, which cannot speak for all; use "
+                f"strategy.{name} was called in a logical replica, which has only its own values; use "
                 "get_replica_context().all_reduce or .all_gather there"
             )
 

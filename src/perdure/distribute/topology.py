@@ -1,7 +1,7 @@
-"""Which logical replica runs where.
+"""The split of V logical replicas over devices and processes.
 
-Owns the split of V logical replicas over devices and processes. Invariant: the parts are contiguous,
-in the order of (process, device), differ in size by at most one, and none is empty.
+The parts are contiguous, in the order of (process, device), differ in size by at most one, and none is
+empty.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def split(
     replicas: int, devices_per_process: Sequence[int]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For every process, the range of logical replicas of each of its devices."""
-    every = bounds(replicas, sum(devices_per_process))
+    ranges = bounds(replicas, sum(devices_per_process))
     parts: list[tuple[tuple[int, int], ...]] = []
     first = 0
     for process, count in enumerate(devices_per_process):
         if count < 1:
             raise TopologyError(f"process {process} has no device")
-        parts.append(every[first : first + count])
+        parts.append(ranges[first : first + count])
         first += count
     return tuple(parts)

@@ -1,7 +1,4 @@
-"""Values that differ between logical replicas.
-
-Owns `PerReplica`. Invariant: it holds the values of this process's replicas only, in their order.
-"""
+"""`PerReplica`: values that differ between logical replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 
 class ReduceOp(Enum):
-    """What `reduce` and `all_reduce` may do; the strings "sum" and "mean" mean the same."""
+    """The operations of `reduce` and `all_reduce`; the strings "sum" and "mean" work too."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -20,10 +17,12 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True)
 class PerReplica:
-    """One value for each logical replica of this process.
+    """One value for each logical replica of this process, in their order.
 
-    `replicas` are their numbers in 0 .. V-1. `step` is the global step where the value belongs to
-    one: a batch, or keys.
+    Attributes:
+        values: The values.
+        replicas: The numbers of the replicas, in 0 .. V-1.
+        step: The global step of a batch or of keys; None for other values.
     """
 
     values: tuple[Any, ...]
@@ -43,7 +42,7 @@ class PerReplica:
         So `loss, accuracy = strategy.run(step)` works as in TensorFlow. The values themselves are in
         `values`, and `strategy.local_results` gives them too.
         """
-        lengths = {len(each) if isinstance(each, (tuple, list)) else None for each in self.values}
+        lengths = {len(v) if isinstance(v, (tuple, list)) else None for v in self.values}
         length = lengths.pop() if len(lengths) == 1 else None
         if length is None:
             raise TypeError(
@@ -54,14 +53,14 @@ class PerReplica:
 
     def __getitem__(self, key: Any) -> PerReplica:
         """`value[key]` of every replica's value; the values are tuples, lists or mappings."""
-        for each in self.values:
-            if not isinstance(each, (tuple, list, Mapping)):
+        for value in self.values:
+            if not isinstance(value, (tuple, list, Mapping)):
                 raise TypeError(
                     f"{key!r}: a PerReplica is indexed by the elements of its values: expected tuples, "
-                    f"lists or mappings, found {type(each).__name__}. For the values use "
+                    f"lists or mappings, found {type(value).__name__}. For the values use "
                     f"strategy.local_results(value)."
                 )
-        values = tuple(each[key] for each in self.values)
+        values = tuple(value[key] for value in self.values)
         return PerReplica(values, self.replicas, self.step)
 
 

@@ -1,6 +1,6 @@
-"""Who belongs to the group of processes, where its coordinator listens, and whether all have come.
+"""The group of processes: its description, and the rendezvous of its members.
 
-`resolve` reads the description, `await_members` meets the others before any framework starts.
+`resolve` reads the description; `await_members` waits for all processes before any framework starts.
 """
 
 from perdure.distribute.cluster.cluster_spec import (

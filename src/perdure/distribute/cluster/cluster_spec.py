@@ -1,8 +1,8 @@
-"""What a group of processes is, seen from one of them, and how long it waits.
+"""`Cluster`: a group of processes, seen from one of them; and its time limits.
 
-Owns `Cluster`. Invariant: a description that is incomplete or contradicts itself is a ClusterError
-that names what was found where. It is never taken for a group of one, because P processes that each
-believe to be alone would write P runs into one directory.
+A description that is incomplete or contradicts itself raises a ClusterError that names what was found
+where. It is never taken for a group of one, because P processes that each run alone would write P runs
+into one directory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ HEARTBEAT = "PERDURE_HEARTBEAT"
 class Cluster:
     """A group of processes, seen from one of them.
 
-    `coordinator` is the host:port where process 0 listens, None for a group of one. `addresses` says
-    where each process runs (host or host:port, by number), where the description has it. `source` is
-    where the description was found. `names_chief` is True if it gives process 0 the type "chief".
+    Attributes:
+        coordinator: The host:port where process 0 listens; None for a group of one.
+        num_processes: The number of processes.
+        process_id: The number of this process, from 0.
+        addresses: The host or host:port of each process by number; empty if the description has none.
+        source: Where the description was found.
+        names_chief: Whether the description gives process 0 the type "chief".
     """
 
     coordinator: str | None
@@ -59,17 +63,17 @@ class Cluster:
         twice = sorted({a for a in self.addresses if self.addresses.count(a) > 1})
         if twice:
             raise ClusterError(
-                f"{self.source}: the address {twice[0]} is there more than once; every process needs "
-                "its own"
+                f"{self.source}: the address {twice[0]} occurs more than once; every process needs its "
+                "own"
             )
 
     def cluster(self) -> Cluster:
-        """Itself: a group that is known resolves to itself."""
+        """This group: a `Cluster` is its own resolver."""
         return self
 
     @property
     def is_chief(self) -> bool:
-        """True in the process that writes: process 0."""
+        """True in process 0, which commits checkpoints."""
         return self.process_id == 0
 
     @property
@@ -98,18 +102,21 @@ class Cluster:
         return host.strip("[]"), int(port)
 
     def name(self, process: int) -> str:
-        """`process 2 (node07)`, as far as it is known."""
+        """For messages: `process 2 (node07)`, or `process 2` without addresses."""
         return f"process {process}" + (f" ({self.addresses[process]})" if self.addresses else "")
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """How long a group waits, in seconds.
+    """Time limits of a group, in seconds.
 
-    `start_timeout`: for the others to come. `heartbeat`: how long a process may be silent before it
-    is taken for dead (JAX alone: PyTorch notices that a connection is closed). `operation_timeout`:
-    for one operation of the group, before it is taken for hung; a save by all is one of them.
-    `leave_timeout`: for the others, at the end.
+    Attributes:
+        start_timeout: For all processes to come.
+        heartbeat: For a silent process, before it counts as dead (JAX only: PyTorch notices that a
+            connection is closed).
+        operation_timeout: For one operation of the group, such as a save by all, before it counts as
+            hung.
+        leave_timeout: For the other processes at the end.
     """
 
     start_timeout: float = 300
@@ -123,27 +130,27 @@ class ClusterOptions:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> ClusterOptions:
-        """The defaults, with PERDURE_START_TIMEOUT and PERDURE_HEARTBEAT where they are set."""
+        """The defaults, changed by PERDURE_START_TIMEOUT and PERDURE_HEARTBEAT if they are set."""
         environ = os.environ if environ is None else environ
-        found = {}
+        limits = {}
         for name, variable in (("start_timeout", START), ("heartbeat", HEARTBEAT)):
             if text := environ.get(variable):
                 try:
-                    found[name] = float(text)
+                    limits[name] = float(text)
                 except ValueError:
                     raise ClusterError(f"{variable}: expected seconds, found {text!r}") from None
-                _check_seconds(variable, found[name])
-        return cls(**found)
+                _check_seconds(variable, limits[name])
+        return cls(**limits)
 
 
 class ClusterResolver(Protocol):
-    """Whatever can say who belongs to the group."""
+    """Returns the group that this process belongs to."""
 
     def cluster(self) -> Cluster: ...
 
 
 class Task:
-    """What a resolver says of this process, under TensorFlow's names."""
+    """This process under TensorFlow's names, for resolvers."""
 
     def cluster(self) -> Cluster:
         raise NotImplementedError
@@ -177,7 +184,7 @@ def check_address(address: str, source: str) -> None:
 
 
 def integer(name: str, text: str) -> int:
-    """`text` as a number; `name` says where it was found."""
+    """`text` as a number. `name`, for the error, is where it was found."""
     try:
         return int(text)
     except ValueError:

@@ -1,13 +1,12 @@
-"""The roll call: who came, before any framework waits for all.
+"""The first contact of the processes of a group, before any framework waits for all of them.
 
-Owns the first meeting of a group. Invariant: every process that came in time leaves it with the same
-answer: the whole group, or one error that names who is missing and who came twice.
+Every process that comes in time gets the same answer: the whole group, or one error that names the
+processes that are missing or that came twice.
 
 Process 0 listens where the framework's own service will listen a moment later. The others connect and
-say who they are, one JSON object on a line; process 0 answers with an empty line at once, and in the
-end with the members or with what is wrong.
-Nothing but text is exchanged, and the frameworks do not take part: their own limits end in errors
-that do not know names, or in an abort of the process.
+send their number, host and process id as one JSON object on a line. Process 0 answers with an empty
+line at once, and finally with the members or an error. The frameworks take no part in it: their own
+limits end in errors without names, or in an abort of the process.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from perdure.distribute.cluster.cluster_spec import Cluster
 from perdure.errors import ClusterError
 
 _HELLO = "perdure-roll-call-1"
-_HEARD = b"\n"
+_ACKNOWLEDGED = b"\n"
 _LONGEST_LINE = 2**16
 # Between two attempts to reach process 0, which may start later.
 _RETRY_S = 0.05
 _SLOWEST_RETRY_S = 1.0
-# For what takes no time unless something is broken.
+# For operations that take no time unless something is broken.
 _SHORT_S = 5.0
-# For the rest to come and hear that something is wrong.
+# For the other processes to come and get the error.
 _GRACE_S = 1.0
 
 
@@ -54,99 +53,106 @@ class Member:
 
 
 def await_members(cluster: Cluster, start_timeout: float) -> tuple[Member, ...]:
-    """All members of the group, by number, once all have come; at most `start_timeout` seconds.
+    """Wait for all processes of the group.
 
-    Raises ClusterError, in every process that came, when one is missing after that time, when two
-    claim one number, or when they do not agree how many they are.
+    Args:
+        cluster: The group, as this process sees it.
+        start_timeout: Seconds to wait.
+
+    Returns:
+        The members, in the order of their numbers.
+
+    Raises:
+        ClusterError: A process is missing after that time, two claim one number, or they disagree on
+            how many there are. Raised in every process that came.
     """
-    own = Member(
+    this_process = Member(
         cluster.process_id, cluster.num_processes, socket.gethostname(), os.getpid(), cluster.source
     )
     deadline = time.monotonic() + start_timeout
     if cluster.is_chief:
         with _listening(cluster) as listener:
             if listener is not None:
-                return _Rendezvous(cluster, own, listener).take(deadline, start_timeout)
-        # Somebody has the port. If that is another process 0, it will say so.
-    return _answer_roll(cluster, own, deadline, start_timeout)
+                return _Rendezvous(cluster, this_process, listener).run(deadline, start_timeout)
+        # The port is taken. If another process 0 has it, it answers with an error.
+    return _register(cluster, this_process, deadline, start_timeout)
 
 
 class _Rendezvous:
     """Process 0's side."""
 
-    def __init__(self, cluster: Cluster, own: Member, listener: socket.socket) -> None:
+    def __init__(self, cluster: Cluster, chief: Member, listener: socket.socket) -> None:
         self._cluster = cluster
-        self._own = own
+        self._chief = chief
         self._listener = listener
-        self._said: dict[socket.socket, bytes] = {}
+        self._received: dict[socket.socket, bytes] = {}
         self._members: dict[socket.socket, Member] = {}
 
-    def take(self, deadline: float, limit: float) -> tuple[Member, ...]:
+    def run(self, deadline: float, limit: float) -> tuple[Member, ...]:
         with ExitStack() as stack, selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             stack.callback(self._close)
-            wrong = ""
-            while len({m.index for m in self._members.values()} | {0}) < self._own.count:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    wrong = wrong or self._missing(limit)
+            error = ""
+            while len({m.index for m in self._members.values()} | {0}) < self._chief.count:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    error = error or self._missing(limit)
                     break
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(remaining):
                     connection: Any = key.fileobj
                     if connection is self._listener:
                         self._accept(selector)
-                    elif not self._hear(connection):
+                    elif not self._read(connection):
                         selector.unregister(connection)
                         self._forget(connection)
-                if not wrong and (wrong := self._wrong()):
-                    # Those who start at the same time as these are to hear it too.
+                if not error and (error := self._contradiction()):
+                    # Processes that start at about the same time get the error too.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-            members = sorted([self._own, *self._members.values()], key=lambda m: m.index)
-            answer = {"error": wrong} if wrong else {"members": [vars(m) for m in members]}
-            self._tell(answer)
-        if wrong:
-            raise ClusterError(wrong)
+            members = sorted([self._chief, *self._members.values()], key=lambda m: m.index)
+            self._answer({"error": error} if error else {"members": [vars(m) for m in members]})
+        if error:
+            raise ClusterError(error)
         return tuple(members)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            self._said[connection] = b""
+            self._received[connection] = b""
             selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket) -> bool:
-        """False when the other side is gone, or is no process of a group."""
+    def _read(self, connection: socket.socket) -> bool:
+        """False if the other side is gone, or is not a process of a group."""
         try:
             data = connection.recv(_LONGEST_LINE)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        said = self._said[connection] = self._said[connection] + data
-        if not data or len(said) > _LONGEST_LINE:
+        received = self._received[connection] = self._received[connection] + data
+        if not data or len(received) > _LONGEST_LINE:
             return False
-        if said.endswith(b"\n") and connection not in self._members:
-            member = _decode(said)
+        if received.endswith(b"\n") and connection not in self._members:
+            member = _decode(received)
             if member is None:
                 return False
             self._members[connection] = member
-            with suppress(OSError):  # who is gone already is forgotten by the next look
-                connection.send(_HEARD)
+            with suppress(OSError):  # a closed connection is removed by the next read
+                connection.send(_ACKNOWLEDGED)
         return True
 
     def _forget(self, connection: socket.socket) -> None:
-        self._said.pop(connection)
+        self._received.pop(connection)
         self._members.pop(connection, None)
         connection.close()
 
-    def _wrong(self) -> str:
-        by_index: dict[int, Member] = {self._own.index: self._own}
+    def _contradiction(self) -> str:
+        by_index: dict[int, Member] = {self._chief.index: self._chief}
         for member in self._members.values():
-            if member.count != self._own.count:
+            if member.count != self._chief.count:
                 return (
-                    f"the processes do not agree how many they are: {self._own} expects "
-                    f"{self._own.count} (from {self._own.source}), {member} expects {member.count} "
+                    f"the processes disagree on how many there are: {self._chief} expects "
+                    f"{self._chief.count} (from {self._chief.source}), {member} expects {member.count} "
                     f"(from {member.source})"
                 )
             other = by_index.setdefault(member.index, member)
@@ -159,15 +165,15 @@ class _Rendezvous:
         return ""
 
     def _missing(self, limit: float) -> str:
-        here = {self._own.index: self._own, **{m.index: m for m in self._members.values()}}
-        absent = [p for p in range(self._cluster.num_processes) if p not in here]
+        members = {self._chief.index: self._chief, **{m.index: m for m in self._members.values()}}
+        absent = [p for p in range(self._cluster.num_processes) if p not in members]
         names = ", ".join(self._cluster.name(process) for process in absent[:20])
         names += f" and {len(absent) - 20} more" if len(absent) > 20 else ""
-        present = ", ".join(str(here[process]) for process in sorted(here)[:20])
+        present = ", ".join(str(members[process]) for process in sorted(members)[:20])
         alone = (
             f" Nobody came at all: is {self._cluster.coordinator} (from {self._cluster.source}) an "
             "address of this host that the others reach?"
-            if len(here) == 1
+            if len(members) == 1
             else ""
         )
         return (
@@ -176,85 +182,86 @@ class _Rendezvous:
             "longer: ClusterOptions(start_timeout=...), PERDURE_START_TIMEOUT"
         )
 
-    def _tell(self, answer: dict[str, Any]) -> None:
+    def _answer(self, answer: dict[str, Any]) -> None:
         line = json.dumps(answer).encode() + b"\n"
         for connection in self._members:
             with suppress(OSError):
                 connection.settimeout(_SHORT_S)
                 connection.sendall(line)
                 connection.shutdown(socket.SHUT_WR)
-        # The others close first: a port is kept busy for a while on the side that does.
+        # The others close first: the side that closes first keeps the port busy for a while.
         for connection in self._members:
             with suppress(OSError):
                 connection.recv(1)
 
     def _close(self) -> None:
-        for connection in self._said:
+        for connection in self._received:
             connection.close()
 
 
-def _answer_roll(
-    cluster: Cluster, own: Member, deadline: float, limit: float
+def _register(
+    cluster: Cluster, member: Member, deadline: float, limit: float
 ) -> tuple[Member, ...]:
-    """The others' side."""
-    pause, last, told = _RETRY_S, "", False
+    """The other processes' side."""
+    pause, last, warned = _RETRY_S, "", False
 
-    def tell() -> None:
-        # Only time can tell a group that runs from the end of an earlier one, so it is no error yet.
-        nonlocal told
-        if not told:
-            told = True
+    def warn() -> None:
+        # Only time distinguishes a running group from the end of an earlier one, so it is no error yet.
+        nonlocal warned
+        if not warned:
+            warned = True
             warnings.warn(
-                f"{own}: {_no_roll(cluster, own)}. It is asked again for up to {limit:g} s.",
+                f"{member}: {_no_rendezvous(cluster, member)}. Trying again for up to {limit:g} s.",
                 stacklevel=4,
             )
 
     while True:
         try:
-            said = _ask(cluster, own, max(deadline - time.monotonic(), _SHORT_S) + limit, tell)
+            wait = max(deadline - time.monotonic(), _SHORT_S) + limit
+            text = _ask(cluster, member, wait, warn)
         except OSError as error:
             last = str(error) or type(error).__name__
         else:
-            answer = _object(said)
+            answer = _object(text)
             if "error" in answer:
                 raise ClusterError(str(answer["error"]))
             if "members" in answer:
-                return tuple(Member(**member) for member in answer["members"])
-            tell()
-            last = _no_roll(cluster, own)
+                return tuple(Member(**fields) for fields in answer["members"])
+            warn()
+            last = _no_rendezvous(cluster, member)
         left = deadline - time.monotonic()
         if left <= 0 and cluster.is_chief:
             raise ClusterError(
-                f"{own} cannot listen at {cluster.coordinator} (from {cluster.source}): the port is "
+                f"{member} cannot listen at {cluster.coordinator} (from {cluster.source}): the port is "
                 f"taken, and not by a process of this group. Give the group another port: {last}"
             )
         if left <= 0:
             raise ClusterError(
-                f"{own} of {own.count} waited {limit:g} s for process 0 at {cluster.coordinator} "
-                f"(from {cluster.source}), which never answered: {last}. Look whether process 0 runs "
-                "and whether this host reaches it, or wait longer: ClusterOptions(start_timeout=...), "
+                f"{member} of {member.count} waited {limit:g} s for process 0 at {cluster.coordinator} "
+                f"(from {cluster.source}), which never answered: {last}. Check that process 0 runs "
+                "and that this host reaches it, or wait longer: ClusterOptions(start_timeout=...), "
                 "PERDURE_START_TIMEOUT"
             )
         time.sleep(min(pause, left))
         pause = min(2 * pause, _SLOWEST_RETRY_S)
 
 
-def _no_roll(cluster: Cluster, own: Member) -> str:
+def _no_rendezvous(cluster: Cluster, member: Member) -> str:
     return (
-        f"what listens at {cluster.coordinator} calls no roll: a group that has started already (does "
-        f"another process claim number {own.index}?), or another program"
+        f"no rendezvous answers at {cluster.coordinator}: the port belongs to a group that has started "
+        f"already (does another process claim number {member.index}?), or to another program"
     )
 
 
-def _ask(cluster: Cluster, own: Member, wait: float, silent: Callable[[], None]) -> bytes:
-    """What process 0 says once it knows; process 0 may have started later, and wait longer.
+def _ask(cluster: Cluster, member: Member, wait: float, silent: Callable[[], None]) -> bytes:
+    """The final answer of process 0, which may have started later and may wait longer.
 
-    Calls `silent` when not even the hello is answered: PyTorch's store takes it and says nothing.
+    Calls `silent` if the hello is not acknowledged: PyTorch's store reads it and does not answer.
     """
     with socket.create_connection(cluster.host_port, _SHORT_S) as connection:
-        connection.sendall(json.dumps({"hello": _HELLO, **vars(own)}).encode() + b"\n")
+        connection.sendall(json.dumps({"hello": _HELLO, **vars(member)}).encode() + b"\n")
         try:
-            parts = [connection.recv(len(_HEARD))]
+            parts = [connection.recv(len(_ACKNOWLEDGED))]
         except TimeoutError:
             silent()
             parts = []
@@ -265,7 +272,7 @@ def _ask(cluster: Cluster, own: Member, wait: float, silent: Callable[[], None])
 
 
 def listen(port: int) -> socket.socket:
-    """A listener on all addresses of this host, as the frameworks' own; port 0 takes a free one."""
+    """A listener on all addresses of this host, like the frameworks' own; port 0 takes a free one."""
     six = socket.has_dualstack_ipv6()
     return socket.create_server(
         ("", port),
@@ -294,11 +301,11 @@ def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
 
 
 def _decode(line: bytes) -> Member | None:
-    said = _object(line)
-    if said.pop("hello", None) != _HELLO:
+    hello = _object(line)
+    if hello.pop("hello", None) != _HELLO:
         return None
     try:
-        member = Member(**said)
+        member = Member(**hello)
     except TypeError:
         return None
     fits = isinstance(member.index, int) and isinstance(member.count, int)
@@ -307,7 +314,7 @@ def _decode(line: bytes) -> Member | None:
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

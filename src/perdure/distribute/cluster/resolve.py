@@ -1,8 +1,7 @@
-"""One answer to the question who belongs to the group.
+"""Finds the description of the group in the arguments and the environment.
 
-Owns the order of the sources. Invariant: explicit arguments win; of what the environment says, what a
-launcher wrote counts before what a scheduler wrote, and two launchers that contradict each other are
-an error, because one of them was not meant.
+Explicit arguments come first, then the variables of a launcher, then those of a scheduler. Two
+launchers that contradict each other are an error, because one of them was not meant.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from perdure.distribute.cluster.variables import from_jax, from_torchrun
 from perdure.errors import ClusterError
 from perdure.state.framework_group import framework_group
 
-# Names one source where there are several, for a program that takes no argument.
+# Names one of several sources, for a program that takes no argument.
 SOURCE = "PERDURE_CLUSTER"
 
-# In place of an address that the framework does not tell: nobody connects to it again.
+# In place of an address that the framework does not have: nothing connects to it again.
 _JOINED = "joined:1"
 
 Source = Callable[[Mapping[str, str]], Cluster | None]
@@ -30,7 +29,7 @@ _LAUNCHERS: dict[str, Source] = {
     "jax": from_jax,
     "torchrun": from_torchrun,
 }
-# A launcher may well run inside a scheduler's job, with more processes than that counts.
+# A launcher may run inside a scheduler's job, with more processes than the job has tasks.
 _SCHEDULERS: dict[str, Source] = {
     "openmpi": from_open_mpi,
     "slurm": from_slurm,
@@ -43,10 +42,14 @@ def resolve(
     resolver: ClusterResolver | str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """The group to join: `resolver` if given, else what the environment describes, else one alone.
+    """The group to join: that of `resolver`, else the one in the environment, else a group of one.
 
-    `resolver` may also be the name of a source (see SOURCES); PERDURE_CLUSTER names one too. Raises
-    ClusterError for a description that is incomplete, malformed or contradicts another one.
+    Args:
+        resolver: A resolver, or the name of a source (see SOURCES), as in PERDURE_CLUSTER.
+        environ: The environment; by default that of this process.
+
+    Raises:
+        ClusterError: A description is incomplete, malformed, or contradicts another one.
     """
     if resolver is not None and not isinstance(resolver, str):
         if not callable(getattr(resolver, "cluster", None)):
@@ -59,14 +62,14 @@ def resolve(
     name = resolver or environ.get(SOURCE)
     if name:
         return _named(name, "cluster_resolver" if resolver else SOURCE, environ)
-    found = [own for source in _LAUNCHERS.values() if (own := source(environ)) is not None]
-    for other in found[1:]:
-        _compare(found[0], other)
-    if found:
-        return found[0]
+    clusters = [c for source in _LAUNCHERS.values() if (c := source(environ)) is not None]
+    for other in clusters[1:]:
+        _compare(clusters[0], other)
+    if clusters:
+        return clusters[0]
     for source in _SCHEDULERS.values():
-        if (own := source(environ)) is not None:
-            return own
+        if (cluster := source(environ)) is not None:
+            return cluster
     return Cluster(None, 1, 0, source="the environment")
 
 
@@ -75,10 +78,10 @@ def resolve_for(
     resolver: ClusterResolver | str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """`resolve`, where a group that the program has initialized in the framework already counts.
+    """`resolve`, or the group that the program has already initialized in the framework.
 
-    An environment that describes a group incompletely is then no error: MASTER_ADDR and MASTER_PORT,
-    with the rank as an argument, are a usual way to call `init_process_group`.
+    An incomplete description in the environment is then no error: MASTER_ADDR and MASTER_PORT, with
+    the rank as an argument, are a usual way to call `init_process_group`.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -91,10 +94,10 @@ def resolve_for(
 
 
 def with_existing(cluster: Cluster, engine: str) -> Cluster:
-    """`cluster`, or the group that the program has initialized in the framework already.
+    """`cluster`, or the group that the program has already initialized in the framework.
 
-    That group counts where `cluster` describes a process by itself, because nobody described more.
-    Raises ClusterError where both describe several processes and contradict each other.
+    The framework's group counts if `cluster` describes one process alone, without an argument. Raises
+    ClusterError if both describe several processes and contradict each other.
     """
     existing = framework_group(engine)
     if existing is None or (existing.count == 1 and cluster.num_processes == 1):
@@ -116,14 +119,14 @@ def _named(name: str, where: str, environ: Mapping[str, str]) -> Cluster:
     source = {**_LAUNCHERS, **_SCHEDULERS}.get(name)
     if source is None:
         raise ClusterError(f"{where}: expected one of {', '.join(SOURCES)}, found {name!r}")
-    found = source(environ)
-    if found is None:
+    cluster = source(environ)
+    if cluster is None:
         raise ClusterError(f"{where} names {name}, and the environment has nothing of it")
-    return found
+    return cluster
 
 
 def _compare(one: Cluster, other: Cluster) -> None:
-    """The port may differ: TensorFlow's and JAX's services are not the same one."""
+    """ClusterError if two contradict. Ports may differ, as TensorFlow's and JAX's services do."""
     places = [(c.process_id, c.num_processes) for c in (one, other)]
     if places[0] != places[1]:
         raise ClusterError(

@@ -1,9 +1,9 @@
-"""Descriptions that a cluster's scheduler puts into the environment: Open MPI, Slurm, Kubernetes.
+"""Descriptions that a scheduler puts into the environment: Open MPI, Slurm, Kubernetes.
 
-Owns what their variables mean, one function for each. Invariant: the coordinator is a function of the
-environment alone, the same in every process: nobody is asked over the network. A coordinator
-(JAX_COORDINATOR_ADDRESS, or MASTER_ADDR and MASTER_PORT) or a number of processes (JAX_NUM_PROCESSES,
-WORLD_SIZE) that stands in the environment beside them counts first, and must not contradict them.
+The coordinator is a function of the environment alone, the same in every process, without a request
+over the network. A coordinator (JAX_COORDINATOR_ADDRESS, or MASTER_ADDR and MASTER_PORT) or a number
+of processes (JAX_NUM_PROCESSES, WORLD_SIZE) in the environment comes first, and must not contradict
+the scheduler.
 
 Ports are derived as JAX does (jax.distributed): the last 4096 below 65536, by the number of the job;
 55527 on Kubernetes, where every pod has its own address.
@@ -28,17 +28,17 @@ from perdure.errors import ClusterError
 _PORTS = 4096
 _KUBERNETES_PORT = 55527
 
-# What a manifest copies from the labels of JobSet (examples/cluster/jobset.yaml).
+# Copied by the manifest from the labels of JobSet (examples/cluster/jobset.yaml).
 _JOB_NAME = "JOBSET_REPLICATEDJOB_NAME"
 _JOBS = "JOBSET_REPLICATEDJOB_REPLICAS"
 _JOB_INDEX = "JOBSET_JOB_INDEX"
 
-# Names of hosts, for a Slurm node list with a typing error or a huge range.
+# A limit, for a Slurm node list with a typing error or a huge range.
 _MOST_HOSTS = 100_000
 
 
 def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
-    """A step of Slurm: what `srun` starts. In a batch script by itself nothing is in step yet."""
+    """A process that `srun` started. None in a batch script itself."""
     if "SLURM_STEP_NODELIST" not in environ:
         return None
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -51,13 +51,13 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
         (count, tasks),
         index,
         lambda: (hosts[0], _port(job)),
-        # With several tasks on a host, which is where is a matter of --distribution.
+        # With several tasks on a host, their places depend on --distribution.
         hosts if len(hosts) == tasks else (),
     )
 
 
 def from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
-    """What `mpirun` of Open MPI starts."""
+    """A process that Open MPI's `mpirun` started."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     values = _all_of("Open MPI", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), environ)
@@ -93,18 +93,18 @@ def from_kubernetes(
     count = stated_count(environ)
     if count is None:
         raise ClusterError(
-            f"Kubernetes: JOB_COMPLETION_INDEX={index} says that this is a pod of an indexed Job, and "
-            f"nothing says of how many. Set {COUNT} in the pod's env to the Job's completions"
+            f"Kubernetes: JOB_COMPLETION_INDEX={index} marks a pod of an indexed Job, and the number "
+            f"of its pods is missing. Set {COUNT} in the pod's env to the Job's completions"
         )
     name, _, domain = full_name().partition(".")
     jobs, job = _jobs(environ, name, index, count)
     pods = count[1] // jobs
-    # Without a name of the Jobs in the environment, this host's has to do.
-    own = f"-{job}-{index}" if jobs > 1 else f"-{index}"
+    # Without a name of the Jobs in the environment, that of this host is used.
+    suffix = f"-{job}-{index}" if jobs > 1 else f"-{index}"
     domain = environ.get("JOBSET_SUBDOMAIN") or domain or environ.get("JOBSET_NAME", "")
-    base = name.removesuffix(own) if name.endswith(own) else ""
+    base = name.removesuffix(suffix) if name.endswith(suffix) else ""
     if environ.get("JOBSET_NAME") and environ.get(_JOB_NAME):
-        # Said in full: on the host's network the name of the host is not that of the pod.
+        # On the host's network the name of the host is not that of the pod.
         domain = environ.get("JOBSET_SUBDOMAIN") or environ["JOBSET_NAME"]
         base = f"{environ['JOBSET_NAME']}-{environ[_JOB_NAME]}" + ("" if jobs > 1 else f"-{job}")
     hosts: tuple[str, ...] = ()
@@ -210,8 +210,8 @@ def _all_of(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> 
     missing = [name for name in names if name not in environ]
     if missing:
         raise ClusterError(
-            f"{source}: the environment lacks {', '.join(missing)}; it is not what the scheduler "
-            "gives to a process that it starts"
+            f"{source}: the environment lacks {', '.join(missing)}; a process that "
+            "the scheduler started would have them"
         )
     return {name: environ[name] for name in names}
 

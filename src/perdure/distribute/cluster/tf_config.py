@@ -1,7 +1,7 @@
 """The group that TF_CONFIG describes, as TensorFlow's launchers write it.
 
-Owns the reading of TF_CONFIG; see tf.distribute.cluster_resolver.TFConfigClusterResolver. Invariant:
-the chief is process 0, without one worker 0 is, and what cannot take part is refused with the reason.
+See tf.distribute.cluster_resolver.TFConfigClusterResolver. The chief is process 0; without a chief,
+worker 0 is. Tasks that cannot take part raise a ClusterError with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFUSED = {
 
 
 def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """The group, None where TF_CONFIG is not set, is empty, or has neither cluster nor task."""
+    """The group; None if TF_CONFIG is not set, is empty, or has neither cluster nor task."""
     text = environ.get(NAME, "")
     try:
         config = json.loads(text or "{}")
@@ -46,7 +46,7 @@ def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
 
 
 class TFConfigClusterResolver(Task):
-    """The group, from TF_CONFIG; a group of one where it describes none."""
+    """The group in TF_CONFIG; a group of one if it describes none."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ

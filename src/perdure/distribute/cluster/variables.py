@@ -1,7 +1,7 @@
 """Descriptions that a launcher or a person wrote into the environment: JAX's and torchrun's variables.
 
-Owns those two families. Invariant: a family is complete or an error that names what is missing; only
-the process's own number may be left to the scheduler, and then the rest is the scheduler's to use.
+Either set of variables is complete, or a ClusterError names the missing ones. Only the number of the
+process may be left to the scheduler, which then uses the other variables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 HOST, PORT, RANK, SIZE = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
-# Where a scheduler says the number of a process.
+# Variables of schedulers, which also set the number of a process.
 SCHEDULED = ("OMPI_COMM_WORLD_RANK", "SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX")
 
 
@@ -32,7 +32,7 @@ def from_jax(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def from_torchrun(environ: Mapping[str, str]) -> Cluster | None:
-    """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; another port where torchrun keeps that one."""
+    """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; another port if torchrun itself uses that one."""
     if not _complete((HOST, PORT, RANK, SIZE), RANK, environ):
         return None
     port = integer(PORT, environ[PORT])
@@ -48,7 +48,7 @@ def from_torchrun(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def stated_coordinator(environ: Mapping[str, str]) -> str | None:
-    """The coordinator that the environment names by itself."""
+    """The coordinator that the environment names, whatever the launcher."""
     if environ.get(ADDRESS):
         return environ[ADDRESS]
     if environ.get(HOST) and environ.get(PORT):
@@ -57,7 +57,7 @@ def stated_coordinator(environ: Mapping[str, str]) -> str | None:
 
 
 def stated_count(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """(variable, number of processes) that the environment names by itself."""
+    """(variable, number of processes) that the environment names, whatever the launcher."""
     for name in (COUNT, SIZE):
         if environ.get(name):
             return name, integer(name, environ[name])

@@ -1,9 +1,8 @@
 """JAX's cache of compiled programs, in a group of processes of one machine.
 
-Owns who writes into it. JAX lets process 0 write alone, because object stores take writes by many
-badly; but on CPU its keys name the devices, so no other process would ever find what it needs, and each
-restart of a group would wait for compilers. Where `perdure run` has set the cache, on a local disk,
-every process writes its own entries.
+JAX lets only process 0 write, because object stores handle many writers badly. But on CPU its keys name
+the devices, so no other process would find its programs, and each restart of a group would wait for
+compilers. If `perdure run` has set the cache, on a local disk, every process writes its own entries.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _KNOWN = (
 
 
 def write_from_all(process_id: int, environ: Mapping[str, str] | None = None) -> bool:
-    """Let this process write too, where that was asked for; False where it stays as it is.
+    """Let this process write too, if `perdure run` asked for it; False if nothing was changed.
 
-    JAX has no setting for it. With a release whose function is another, nothing is changed.
+    JAX has no setting for it. With a release whose function is different, nothing is changed.
     """
     environ = os.environ if environ is None else environ
     if process_id == 0 or not environ.get(VARIABLE):

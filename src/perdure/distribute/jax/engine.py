@@ -1,50 +1,47 @@
 """The JAX engine: states, shares and partial sums on the local devices of a process.
 
-Owns where arrays are. Invariant: it computes by the programs of `perdure.distribute.jax.programs`, or
-by one of `perdure.distribute.jax.spmd` that is shown to be the same; all else only moves bytes.
+It computes with the programs of `perdure.distribute.jax.programs`, or with those of
+`perdure.distribute.jax.fused`, which are proven to be the same; everything else only moves bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.experimental as jax_experimental
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.engine import (
+    EagerRun,
+    FusedStep,
     Grad,
-    Guard,
     Merge,
     Scalar,
     Stream,
-    Together,
+    SumOverReplicas,
     Update,
     Work,
     in_turns,
 )
 from perdure.distribute.jax import group as jax_group
-from perdure.distribute.jax import spmd as jax_spmd
+from perdure.distribute.jax.eager import JaxEagerRun, thread_settings
 from perdure.distribute.jax.environment import environment
 from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
+from perdure.distribute.jax.fused import Programs, fused_step
 from perdure.distribute.jax.programs import (
-    SETTINGS,
     add_program,
     grad_program,
     make_key,
-    name_of,
     strong,
     update_program,
     words,
 )
+from perdure.distribute.jax.trees import JaxTrees
 from perdure.errors import TopologyError
 from perdure.process_group import Processes
 
@@ -56,6 +53,7 @@ class JaxEngine:
 
     def __init__(self, devices: Devices, processes: Processes, threads: int | str) -> None:
         self.processes = processes
+        self.trees = JaxTrees()
         asked = ask_for_determinism()
         self.devices = _choose(devices)
         self._deterministic = check_determinism(asked, self.devices[0].platform)
@@ -80,7 +78,7 @@ class JaxEngine:
             for d in range(len(self.devices))
         ]
 
-    def collect(self, values: list[Any]) -> Any:
+    def replicate(self, values: list[Any]) -> Any:
         if len(values) == 1:
             return values[0]
         columns = list(zip(*(jax.tree.leaves(value) for value in values), strict=True))
@@ -110,83 +108,24 @@ class JaxEngine:
         return update_program(fn)(state, total)
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        return _Runner(len(self.devices), self.settings)
+        return _Runner(len(self.devices))
 
-    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> Together | None:
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
         if self.processes.count > 1:
             return None
-        programs = (grad_program(grad), add_program, update_program(update))
-        way = jax_spmd.Together(*programs, self._everywhere, replicas, words(seed))
+        programs = Programs(grad_program(grad), add_program, update_program(update))
+        return fused_step(programs, self._everywhere, replicas, words(seed))
 
-        def step(state: Any, shares: Sequence[Any], step: int) -> Any:
-            return way(state, shares, step) if way.possible else None
-
-        return step if way.possible else None
+    def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
+        return JaxEagerRun(self.devices)
 
     def exchange(
         self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
     ) -> Any:
         return jax_group.exchange(self.devices[0], roots, counts, self.processes.index, merge)
 
-    def call(
-        self,
-        fn: Callable[..., Any],
-        device: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        stream: Stream | None = None,
-    ) -> Any:
-        if len(self.devices) > 1:
-            args, kwargs = jax.tree.map(
-                functools.partial(_on, device=device), (list(args), dict(kwargs))
-            )
-        with jax.default_device(device):
-            return fn(*args, **kwargs)
-
-    def guard(self, strategy: Any) -> Guard:
-        return Guard()
-
-    def random_state(self) -> Any:
-        return ()  # JAX has no global generator
-
-    def set_random_state(self, state: Any) -> None:
-        return None
-
-    def settings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        config: Any = jax.config
-        values = {name: getattr(config, f"jax_{name}") for name in SETTINGS}
-
-        @contextlib.contextmanager
-        def enter() -> Iterator[None]:
-            with contextlib.ExitStack() as stack:
-                for name, value in values.items():
-                    # A new thread has the global ones, which most often are these.
-                    if getattr(config, f"jax_{name}") != value:
-                        # enable_x64 has not always been a name of jax itself.
-                        home = jax if hasattr(jax, name) else jax_experimental
-                        stack.enter_context(getattr(home, name)(value))
-                yield
-
-        return enter
-
     def key(self, stream: Stream) -> Any:
         return make_key(words(stream.seed), np.uint32(stream.step), np.uint32(stream.replica))
-
-    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
-        return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)), value)
-
-    def stack(self, values: list[Any]) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
-
-    def signature(self, value: Any) -> Hashable:
-        leaves, treedef = jax.tree.flatten(value)
-        return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-    def describe(self, value: Any) -> dict[str, str]:
-        return {
-            name_of(path): f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(value)
-        }
 
     def _spread(self, path: Any, leaf: Any) -> Sequence[Any]:
         """The same array on every local device."""
@@ -205,35 +144,25 @@ class JaxEngine:
 class _Runner:
     """Dispatches in turns; the first time in threads, because each device compiles its own copy."""
 
-    def __init__(self, devices: int, settings: Callable[[], Any]) -> None:
+    def __init__(self, devices: int) -> None:
         self._devices = devices
-        self._settings = settings
         self._compiled = devices == 1
 
     def __call__(self, work: Work, states: list[Any]) -> None:
         if self._compiled:
             in_turns(work, states, self._devices)
             return
-        enter = self._settings()
+        settings = thread_settings()
 
-        def drain(own: Any) -> None:
-            with enter():  # the caller's, as in all later steps
-                deque(own, 0)
+        def drain(turns: Any) -> None:
+            with settings():  # the caller's, as in all later steps
+                deque(turns, 0)
 
         with ThreadPoolExecutor(self._devices) as pool:
-            turns = map(work, range(self._devices), states)
-            for done in [pool.submit(drain, own) for own in turns]:
-                done.result()
+            works = map(work, range(self._devices), states)
+            for future in [pool.submit(drain, turns) for turns in works]:
+                future.result()
         self._compiled = True
-
-
-def _on(leaf: Any, device: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    for shard in leaf.addressable_shards:
-        if shard.device == device and leaf.is_fully_replicated:
-            return shard.data
-    return jax.device_put(leaf, device)
 
 
 def _choose(devices: Devices) -> tuple[Any, ...]:

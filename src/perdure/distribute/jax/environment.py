@@ -1,4 +1,4 @@
-"""What of JAX and its settings decides bits, for the recipe. Changes nothing."""
+"""The versions and settings of JAX that can change bits, for the recipe. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perdure.distribute.hardware import instruction_set, settings
 def environment(device: Any, threads: int | str, deterministic: bool) -> dict[str, Scalar]:
     """The recipe's fields of the framework, for computing on `device`.
 
-    `threads` and `deterministic` are what `perdure.distribute.jax.threads` and `flags` say.
+    `threads` and `deterministic` come from `perdure.distribute.jax.threads` and `flags`.
     """
     config: Any = jax.config
     on_cpu = device.platform == "cpu"

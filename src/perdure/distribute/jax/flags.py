@@ -1,8 +1,7 @@
-"""XLA's deterministic operations on GPU.
+"""XLA's deterministic operations on GPU: `--xla_gpu_deterministic_ops` in XLA_FLAGS.
 
-Owns `--xla_gpu_deterministic_ops` in XLA_FLAGS. Invariant: it is there before a GPU backend starts,
-or the recipe and a warning say that it is not. Without it XLA takes atomic additions and kernels
-chosen by how fast they were, and no two runs need to be alike.
+The flag is set before a GPU backend starts, or the recipe and a warning report that it is not. Without
+it XLA uses atomic additions and kernels that it chooses by their speed, so that two runs may differ.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def ask_for_determinism(
     started: bool | None = None,
     plugin: bool | None = None,
 ) -> bool:
-    """Set the flag while there is time; True where a GPU backend will have it, or has it.
+    """Set the flag if no backend has started; True if a GPU backend will have it, or has it.
 
-    A flag that stands in XLA_FLAGS already is left as it is. `plugin`: whether JAX could start
-    anything but a CPU; by default, whether a plugin is installed.
+    A flag that is already in XLA_FLAGS is not changed. `plugin`: whether JAX could start another
+    backend than the CPU's; by default, whether a plugin is installed.
     """
     environ = os.environ if environ is None else environ
     flags = xla_flags(environ)
@@ -44,11 +43,11 @@ def ask_for_determinism(
 
 
 def check_determinism(asked: bool, platform: str) -> bool:
-    """What the recipe says; warns where the operations of this backend need not be deterministic."""
+    """The value for the recipe; warns if the operations of this backend may not be deterministic."""
     if asked or platform not in ("gpu", "cuda", "rocm"):
         return True
     warnings.warn(
-        f"JAX runs on {platform} without {FLAG}=true, so that no two runs need to give the same bits. "
+        f"JAX runs on {platform} without {FLAG}=true, so that two runs may give different bits. "
         f"Make the strategy before anything else that uses JAX, or set XLA_FLAGS={FLAG}=true",
         RuntimeWarning,
         stacklevel=2,

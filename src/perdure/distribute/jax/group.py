@@ -1,8 +1,7 @@
-"""The group of JAX processes: joining it, talking in it, moving bytes in it.
+"""The group of JAX processes: joining it, messages, and the exchange of arrays.
 
-Owns `jax.distributed`. Invariant: what an array holds when it leaves a process is what arrives in the
-others, bit for bit: it travels as unsigned integers through an all-gather or an all-to-all, so that
-whatever XLA makes of them, there is no floating-point operation that it could contain.
+Arrays arrive bit for bit: they travel as unsigned integers through an all-gather or an all-to-all, so
+that XLA's program for it cannot contain a floating-point operation.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def join(
     local_device_ids: Sequence[int] | None = None,
     options: ClusterOptions | None = None,
 ) -> Processes:
-    """Become a member of the group; nothing to do for a group of one. May be called twice.
+    """Become a member of the group; does nothing for a group of one. May be called twice.
 
     A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
-    ClusterError when not all came, or two claim one number (see `await_members`).
+    ClusterError if a process is missing or two claim one number (see `await_members`).
     """
     cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:
@@ -53,8 +52,8 @@ def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Proce
 
 @functools.lru_cache(maxsize=1)
 def _members(process_id: int, num_processes: int, wait_s: float) -> Processes:
-    # One for all strategies of a process: the rounds of a channel are counted here.
-    # A save may keep a process from a barrier for a while; a dead process is found by the heartbeat.
+    # One for all strategies of a process, because it counts the rounds of a channel.
+    # A save may keep a process from a barrier for a while; the heartbeat detects a dead process.
     return KeyValueProcesses(lambda: _CoordinationService(wait_s), process_id, num_processes)
 
 
@@ -68,7 +67,7 @@ def _initialize(
         "initialization_timeout": math.ceil(options.start_timeout),
         "heartbeat_timeout_seconds": math.ceil(options.heartbeat),
         "shutdown_timeout_seconds": math.ceil(options.leave_timeout),
-        # JAX would look at the schedulers' variables once more, for the devices, and pick one.
+        # Otherwise JAX would read the schedulers' variables again, and choose devices by them.
         "cluster_detection_method": "deactivate",
     }
     known = inspect.signature(jax.distributed.initialize).parameters
@@ -112,7 +111,7 @@ class _CoordinationService:
             raise lost("waiting for the other processes", error) from error
 
     def delete(self, key: str) -> None:
-        # Only tidiness: a key that stays does no harm, and is never read again.
+        # Only to free memory: a key that stays is never read again.
         try:
             self._client.key_value_delete(key)
         except jax.errors.JaxRuntimeError as error:
@@ -131,13 +130,13 @@ def exchange(
     avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves[0])
     buckets = _pack(leaves, max(counts))
     if merge is None or not sliced(sum(leaf.nbytes for leaf in leaves[0]), counts):
-        every = _unpack(_move("gather", buckets, index, home), avals, counts)
-        found = [[jax.tree.unflatten(treedef, root) for root in process] for process in every]
-        return found if merge is None else merge(found)
+        leaves_of_all = _unpack(_move("gather", buckets, index, home), avals, counts)
+        values = [[jax.tree.unflatten(treedef, root) for root in roots] for roots in leaves_of_all]
+        return values if merge is None else merge(values)
     # A slice of every partial sum to each process, which adds the slices in the tree. Addition is by
     # element, so that it does not matter how the elements are cut.
-    own = _cut(buckets, avals, len(counts))
-    total = merge(_typed(_move("scatter", own, index, home), avals, counts))
+    slices = _cut(buckets, avals, len(counts))
+    total = merge(_typed(_move("scatter", slices, index, home), avals, counts))
     lines = _move("gather", [bits(part)[None] for part in total], index, home)
     return jax.tree.unflatten(treedef, _join(lines, avals))
 
@@ -145,18 +144,18 @@ def exchange(
 def _move(how: str, buckets: list[Any], index: int, home: Any) -> list[Any]:
     """Each process's buckets ([1, ...]) to all others, or the rows of axis 1 to one process each."""
     mesh = _mesh(home.platform)
-    own = mesh.devices.flat[index]
+    device = mesh.devices.flat[index]
     try:
         shared = [
             jax.make_array_from_single_device_arrays(
                 (mesh.size, *bucket.shape[1:]),
                 NamedSharding(mesh, P("process")),
-                [jax.device_put(bucket, own)],
+                [jax.device_put(bucket, device)],
             )
             for bucket in buckets
         ]
-        # Waits, because this is the place where the death of another process can be told from a
-        # fault of the user's program.
+        # Waits, because here an error means that another process died, and not a fault of the user's
+        # program.
         moved = jax.block_until_ready(_program(how, mesh)(shared))
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise lost("the exchange of partial sums", error) from error
@@ -234,7 +233,7 @@ def _cut(buckets: list[Any], avals: Any, processes: int) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _typed(cut: list[Any], avals: Any, counts: tuple[int, ...]) -> list[list[list[Any]]]:
-    """What `scatter` brought, [processes, ..., rows, elements], as values of one leaf per type."""
+    """The result of `scatter`, [processes, ..., rows, elements], as values of one leaf per type."""
     types = list(_types(avals))
     lines = [c.reshape(len(counts), -1, c.shape[-1]) for c in cut]
     return [

@@ -1,7 +1,7 @@
-"""The three compiled computations of a step on JAX.
+"""The three compiled computations of a step on JAX: grad, add and update.
 
-Owns grad, add and update. Invariant: they are separate single-device executables; step and replica
-are runtime values; nothing that depends on the topology is in any of them.
+They are separate single-device executables. Step and replica are runtime values, and nothing in the
+programs depends on the topology.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from perdure.distribute.engine import Grad, Update
 from perdure.errors import StateError
 
-# Settings that a thread may have for itself, with the context managers of these names.
+# Settings that each thread may have for itself, through the context managers of these names.
 SETTINGS = (
     "enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "disable_jit", "debug_nans",
     "default_prng_impl", "threefry_partitionable", "enable_custom_prng", "softmax_custom_jvp",
@@ -30,13 +30,13 @@ _PRNG = "threefry2x32"
 
 @functools.lru_cache(maxsize=64)
 def grad_program(fn: Grad) -> Callable[..., Any]:
-    """`fn` with its key. Kept, so that all strategies over one function share its executables."""
+    """`fn` with its key. Cached, so that all strategies over one function share its executables."""
 
     @jax.jit
     def grad(state: Any, share: Any, seed: Any, step: Any, replica: Any) -> Any:
         try:
             contributions = fn(state, share, make_key(seed, step, replica))
-        except NameError as error:  # what JAX raises for psum and pmean outside of its own pmap
+        except NameError as error:  # raised by JAX for psum and pmean outside of its own pmap
             if "axis name" not in str(error):
                 raise
             raise StateError(
@@ -86,13 +86,13 @@ def _refuse_keys(values: Any) -> None:
 
 
 def plus(left: Any, right: Any) -> Any:
-    """left + right, in the form that a sum of XLA's own can be brought to."""
+    """left + right, in a form that XLA's own sums can be given too."""
     return one_form(jnp.add(left, right))
 
 
 def one_form(total: Any) -> Any:
-    """A sum with positive zeros, as one that begins with zero has, and with one NaN for all: which of
-    two NaNs stays depends on who adds them."""
+    """The sum with positive zeros, as in a sum that begins with zero, and with one bit pattern for NaN:
+    which of two NaNs remains depends on the program that adds them."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     total = jnp.where(total == 0, jnp.zeros_like(total), total)
@@ -110,7 +110,7 @@ def words(seed: int) -> Any:
 
 
 def without_weak_type(leaf: Any) -> Any:
-    """Weak types are lost in a checkpoint: after a resume the step would be another program."""
+    """The leaf with a strong type. Otherwise the step after a resume could be another program."""
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
@@ -118,7 +118,7 @@ def without_weak_type(leaf: Any) -> Any:
 
 
 def strong(path: Any, leaf: Any) -> Any:
-    """A leaf of the user's, as an array whose dtype does not give way in promotions."""
+    """A leaf of the user's state, as an array whose dtype does not give way in promotions."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_replicated:
             raise StateError(
@@ -141,7 +141,7 @@ def strong(path: Any, leaf: Any) -> Any:
 
 
 def _same_form(fn: Update, old: Any, new: Any) -> None:
-    """A state that changes its form compiles the step anew, and cannot be restored into itself."""
+    """StateError if the form changes: the step would compile again, and a restore would not fit."""
 
     def form(tree: Any) -> dict[str, str]:
         return {

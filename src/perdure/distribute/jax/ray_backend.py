@@ -1,8 +1,7 @@
 """The workers of Ray Train as one group of JAX processes.
 
-Owns what a worker is told before it imports JAX. Invariant: each attempt of Ray is a group of its own,
-on a new port, of all its workers or of none. Ray's own `JaxConfig` joins its workers only where they
-have TPUs or GPUs: on CPU workers each would take itself for one alone.
+Each attempt of Ray is a group of its own, on a new port, of all its workers or of none. Ray's own
+`JaxConfig` joins workers only if they have TPUs or GPUs: each CPU worker would run alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_add
 from perdure.errors import ClusterError
 from perdure.ports import free_ports
 
-# Where Ray is not installed, type checkers take perdure.ray for it.
+# Without Ray, type checkers would take perdure.ray for it.
 ray: Any = importlib.import_module("ray")
 
 logger = logging.getLogger(__name__)
@@ -33,11 +32,16 @@ class JaxConfig(BackendConfig):
     """Workers that are one group of JAX processes: rank r of Ray is process r of P.
 
     Before the training function is called, each worker has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID in its environment, has met the others, and has `jax.distributed` initialised; a
-    `MultiWorkerMirroredStrategy()` joins that group. JAX_PLATFORMS, where it is not set, is "cuda,cpu"
-    for a worker to which Ray gave a GPU and "cpu" for another. `start_timeout` and `heartbeat` are
-    limits in seconds, as in `ClusterOptions`. Raises `ClusterError` in the workers when one of them
-    does not come, or has a GPU and no JAX for it.
+    and JAX_PROCESS_ID in its environment, all workers have come, and `jax.distributed` is initialized;
+    a `MultiWorkerMirroredStrategy()` joins that group. JAX_PLATFORMS, if it is not set, becomes
+    "cuda,cpu" for a worker to which Ray gave a GPU, and "cpu" for the others.
+
+    Args:
+        start_timeout: Seconds for all workers to come.
+        heartbeat: Seconds of silence before a worker counts as dead.
+
+    Raises:
+        ClusterError: In the workers, if one of them does not come, or has a GPU and no JAX for it.
     """
 
     start_timeout: float = ClusterOptions.start_timeout
@@ -68,14 +72,14 @@ class _JaxBackend(Backend):
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """After the last step, or once a worker is gone: then the others cannot leave in order."""
+        """After the last step, or when a worker is gone, and the others cannot leave in order."""
         leaving = worker_group.execute_async(_leave)
         done, late = ray.wait(
             leaving, num_returns=len(leaving), timeout=ClusterOptions.leave_timeout
         )
-        for each in done:
+        for reference in done:
             try:
-                ray.get(each)
+                ray.get(reference)
             except ray.exceptions.RayError as error:
                 logger.info("a worker did not leave the group of JAX in order: %s", error)
         if late:
@@ -83,10 +87,10 @@ class _JaxBackend(Backend):
 
 
 def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plugin: bool) -> None:
-    """Write into `environ` what a worker with so many GPUs has to know, before it imports JAX.
+    """Set the variables for a worker with this number of GPUs, before it imports JAX.
 
-    `plugin`: whether JAX has one for accelerators. Raises ClusterError for a GPU without, on which JAX
-    would compute nothing and say nothing.
+    `plugin`: whether JAX has a plugin for accelerators. Without one, raises ClusterError for a worker
+    with a GPU, which JAX would silently leave unused.
     """
     platforms = environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
     if gpus and not plugin and platforms != "cpu":
@@ -101,7 +105,7 @@ def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plug
 
 
 def _free_address() -> str:
-    """Where this worker can listen: its node's address, and a port that was free a moment ago."""
+    """An address for this worker to listen at: its node's, and a port that was free a moment ago."""
     host = ray.util.get_node_ip_address()
     (port,) = free_ports(1, "::" if ":" in host else "")
     return join_address(host, str(port))

@@ -1,7 +1,4 @@
-"""The strategies on JAX: which devices, which group.
-
-Owns what has to happen before JAX starts: the size of the thread pool, then the group, then devices.
-"""
+"""The strategies on JAX. Before JAX starts they fix the size of the thread pool and join the group."""
 
 from __future__ import annotations
 
@@ -19,8 +16,15 @@ from perdure.process_group import SingleProcess
 class MirroredStrategy(Strategy):
     """The local devices of one process; each holds the whole state.
 
-    `devices`: all (None), the first n (a number), or a list. `threads` is the size of the CPU's
-    thread pool, which is part of the recipe (default: PJRT_NPROC, or 8).
+    Args:
+        devices: All (None), the first n (a number), or a list.
+        replicas: V, the number of logical replicas; by default the number of devices.
+        seed: 0 to 2**63 - 1.
+        threads: The size of the CPU's thread pool, which is part of the recipe; by default PJRT_NPROC,
+            or 8.
+
+    Raises:
+        TopologyError: The devices do not exist, or `threads` contradicts a pool that is fixed already.
     """
 
     def __init__(
@@ -53,12 +57,24 @@ class OneDeviceStrategy(MirroredStrategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """The devices of a group of processes. Make it before anything else that uses JAX.
 
-    The group is the one that the program has initialized in the framework already, or
-    `cluster_resolver` (also the name of a source: "slurm"), or what the environment
-    describes: TF_CONFIG, JAX_*, torchrun's, Open MPI's, Slurm's, Kubernetes'; docs/CLUSTER.md has them.
-    `options` says how long it waits. Raises ClusterError when a process does not come or comes twice.
-    Raises WorkerLostError from a step when another process dies: save nothing, leave with os._exit,
-    and let the whole group be started again from the last checkpoint.
+    The group is, in this order: the one that the program has already initialized in the framework, that
+    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md).
+
+    A step raises WorkerLostError when another process dies: save nothing, leave with os._exit, and
+    restart the whole group from the last checkpoint.
+
+    Args:
+        cluster_resolver: The group, or the name of a source ("slurm").
+        replicas: V, the number of logical replicas; by default the number of devices in the group.
+        devices: The local devices, as in MirroredStrategy.
+        seed: 0 to 2**63 - 1.
+        threads: The size of the CPU's thread pool, as in MirroredStrategy.
+        local_device_ids: The accelerators that JAX gives to this process.
+        options: Time limits.
+
+    Raises:
+        ClusterError: A process does not come or comes twice, or descriptions contradict each other.
+        RecipeMismatchError: The processes have different recipes.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The size of XLA's intra-op thread pool on CPU.
+"""The size of XLA's intra-op thread pool on CPU: `PJRT_NPROC`.
 
-Owns `PJRT_NPROC`. Invariant: the size is fixed before the CPU backend starts, or the recipe says that
-it is not. The pool decides how convolutions and attention are cut into pieces, hence their bits;
-left alone it follows the number of cores and of devices, which is topology.
+The pool decides how convolutions and attention are divided, and so their bits; by default its size
+follows the numbers of cores and devices, which are topology. So it is fixed before the CPU backend
+starts, or the recipe records that it is not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def pin(
     environ: MutableMapping[str, str] | None = None,
     started: bool | None = None,
 ) -> int | str:
-    """Fix the size of the pool, and return what the recipe says of it.
+    """Fix the size of the pool, and return its entry for the recipe.
 
-    `threads` is the wanted size: by default PJRT_NPROC where it is set, else 8. When the backend has
-    started without it, this warns and returns "unpinned:<cores>". Raises TopologyError when
-    `threads` contradicts what is already fixed.
+    `threads` is the wanted size: by default PJRT_NPROC if it is set, else 8. If the backend has started
+    without it, this warns and returns "unpinned:<cores>". Raises TopologyError if `threads` contradicts
+    a size that is fixed already.
     """
     environ = os.environ if environ is None else environ
     started = backend_started() if started is None else started
@@ -64,16 +64,16 @@ def pin(
 
 
 def unpinned() -> str:
-    """What a recipe says of a pool that nobody fixed: "unpinned:<cores>"."""
+    """The recipe's entry for a pool that is not fixed: "unpinned:<cores>"."""
     return f"unpinned:{_cores()}"
 
 
 def backend_started() -> bool:
-    """Whether JAX has started a backend. True where this JAX has no way to tell."""
+    """Whether JAX has started a backend. True if this JAX cannot tell."""
     from jax._src import xla_bridge
 
-    told = getattr(xla_bridge, "backends_are_initialized", None)
-    return True if told is None else bool(told())
+    initialized = getattr(xla_bridge, "backends_are_initialized", None)
+    return True if initialized is None else bool(initialized())
 
 
 def _cores() -> int | None:

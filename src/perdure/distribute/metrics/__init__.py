@@ -1,7 +1,7 @@
-"""Metrics by the names that Keras gives them.
+"""Metrics under the names that Keras gives them.
 
-Owns what each one counts. Invariant: what counts examples is an integer and never passes through a
-mean or a float; an average is divided when it is read.
+Counts of examples are integers and never pass through a mean or a float; an average is divided when it
+is read.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Sum(Metric):
 
 
 class _Accuracy(Counting):
-    """Examples that are predicted rightly, among all."""
+    """The fraction of examples that are predicted correctly."""
 
     @property
     def correct(self) -> str:
-        """The name of their counter, which says what rightly means: other counts cannot be loaded."""
+        """The name of the counter, with its criterion: other counts cannot be loaded."""
         return "correct"
 
     def counts(self) -> dict[str, tuple[int, ...]]:
@@ -88,7 +88,7 @@ class _Accuracy(Counting):
         return {self.correct: correct, "total": xp.sum(weight), **faults}
 
     def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
-        """True for every example that is predicted rightly."""
+        """True for every example that is predicted correctly."""
         raise NotImplementedError
 
     def of_counts(self, counts: dict[str, Any]) -> Any:
@@ -131,7 +131,7 @@ class SparseCategoricalAccuracy(_Accuracy):
 
 
 class SparseTopKCategoricalAccuracy(_Accuracy):
-    """y_true integers [...], y_pred scores [..., classes]: right if fewer than k score higher."""
+    """y_true integers [...], y_pred scores [..., classes]: correct if fewer than k score higher."""
 
     def __init__(self, name: str | None = None, *, k: int = 5, weighted: bool = False) -> None:
         if k < 1:
@@ -144,9 +144,9 @@ class SparseTopKCategoricalAccuracy(_Accuracy):
         return f"correct_in_top_{self.k}"
 
     def matches(self, xp: Any, y_true: Any, y_pred: Any) -> Any:
-        own = classes(xp, y_true, y_pred)[..., None] == xp.arange(y_pred.shape[-1])
-        # A label that is no class stands below every score.
-        score = xp.amax(xp.where(own, y_pred, -float("inf")))[..., None]
+        is_label = classes(xp, y_true, y_pred)[..., None] == xp.arange(y_pred.shape[-1])
+        # A label that is not a class gets a score below all others.
+        score = xp.amax(xp.where(is_label, y_pred, -float("inf")))[..., None]
         # Not `y_pred > score`, which is false for NaN, and NaN would then be the best score.
         higher = xp.sum(xp.array(~(y_pred <= score), COUNTER), -1)
         return higher < self.k
@@ -191,7 +191,7 @@ class ConfusionMatrix(Counting):
         size = self.num_classes
         inside = (labels >= 0) & (labels < size) & (predicted >= 0) & (predicted < size)
         counted = weight != 0
-        # Two more cells: for what lies outside, and for what does not count.
+        # Two more cells: for labels or predictions outside, and for examples without weight.
         cell = xp.where(inside, labels * size + predicted, size * size)
         cells = xp.bincount(xp.where(counted, cell, size * size + 1), size * size + 2)
         matrix = cells[: size * size].reshape((size, size))

@@ -1,10 +1,9 @@
-"""Counters and sums that grow over a whole run without losing what a single step adds.
+"""Counters and sums that grow over a whole run without losing the contribution of a single step.
 
-Owns the form in which metrics accumulate: an array of shape [2, ...], the high and the low part, with
-the same dtypes on every engine, so that a checkpoint of one restores on another. Invariants: a counter
-(int32) is exact up to 2**61, without 64-bit integers, which JAX lacks by default; a sum (float32)
-keeps the rounding error of each addition in its low part (Knuth, The Art of Computer Programming 2,
-4.2.2, theorem B: TwoSum).
+An accumulator is an array of shape [2, ...], the high and the low part, with the same dtypes on every
+engine, so that a checkpoint of one restores on another. A counter (int32) is exact up to 2**61,
+without 64-bit integers, which JAX lacks by default. A sum (float32) keeps the rounding error of each
+addition in its low part (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B: TwoSum).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def add(accumulator: Any, value: Any) -> Any:
 
 
 def read(accumulator: Any) -> Any:
-    """Its value: NumPy's int64 or float64; inside of jit, a float, which may be rounded."""
+    """The value: NumPy's int64 or float64; inside of jit, a float, which may be rounded."""
     high, low = on_host(accumulator)
     if is_traced(accumulator):
         return high * float(1 << _BITS) + low if _is_counter(accumulator) else high + low

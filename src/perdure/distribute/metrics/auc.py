@@ -1,7 +1,6 @@
 """The area under the ROC or the precision-recall curve, by fixed thresholds.
 
-Owns the bins and the two integrals. Invariant: what accumulates are counts above each threshold, so
-the area is a function of integers.
+It accumulates counts above each threshold, so the area is a function of integers.
 
 The thresholds and the "interpolation" summation are those of keras.metrics.AUC. For the
 precision-recall curve it is the interpolation of Davis and Goadrich, "The Relationship Between

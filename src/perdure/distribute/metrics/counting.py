@@ -1,7 +1,7 @@
-"""What metrics that count examples have in common.
+"""The base class of metrics that count examples, with their weights and labels.
 
-Owns weights and labels. Invariant: without `weighted`, every field is an integer counter; a weight
-that is neither 0 nor 1 is itself counted, and the metric then refuses to be read.
+Without `weighted`, every field is an integer counter. Weights other than 0 and 1 are counted too, and
+the metric then raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Counting(Metric):
         return SUM if self.weighted else COUNTER
 
     def counts(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is counted, by name."""
+        """The shapes of the counters, by name."""
         raise NotImplementedError
 
     def faults(self) -> dict[str, str]:
-        """What must not happen, by the name of its counter, with what to do."""
+        """Advice for each kind of invalid input, by the name of its counter."""
         return {} if self.weighted else {"misweighted": _MISWEIGHTED}
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -102,7 +102,7 @@ def classes(xp: Any, labels: Any, scores: Any) -> Any:
 
 
 def same_shape(name: str, value: Any, like: Any) -> None:
-    """StateError unless the shapes agree: spreading one over the other would count pairs."""
+    """StateError unless the shapes agree: broadcasting would count pairs."""
     if tuple(value.shape) != tuple(like.shape):
         raise StateError(
             f"{name} have the shape {list(value.shape)}, expected {list(like.shape)} to fit the "

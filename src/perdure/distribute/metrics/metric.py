@@ -1,8 +1,7 @@
-"""A metric: what every replica contributes, what accumulates, what it says.
+"""The base class of metrics, in both styles of use: functional, and as an object.
 
-Owns both styles of use. Invariant: accumulators change by one total for each step, which went through
-the fixed tree, in the order of the steps; so they are the same for every topology, and restored they
-are what they were. Names no framework.
+Accumulators change by one total for each step, in the order of the steps, and each total went through
+the fixed tree. So they are the same for every topology. No framework is named here.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ import numpy as np
 
 from perdure.distribute.arrays import is_traced, on_host
 from perdure.distribute.metrics import accumulators
-from perdure.distribute.replica import RunContext
-from perdure.distribute.replica_context import (
-    compiled_in,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-)
+from perdure.distribute.replica_run import current_run
+from perdure.distribute.scope import current, current_replica, current_strategy
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 
-# Updates that wait for their tree together. It bounds memory and does not change the result.
+# Updates that go through the tree together. The number bounds memory and does not change the result.
 _PENDING = 64
 
 
@@ -41,8 +35,8 @@ class Metric:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__
-        # In a function, because what looks through a state for modules must not walk into it.
-        strategy = get_strategy() if has_strategy() else None
+        # In a function, so that a search for modules in a state does not enter the strategy.
+        strategy = _current_strategy()
         self._strategy = lambda: strategy
         self._pending: list[PerReplica] = []
         self._accumulators = self.init()
@@ -68,9 +62,13 @@ class Metric:
         return {name: accumulators.add(accumulated[name], total[name]) for name in accumulated}
 
     def result(self, accumulated: Mapping[str, Any] | None = None) -> Any:
-        """The metric over all steps so far, in float64; NaN where nothing was counted.
+        """The metric over all steps so far. A collective for objects of a strategy.
 
-        Without `accumulated`, of the object itself. Inside of jit it is rounded to float32.
+        Args:
+            accumulated: The accumulators of the functional style; by default those of the object.
+
+        Returns:
+            The metric in float64, NaN if nothing was counted. Inside of jit it is rounded to float32.
         """
         if accumulated is None:
             self._flush("result()")
@@ -78,10 +76,14 @@ class Metric:
         return self.value({name: accumulators.read(a) for name, a in accumulated.items()})
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add what `contribution` makes of these arguments.
+        """Add the contribution of these arguments (see `contribution`).
 
-        In the function of strategy.run: the share of this replica. Elsewhere: the whole, the same in
-        every process.
+        In the function of strategy.run they are the share of this replica; elsewhere the whole batch,
+        the same in every process.
+
+        Raises:
+            StateError: Called inside of jit, in `grad` or `update`, or in the scope of another
+            strategy.
         """
         self._check_scope()
         value = self.contribution(*args, **kwargs)
@@ -90,15 +92,14 @@ class Metric:
                 f"{self}: update_state was called inside of jit, where there are no values to keep; "
                 "return metric.contribution(...) from the compiled function"
             )
-        context = get_replica_context()
-        if isinstance(context, RunContext):
+        if (context := current_run()) is not None:
             context.record(self, value)
             return
         self._flush("update_state()")
         self._accumulators = self.merge(self._accumulators, _on_host(value))
 
     def reset_state(self) -> None:
-        """Start anew."""
+        """Empty the accumulators."""
         self._outside_of_replicas("reset_state()")
         self._pending = []
         self._accumulators = self.init()
@@ -109,7 +110,7 @@ class Metric:
         return {name: array.copy() for name, array in self._accumulators.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over accumulators; StateError if they are another metric's."""
+        """Restore accumulators. Raises StateError if they belong to another metric."""
         wanted = {name: f"{a.dtype}{list(a.shape)}" for name, a in self.init().items()}
         arrays = {name: np.array(on_host(array)) for name, array in state.items()}
         found = {name: f"{a.dtype}{list(a.shape)}" for name, a in arrays.items()}
@@ -139,29 +140,30 @@ class Metric:
         strategy = self._strategy()
         assert strategy is not None, "only the replicas of a strategy record"
         replicas = strategy.local_replicas
-        together = [
-            {str(n): one.values[at] for n, one in enumerate(pending)} for at in range(len(replicas))
+        values = [
+            {str(n): value.values[position] for n, value in enumerate(pending)}
+            for position in range(len(replicas))
         ]
-        totals = strategy.reduce("sum", PerReplica(tuple(together), replicas))
+        totals = strategy.reduce("sum", PerReplica(tuple(values), replicas))
         for n in range(len(pending)):
             self._accumulators = self.merge(self._accumulators, _on_host(totals[str(n)]))
 
     def _check_scope(self) -> None:
-        if (place := compiled_in()) is not None:
+        scope = current()
+        if scope is not None and scope.compiled is not None:
             raise StateError(
-                f"{self}: update_state in {place} of a step, which must be pure; return "
+                f"{self}: update_state in {scope.compiled} of a step, which must be pure; return "
                 "metric.contribution(...) from grad, and use metric.merge(...) in update"
             )
-        own = self._strategy()
-        here = get_strategy() if has_strategy() else None
-        if here is own:
+        owner, caller = self._strategy(), _current_strategy()
+        if caller is owner:
             return
-        if own is None:
+        if owner is None:
             raise StateError(
                 f"{self} was made outside of the scope of the strategy under which it is updated; make "
                 "it in `with strategy.scope():`"
             )
-        if here is None:
+        if caller is None:
             raise StateError(
                 f"{self} belongs to a strategy and is updated outside of its scope; call update_state "
                 "in the function of strategy.run, or in `with strategy.scope():`"
@@ -169,11 +171,15 @@ class Metric:
         raise StateError(f"{self} belongs to the scope of another strategy than the one that runs")
 
     def _outside_of_replicas(self, what: str) -> None:
-        if get_replica_context() is not None:
+        if current_replica() is not None:
             raise StateError(
                 f"{self}: {what} in a logical replica, which has only its own share; call it after "
                 "strategy.run"
             )
+
+
+def _current_strategy() -> Any:
+    return None if current() is None else current_strategy()
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What a logical replica's forward pass changes in place, as contributions.
+"""Buffers that a logical replica's forward pass changes in place, as contributions.
 
-Owns the buffers and `.grad` of the modules in a state. Invariant: each logical replica starts from
-the same buffers, and what it made of them is summed in the tree like everything else, so that
-statistics such as BatchNorm's are those of V replicas, however many of them one process runs.
+Each logical replica starts from the same buffers, and its changes are summed in the tree like
+gradients. So statistics such as BatchNorm's are those of V replicas, however many of them one process
+runs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from perdure.checkpoint import Checkpoint
 from perdure.distribute import pytree
 from perdure.errors import StateError
 
-# Nothing below these is a module of its own.
+# The search for modules does not enter these.
 _CLOSED = (
     Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
 )  # fmt: skip
 
 
-# Beside the names of buffers, none of which holds a slash.
+# An entry beside the names of buffers, which never have a slash.
 CHANGED = "/changed"
 
 
@@ -57,7 +57,7 @@ def _modules(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Mo
 
 
 def refuse_sharded(state: Any) -> None:
-    """StateError for a tensor of which every process has only a part (DTensor), with its path."""
+    """StateError, with its path, for a tensor that is sharded over processes (DTensor)."""
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is None:
         return
@@ -98,17 +98,17 @@ def _tensors(state: Any) -> list[tuple[str, Tensor]]:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Another one after every change in place, and after `tensor.data = ...`."""
+    """A value that changes with every change in place, and with `tensor.data = ...`."""
     count = 0 if tensor.is_inference() else tensor._version
     return count, tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
-    """(result of `grad`, the buffers that it left by name); the state is as it was before.
+    """(result of `grad`, its buffers by name); the state itself is put back as it was.
 
-    One more entry counts, for each buffer, whether it changed: those that no replica changed are left
-    alone afterwards, because V equal values divided by V need not give that value. Values are
-    compared, because BatchNorm's kernel does not raise the version of what it writes.
+    One more entry counts, for each buffer, whether it changed: buffers that no replica changed are not
+    written afterwards, because V equal values divided by V may give another value. Values are compared,
+    because BatchNorm's kernel does not raise the version of the tensors that it writes.
     """
     before = [(*entry, entry[-1].clone()) for entry in _buffers(state)]
     parameters = [

@@ -1,32 +1,41 @@
 """The PyTorch engine.
 
-Owns what PyTorch keeps globally and what decides bits: thread count, deterministic algorithms, the
-random generators. Invariant: a logical replica computes with one thread count, from the same buffers,
-under random numbers that are a function of (seed, step, replica). On the CPU a process may have several
-devices, which are threads; of accelerators it has one.
-
-State is changed in place, as is the habit of PyTorch, and returned.
+A logical replica computes with one thread count, by deterministic algorithms, from equal buffers, and
+with random numbers that are a function of (seed, step, replica). On the CPU a process may have several
+devices, which are threads; it has one accelerator. `update` changes the state in place, as programs for
+PyTorch do, and returns it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from perdure.distribute import pytree
-from perdure.distribute.engine import Grad, Guard, Merge, Scalar, Stream, Update, Work
+from perdure.distribute.engine import (
+    EagerRun,
+    Grad,
+    Merge,
+    Scalar,
+    Stream,
+    SumOverReplicas,
+    Update,
+    Work,
+)
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
+from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import threads as torch_threads
+from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
-from perdure.distribute.torch.replicas import TorchGuard
+from perdure.distribute.torch.random_streams import make_generator, seeded
+from perdure.distribute.torch.trees import TorchTrees
 from perdure.errors import StateError, TopologyError
 from perdure.process_group import Processes
 
@@ -50,6 +59,7 @@ class TorchEngine:
         if threads is not None and threads < 1:
             raise TopologyError(f"threads must be at least 1, got {threads}")
         self.processes = processes
+        self.trees = TorchTrees()
         self.devices = _choose(devices)
         self.devices_per_process = tuple(
             int(count) for count in processes.gather(str(len(self.devices)).encode())
@@ -61,7 +71,7 @@ class TorchEngine:
         # It only guards against reading what `torch.empty` left, and took 7% of a convolutional step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
-        self._told = False
+        self._warned = False
         self._placed: Any = None
         if self.devices[0].type == "cpu":
             keep_memory(os.environ)
@@ -75,7 +85,7 @@ class TorchEngine:
             self._placed = state
         return [state]
 
-    def collect(self, values: list[Any]) -> Any:
+    def replicate(self, values: list[Any]) -> Any:
         return values[0]
 
     def put(self, value: Any, device: Any) -> Any:
@@ -87,7 +97,7 @@ class TorchEngine:
         return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
-        with self._seeded(stream):
+        with seeded(self.devices[0], stream):
             result, buffers = torch_buffers.isolated(
                 state, lambda: fn(state, share, self.key(stream))
             )
@@ -113,7 +123,7 @@ class TorchEngine:
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
         self._check_determinism()
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
-        with self._seeded(stream):
+        with seeded(self.devices[0], stream):
             torch_buffers.write(state, total["buffers"], stream.replica)
             result = fn(state, total["contributions"])
         if not isinstance(result, tuple) or len(result) != 2:
@@ -124,127 +134,32 @@ class TorchEngine:
     def runner(self) -> Callable[[Work, list[Any]], None]:
         return torch_threads.Threads(len(self.devices), self._threads)
 
-    def together(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
         return None
+
+    def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
+        optimizer_calls.install()
+        return TorchEagerRun(self.devices[0], self.put, sum_over_replicas)
 
     def exchange(
         self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None
     ) -> Any:
         return torch_group.exchange(self.devices[0], roots, counts, merge)
 
-    def call(
-        self,
-        fn: Callable[..., Any],
-        device: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        stream: Stream | None = None,
-    ) -> Any:
-        def arrays(value: Any) -> Any:
-            # What holds none stays the same object: a list may be there to be appended to.
-            held = any(isinstance(leaf, np.ndarray) for _, leaf in pytree.flatten(value))
-            return self.put(value, device) if held else value
-
-        with contextlib.nullcontext() if stream is None else self._seeded(stream):
-            return fn(*map(arrays, args), **{name: arrays(kwargs[name]) for name in kwargs})
-
-    def guard(self, strategy: Any) -> Guard:
-        return TorchGuard(strategy)
-
-    def random_state(self) -> Any:
-        return [generator.get_state() for generator in self._generators()]
-
-    def set_random_state(self, state: Any) -> None:
-        for generator, old in zip(self._generators(), state, strict=True):
-            generator.set_state(old)
-
-    def settings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        kind = self.devices[0].type
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-        @contextlib.contextmanager
-        def enter() -> Iterator[None]:
-            with (
-                torch.inference_mode(inference),
-                torch.set_grad_enabled(grad),
-                torch.autocast(kind, dtype, autocast),
-            ):
-                yield
-
-        return enter
-
     def key(self, stream: Stream) -> torch.Generator:
-        return torch.Generator(self.devices[0]).manual_seed(_mixed(stream))
-
-    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
-        with torch.no_grad():
-            return pytree.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)
-
-    def stack(self, values: list[Any]) -> Any:
-        columns = zip(*([leaf for _, leaf in pytree.flatten(v)] for v in values), strict=True)
-        return pytree.rebuild(
-            values[0], iter([torch.stack([torch.as_tensor(x) for x in c]) for c in columns])
-        )
-
-    def signature(self, value: Any) -> Hashable:
-        return pytree.structure(value), tuple(
-            (leaf.shape, leaf.dtype) for _, leaf in pytree.flatten(value)
-        )
-
-    def describe(self, value: Any) -> dict[str, str]:
-        return {
-            path: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            for path, leaf in pytree.flatten(value)
-        }
+        return make_generator(self.devices[0], stream)
 
     def _check_determinism(self) -> None:
-        """Say it once when the program has switched off what the constructor switched on."""
-        found = "" if self._told else not_deterministic(self.devices[0].type)
-        if found:
-            self._told = True
+        """Warn, once, if the program has switched off what the constructor switched on."""
+        setting = "" if self._warned else not_deterministic(self.devices[0].type)
+        if setting:
+            self._warned = True
             warnings.warn(
-                f"PyTorch runs with {found}, so that no two runs need to give the same bits. Leave it "
-                "as the strategy set it",
+                f"PyTorch runs with {setting}, so that two runs may give different bits. Leave it as "
+                "the strategy set it",
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    @contextlib.contextmanager
-    def _seeded(self, stream: Stream) -> Iterator[None]:
-        """The global generators under `stream`; afterwards as before.
-
-        What the user draws between two steps must not depend on which replicas ran here.
-        """
-        if (own := torch_threads.own_generator()) is not None:
-            own.manual_seed(_mixed(stream))
-            yield
-            return
-        states = self.random_state()
-        for generator in self._generators():
-            # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
-            generator.manual_seed(_mixed(stream))
-        try:
-            yield
-        finally:
-            self.set_random_state(states)
-
-    def _generators(self) -> list[torch.Generator]:
-        generators = [torch.default_generator]
-        if self.devices[0].type == "cuda":
-            generators.append(torch.cuda.default_generators[self.devices[0].index])
-        return generators
-
-
-def _mixed(stream: Stream) -> int:
-    """63 bits of (seed, step, replica), by SplitMix64 (see perdure.data.permutation)."""
-    mask, value = 2**64 - 1, 0
-    for part in stream:
-        value = ((value + 0x9E3779B97F4A7C15) ^ part) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        value ^= value >> 31
-    return value >> 1
 
 
 def keep_memory(environ: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What of PyTorch and its settings decides bits, for the recipe. Changes nothing."""
+"""The versions and settings of PyTorch that can change bits, for the recipe. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ def environment(device: Any) -> dict[str, Scalar]:
     """The recipe's fields of the framework, for computing on `device` (a `torch.device`)."""
     on_gpu = device.type == "cuda"
     gpu: dict[str, Scalar] = {"cudnn_tf32": torch_precision.cudnn_tf32()} if on_gpu else {}
-    told = [settings("gpu" if on_gpu else "cpu"), torch_precision.other_precisions(device.type)]
+    all_settings = [
+        settings("gpu" if on_gpu else "cpu"),
+        torch_precision.other_precisions(device.type),
+    ]
     return {
         **gpu,
         "engine": "torch",
         "engine_version": f"torch {torch.__version__}{_libraries() if on_gpu else ''}",
         "platform": device.type,
         "instruction_set": torch.cuda.get_device_name(device) if on_gpu else instruction_set(),
-        "settings": " ".join(filter(None, told)),
+        "settings": " ".join(filter(None, all_settings)),
         "threads": torch.get_num_threads(),
         "deterministic": not not_deterministic(device.type),
         "mkldnn": bool(torch.backends.mkldnn.enabled),
@@ -32,19 +35,19 @@ def environment(device: Any) -> dict[str, Scalar]:
 
 
 def not_deterministic(kind: str) -> str:
-    """The setting that lets PyTorch take operations whose bits differ from run to run; "" if none."""
+    """The setting that allows operations whose bits differ from run to run; "" if there is none."""
     if not torch.are_deterministic_algorithms_enabled():
         return "torch.use_deterministic_algorithms(False)"
     if torch.is_deterministic_algorithms_warn_only_enabled():
         return "torch.use_deterministic_algorithms(True, warn_only=True)"
-    # It takes the convolution that was fastest this time.
+    # It chooses the convolution that was fastest this time.
     if kind == "cuda" and torch.backends.cudnn.benchmark:
         return "torch.backends.cudnn.benchmark = True"
     return ""
 
 
 def _libraries() -> str:
-    """What computes on a GPU, where one release of PyTorch is built for several."""
+    """The libraries that compute on a GPU; one release of PyTorch is built for several."""
     if torch.version.hip:
         return f", ROCm {torch.version.hip}"
     return f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"

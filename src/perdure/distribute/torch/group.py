@@ -1,7 +1,6 @@
-"""The group of torch processes: joining it, talking in it, moving bytes in it.
+"""The group of PyTorch processes: joining it, messages, and the exchange of tensors.
 
-Owns `torch.distributed`. Invariant: values travel as raw bytes through an all-gather or an
-all-to-all of gloo; no collective ever computes.
+Values travel as raw bytes through an all-gather or an all-to-all of gloo; no collective computes.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Proce
 def join(
     cluster: Cluster, options: ClusterOptions | None = None, backend: str = "gloo"
 ) -> Processes:
-    """Become a member of the group; nothing to do for a group of one. May be called twice.
+    """Become a member of the group; does nothing for a group of one. May be called twice.
 
     A process group that the program made is joined as it is, whatever its backend. Raises
-    ClusterError when not all came, or two claim one number (see `await_members`).
+    ClusterError if a process is missing or two claim one number (see `await_members`).
     """
     cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:
@@ -63,15 +62,15 @@ def join(
 
 
 def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
-    """Join the process group that the program made: talk through its store, on connections of our
-    own, and exchange partial sums in a gloo group of the same processes."""
+    """Join the process group that the program made: send messages through its store, on separate
+    connections, and exchange partial sums in a gloo group of the same processes."""
     store = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
     watch = _LossWatch(wait)
     if (host := getattr(innermost_store(store), "host", None)) is not None:
         watch.start(_connected(store, wait), cluster.process_id, host)
-    # The reference keeps the store alive where the program destroys its group before the end.
+    # The reference keeps the store alive if the program destroys its group before the end.
     leave = timedelta(seconds=options.leave_timeout)
     at_end = (_connected(store, leave), cluster, leave, watch, store)
     # Also in the children of multiprocessing, which run no functions of atexit.
@@ -100,15 +99,15 @@ def _connected(store: Any, wait: timedelta) -> Any:
 
 
 class _Exchange:
-    """The group that partial sums are exchanged in: the default one, unless the program made that."""
+    """The group for partial sums: the default one, unless the program made that."""
 
     timeout: timedelta | None = None
     _group: Any = None
 
     def group(self) -> Any:
         if self.timeout is not None and self._group is None:
-            # Of the program's group neither backend nor time limit are known. A collective: every
-            # process comes here for the first time in the same step.
+            # Backend and time limit of the program's group are unknown. A collective: every process
+            # comes here for the first time in the same step.
             self._group = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._group
 
@@ -120,15 +119,15 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
     await_members(cluster, options.start_timeout)
     host, port = cluster.host_port
     start = timedelta(seconds=options.start_timeout)
-    # A process that is gone closes its connections, which is noticed at once. This is for one that
-    # hangs.
+    # The limit is for a process that hangs. One that is gone closes its connections, which is noticed
+    # at once.
     wait = timedelta(seconds=options.operation_timeout)
     try:
         store = TCPStore(
             host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
         )
         watch = _LossWatch(wait)
-        if cluster.is_chief:  # before the others are through the next call
+        if cluster.is_chief:  # before the others have finished the next call
             watch.start(TCPStore(host, port, is_master=False, timeout=wait), 0, host)
         dist.init_process_group(
             backend,
@@ -156,7 +155,7 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
 def _leave(
     store: Any, cluster: Cluster, limit: timedelta, watch: _LossWatch, _kept: Any = None
 ) -> None:
-    """The store lives in process 0, which must not go before the others have read all they need."""
+    """Wait in process 0, which holds the store, until the others have read all that they need."""
     watch.leaving()
     with contextlib.suppress(RuntimeError):
         store.set(_left(cluster.process_id), b"")
@@ -178,8 +177,8 @@ def _destroy() -> None:
 class _LossWatch:
     """Ends the waits of this process for a process that is gone.
 
-    A wait in the store has no end but its time limit or the value. So a value that says it is set in
-    place of the process, unless that did set its own before its end.
+    A wait in the store ends only with a value or the time limit. So a special value is set in place of
+    the process, unless the process set its own value before its end.
     """
 
     GONE = b"\2"
@@ -193,24 +192,24 @@ class _LossWatch:
         self._lifeline: Lifeline | None = None
 
     def start(self, store: Any, index: int, host: str) -> None:
-        """Watch, through a connection to the store that nobody else uses."""
+        """Watch, through a separate connection to the store."""
         address = "perdure/lifeline"
 
         def look() -> bytes | None:
             try:
                 return store.get(address) if store.check([address]) else None
-            except RuntimeError:  # process 0 is gone, as every wait finds by itself
+            except RuntimeError:  # process 0 is gone; every wait ends with an error of its own
                 return None
 
         self._store = store
-        with contextlib.suppress(OSError):  # without it a wait ends by its time limit
+        with contextlib.suppress(OSError):  # without it a wait ends with its time limit
             self._lifeline = Lifeline(
                 index, host, lambda data: store.set(address, data), look, self._on_gone
             )
 
     def connect(self) -> None:
-        """After a message from another process: that process may have been the last one to begin, and
-        from now on the end of this one has to be noticed."""
+        """Called after a message from another process, which may have been the last one to start: from
+        now on process 0 has to notice the end of this process."""
         if self._lifeline is not None:
             with contextlib.suppress(OSError):
                 self._lifeline.connect()
@@ -225,7 +224,7 @@ class _LossWatch:
 
     @contextlib.contextmanager
     def awaiting(self, key: str, process: int) -> Iterator[bool]:
-        """While `key` is awaited; gives whether the process that sets it is known to be gone."""
+        """Surrounds a wait for `key`; yields whether the process that sets it is known to be gone."""
         with self._guard:
             self._awaited[key] = process
             gone = process in self._gone
@@ -245,7 +244,7 @@ class _LossWatch:
 
 
 class _Store:
-    """torch's key-value store, through a connection of its own: a client locks while it waits."""
+    """PyTorch's key-value store, on a separate connection: a client holds a lock while it waits."""
 
     def __init__(self, store: Any, watch: _LossWatch) -> None:
         self._store = store
@@ -284,17 +283,17 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
     like = bulk[0]
     try:
         if merge is None or not sliced(like.nbytes, counts):
-            every = _all_gather(torch.stack(_padded([b.line for b in bulk], max(counts))), counts)
-            found = [[like.value(line, device) for line in block] for block in every]
-            return found if merge is None else merge(found)
+            lines = _all_gather(torch.stack(_padded([b.line for b in bulk], max(counts))), counts)
+            values = [[like.value(line, device) for line in block] for block in lines]
+            return values if merge is None else merge(values)
         # A slice of every partial sum to each process, which adds the slices in the tree. Addition
         # is by element, so that it does not matter how the elements are cut.
         size = like.slice_size(len(counts))
-        own = torch.cat([b.slices(len(counts), size) for b in bulk], 1)
+        sent = torch.cat([b.slices(len(counts), size) for b in bulk], 1)
         slices = torch.empty(sum(counts) * size, dtype=torch.uint8)
         dist.all_to_all_single(
             slices,
-            own.reshape(-1),
+            sent.reshape(-1),
             [n * size for n in counts],
             [len(roots) * size] * len(counts),
             _exchange.group(),
@@ -309,11 +308,11 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
         raise lost("the exchange of partial sums", error) from error
 
 
-def _all_gather(own: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    """The lines of every process; the same number of them travels, what pads is never read."""
-    every = [torch.empty_like(own) for _ in counts]
-    dist.all_gather(every, own, _exchange.group())
-    return [list(block[:count]) for block, count in zip(every, counts, strict=True)]
+def _all_gather(lines: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """The lines of every process. All processes send the same number; padding is never read."""
+    blocks = [torch.empty_like(lines) for _ in counts]
+    dist.all_gather(blocks, lines, _exchange.group())
+    return [list(block[:count]) for block, count in zip(blocks, counts, strict=True)]
 
 
 def _padded(lines: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
@@ -347,7 +346,7 @@ class _Bulk:
         return sum(self._parts(processes))
 
     def slices(self, processes: int, size: int) -> torch.Tensor:
-        """[processes, size]: what goes to each process."""
+        """[processes, size]: the bytes for each process."""
         out, start = torch.zeros((processes, size), dtype=torch.uint8), 0
         for span, part, line in zip(
             self._spans, self._parts(processes), self.line.split(self._spans), strict=True

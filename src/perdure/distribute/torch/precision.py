@@ -17,7 +17,7 @@ _OPERATIONS = {
     "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
     "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
 }
-# What the older name calls it.
+# The names of the older interface.
 _OLDER = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
@@ -26,12 +26,12 @@ def matmul_precision(kind: str) -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        found = _precisions(kind).get(_OPERATIONS[kind][0], "none")
-        return _OLDER.get(found, found)
+        value = _precisions(kind).get(_OPERATIONS[kind][0], "none")
+        return _OLDER.get(value, value)
 
 
 def other_precisions(kind: str) -> str:
-    """`cudnn.rnn=ieee mkldnn.conv=bf16`: what is not as PyTorch comes, products of matrices apart."""
+    """`cudnn.rnn=ieee mkldnn.conv=bf16`: settings other than PyTorch's defaults, except for matmul."""
     usual = {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
     return " ".join(
         f"{name}={value}"
@@ -41,18 +41,18 @@ def other_precisions(kind: str) -> str:
 
 
 def cudnn_tf32() -> bool:
-    """Whether convolutions on a GPU may use TF32, as they do unless told otherwise."""
-    found = _precisions("cuda").get("cudnn.conv")
-    return bool(torch.backends.cudnn.allow_tf32) if found is None else found == "tf32"
+    """Whether convolutions on a GPU may use TF32, as they do by default."""
+    value = _precisions("cuda").get("cudnn.conv")
+    return bool(torch.backends.cudnn.allow_tf32) if value is None else value == "tf32"
 
 
 def _precisions(kind: str) -> dict[str, str]:
     """The newer settings by operation; empty for a PyTorch that does not have them."""
-    found = {}
+    precisions = {}
     for name in _OPERATIONS.get(kind, ()):
         backend, _, operation = name.partition(".")
         place: Any = getattr(getattr(torch.backends, backend, None), operation, None)
         value = getattr(place, "fp32_precision", None)
         if value is not None:
-            found[name] = str(value)
-    return found
+            precisions[name] = str(value)
+    return precisions

@@ -1,4 +1,4 @@
-"""The strategies on PyTorch: which devices, which group."""
+"""The strategies on PyTorch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from perdure.process_group import SingleProcess
 class MirroredStrategy(Strategy):
     """The devices of one process; they share its memory and the state.
 
-    `devices`: None (the CPU), a number of CPU devices, each of which is a thread, a device, or a list.
-    For more accelerators than one start more processes, with MultiWorkerMirroredStrategy. With several
-    devices `grad` runs in several threads at once and must not write to what they share. `threads` is
-    the number of threads inside an operation, for each device; it is part of the recipe (default 1).
+    With several devices `grad` runs in several threads at once and must not write to objects that they
+    share. For several accelerators start a process for each, with MultiWorkerMirroredStrategy.
+
+    Args:
+        devices: None (the CPU), a number of CPU devices (threads), a device, or a list.
+        replicas: V, the number of logical replicas; by default the number of devices.
+        seed: 0 to 2**63 - 1.
+        threads: The number of threads inside an operation, for each device, which is part of the
+            recipe; by default 1.
+
+    Raises:
+        TopologyError: The devices do not exist, or are several accelerators.
     """
 
     def __init__(
@@ -46,14 +54,25 @@ class OneDeviceStrategy(MirroredStrategy):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """The devices of a group of processes; `devices` as in MirroredStrategy.
+    """The devices of a group of processes.
 
-    The group is the one that the program has initialized in the framework already, or
-    `cluster_resolver` (also the name of a source: "slurm"), or what the environment
-    describes: TF_CONFIG, JAX_*, torchrun's, Open MPI's, Slurm's, Kubernetes'; docs/CLUSTER.md has them.
-    `options` says how long it waits. Raises ClusterError when a process does not come or comes twice.
-    Raises WorkerLostError from a step when another process dies: save nothing, leave, and let the
-    whole group be started again from the last checkpoint.
+    The group is, in this order: the one that the program has already initialized in the framework, that
+    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md).
+
+    A step raises WorkerLostError when another process dies: save nothing, leave, and restart the whole
+    group from the last checkpoint.
+
+    Args:
+        cluster_resolver: The group, or the name of a source ("slurm").
+        replicas: V, the number of logical replicas; by default the number of devices in the group.
+        devices: The local devices, as in MirroredStrategy.
+        seed: 0 to 2**63 - 1.
+        threads: The number of threads inside an operation, as in MirroredStrategy.
+        options: Time limits.
+
+    Raises:
+        ClusterError: A process does not come or comes twice, or descriptions contradict each other.
+        RecipeMismatchError: The processes have different recipes.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Several local devices of one process on the CPU: a thread for each.
 
-Owns the threads, and the proof that they may be used. Invariant: one replica after another is the
-reference; threads are used only after a step in which both ways gave the same bytes, and as long as
-no replica draws from what the threads share. Where that ends, the step is done again, one by one.
+One replica after another is the reference. Threads are used only after a step in which both ways gave
+the same bytes, and as long as no replica draws from a generator that the threads share; otherwise the
+step is repeated one by one.
 
 Each device gets the user's state with modules of its own, over the same memory of the parameters:
-`.grad`, buffers and what a forward pass writes into a module are then private. Objects that are
-neither modules nor containers are shared, so `grad` must not write to them.
+`.grad`, buffers and attributes that a forward pass writes are then private. Objects that are neither
+modules nor containers are shared, so `grad` must not write to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from perdure.distribute import pytree
 from perdure.distribute.engine import Work
 from perdure.distribute.torch import buffers as torch_buffers
 
-# How the replicas of a step are run. From the first way to the last, whenever one proves unfit.
+# The ways to run the replicas of a step, in the order in which they are tried.
 THREADS = "threads"
 REDIRECTED = "threads, random numbers redirected"
 ONE_BY_ONE = "one by one"
@@ -37,7 +37,7 @@ _WAYS = (THREADS, REDIRECTED, ONE_BY_ONE)
 
 
 class Threads:
-    """Runs the replicas of one training step function on `devices` threads."""
+    """Runs the replicas of one training step on `devices` threads."""
 
     def __init__(self, devices: int, threads: int) -> None:
         self.way = THREADS if devices > 1 else ONE_BY_ONE
@@ -49,43 +49,45 @@ class Threads:
         )
 
     def __call__(self, work: Work, states: list[Any]) -> None:
-        """Run the work of every device to its end; begun afresh where a way proves unfit."""
+        """Run the work of every device to its end; started again if a way proves unfit."""
         (state,) = states
         while self.way != ONE_BY_ONE and not _ambient():
-            own = [_private(state) for _ in range(self._devices)]
-            if not all(alone for _, alone in own):
+            copies = [_private(state) for _ in range(self._devices)]
+            if not all(complete for _, complete in copies):
                 self.way = ONE_BY_ONE
-            elif self._attempt(work, state, [value for value, _ in own]):
+            elif self._attempt(work, state, [value for value, _ in copies]):
                 return
         for device in range(self._devices):
             deque(work(device, state), maxlen=0)
 
-    def _attempt(self, work: Work, state: Any, own: list[Any]) -> bool:
-        """Whether the step is done, and nothing speaks against what the threads found."""
+    def _attempt(self, work: Work, state: Any, states: list[Any]) -> bool:
+        """Run the step in threads; False if its results cannot be used."""
         watched = _Watched(state)
         futures = [
-            self._pool.submit(contextvars.copy_context().run, self._one, work, device, own[device])
+            self._pool.submit(
+                contextvars.copy_context().run, self._one, work, device, states[device]
+            )
             for device in range(1, self._devices)
         ]
-        error, found = None, {}
+        error, digests = None, {}
         try:
-            found = self._one(work, 0, own[0])
+            digests = self._one(work, 0, states[0])
         except Exception as raised:  # noqa: BLE001 - raised again by the reference
             error = raised
         for future in futures:
             error = error or future.exception()
             if error is None:
-                found |= future.result()
-        # An error comes from the reference, so that it is the same for every topology.
+                digests |= future.result()
+        # The reference raises the error, so that it is the same for every topology.
         if watched.disturbed() or error is not None:
             self._next_way()
             return False
         if not self._proven:
-            # The step is done twice, so the contributions at hand are those of the reference.
+            # The step runs twice, so the contributions that remain are those of the reference.
             reference = {}
             for device in range(self._devices):
                 reference |= {r: _digest(value) for r, value in work(device, state)}
-            self._proven = found == reference
+            self._proven = digests == reference
             if not self._proven:
                 self._next_way()
         return True
@@ -93,14 +95,14 @@ class Threads:
     def _next_way(self) -> None:
         self.way, self._proven = _WAYS[_WAYS.index(self.way) + 1], False
 
-    def _one(self, work: Work, device: int, own: Any) -> dict[int, bytes]:
-        """The digests of what the replicas of one device contributed, until the way is proven."""
+    def _one(self, work: Work, device: int, state: Any) -> dict[int, bytes]:
+        """Run one device; returns the digests of its contributions until the way is proven."""
         with _Redirect() if self.way == REDIRECTED else contextlib.nullcontext() as mode:
             token = _own_generator.set(mode.generator if mode else torch.Generator())
             try:
                 if not self._proven:
-                    return {r: _digest(value) for r, value in work(device, own)}
-                deque(work(device, own), maxlen=0)
+                    return {r: _digest(value) for r, value in work(device, state)}
+                deque(work(device, state), maxlen=0)
                 return {}
             finally:
                 _own_generator.reset(token)
@@ -124,7 +126,7 @@ class _Redirect(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Set in a thread of a device: what to seed in place of the process's generator, which is watched.
+# Set in a thread of a device: the generator to seed in place of the process's, which is watched.
 _own_generator: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar(
     "own_generator", default=None
 )
@@ -132,7 +134,7 @@ _drawing: dict[Any, bool] = {}
 
 
 def own_generator() -> torch.Generator | None:
-    """The generator of this thread, where several devices compute at once."""
+    """The generator of this thread, if several devices compute at once."""
     return _own_generator.get()
 
 
@@ -144,7 +146,7 @@ def _draws(func: Any) -> bool:
 
 
 class _Watched:
-    """What the threads share, as it was: the process's generator, `.grad` and buffers of the state."""
+    """Objects that the threads share: the process's generator, `.grad` and buffers of the state."""
 
     def __init__(self, state: Any) -> None:
         self._modules = [module for _, module in torch_buffers.modules(state)]
@@ -154,30 +156,30 @@ class _Watched:
         self._buffers = [(b, b.detach().clone()) for m in self._modules for b in m.buffers()]
 
     def disturbed(self) -> bool:
-        """Whether any of it changed; it is put back."""
-        found = False
+        """Whether any of them changed; they are put back."""
+        changed = False
         if not torch.equal(torch.default_generator.get_state(), self._random):
             torch.default_generator.set_state(self._random)
-            found = True
+            changed = True
         for parameter, grad in self._grads:
             if parameter.grad is not grad:
                 parameter.grad = grad
-                found = True
+                changed = True
         for buffer, value in self._buffers:
             if not torch.equal(buffer, value):
                 with torch.no_grad():
                     buffer.copy_(value)
-                found = True
-        return found or self._versions != [p._version for p, _ in self._grads]
+                changed = True
+        return changed or self._versions != [p._version for p, _ in self._grads]
 
 
 def _private(state: Any) -> tuple[Any, bool]:
-    """`state` around modules of its own, and whether that are all the modules in it."""
+    """`state` around modules of its own, and whether these are all the modules in it."""
     memo: dict[int, Any] = {}
-    own = _around(state, memo)
+    copied = _around(state, memo)
     made = {id(new) for new in memo.values()}
-    # Others hide in objects that are no containers.
-    return own, all(id(module) in made for _, module in torch_buffers.modules(own))
+    # Other modules may be in objects that are not containers.
+    return copied, all(id(module) in made for _, module in torch_buffers.modules(copied))
 
 
 def _around(value: Any, memo: dict[int, Any]) -> Any:
@@ -227,7 +229,7 @@ def _copy(buffer: Any, memo: dict[int, Any]) -> Any:
 
 
 def _ambient() -> bool:
-    """Whether the calling thread is in a mode that other threads would not be in."""
+    """Whether the calling thread has a mode that other threads would not have."""
     return (
         torch.is_autocast_enabled("cpu")
         or not torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""What optimized XLA programs compute, told from their text.
+"""Comparison of optimized XLA programs by their text.
 
-Owns the comparison of compiled programs. Invariant: two that are called alike make their results by
-the same instructions of the same values; a text that is not understood is like no other.
+Two programs that are called equal make their results by the same instructions of the same values. A
+text that is not understood is equal to no other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
-# What of an instruction's text is no part of what it computes: its origin, and shardings, which have
-# been carried out when the program is optimized.
-_ASIDE = re.compile(
+# Attributes that do not change what an instruction computes: its origin, and shardings, which have been
+# applied by the time the program is optimized.
+_ATTRIBUTES = re.compile(
     r", (?:metadata|sharding|frontend_attributes)="
     r'\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n]|\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n])*\})*\}'
 )
@@ -22,7 +22,7 @@ _NAME = re.compile(r"%[\w.\-]+")
 _HEAD = re.compile(r"^(ENTRY )?(%[\w.\-]+) .*$", re.MULTILINE)
 _CALL = re.compile(r" call\((.*)\), to_apply=(%[\w.\-]+)")
 _COPY = re.compile(r"^(\S+) copy\((%[\w.\-]+)\)")
-# What reading raises where another release of XLA prints its programs otherwise.
+# Raised by reading if another release of XLA prints its programs in another way.
 _NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError, ImportError, TypeError)
 _ELIDED = "constant({...})"
 _PART = re.compile(r" get-tuple-element\((%[\w.\-]+)\), index=(\d+)")
@@ -52,13 +52,13 @@ def _is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> b
     calls = module.entry.calls
     if len(calls) != 1 + between or module.called(calls[-1].target).leaves != last.leaves:
         return False
-    found = alone.leaves
+    contributions = alone.leaves
     if between:
-        if calls[0].operands != found:
+        if calls[0].operands != contributions:
             return False
-        found = calls[0].parts(len(found))
-    state = last.parameters[: len(last.parameters) - len(found)]
-    return calls[-1].operands == state + found and module.entry.leaves == calls[-1].parts(
+        contributions = calls[0].parts(len(contributions))
+    state = last.parameters[: len(last.parameters) - len(contributions)]
+    return calls[-1].operands == state + contributions and module.entry.leaves == calls[-1].parts(
         len(last.leaves)
     )
 
@@ -82,11 +82,11 @@ def _text(program: Any) -> str:
 
 
 class _HloModule:
-    """The computations of an optimized module, with what each is made of in place of all names.
+    """The computations of an optimized module, with hashes of their contents in place of all names.
 
-    The module's header is left out, which says its name and for how many devices it is. What the entry
-    and a called computation apply is one kernel, whose instructions count in their order; their own
-    instructions are kernels, of which only the operands count.
+    The module's header is left out: it has the module's name and the number of devices. A computation
+    that the entry or a called computation applies is one kernel, whose instructions count in their
+    order; their own instructions are kernels, of which only the operands count.
     """
 
     def __init__(self, text: str, *, open_calls: bool = False) -> None:
@@ -95,7 +95,7 @@ class _HloModule:
         for block in re.split(r"^\}$", text, flags=re.MULTILINE):
             if not (head := _HEAD.search(block)):
                 continue
-            lines = _ASIDE.sub("", block[head.end() :]).strip().split("\n")
+            lines = _ATTRIBUTES.sub("", block[head.end() :]).strip().split("\n")
             if head[1]:
                 self.entry = _Computation(lines, self._kernels, open_calls)
                 return
@@ -113,7 +113,7 @@ class _HloModule:
 
 
 class _Call:
-    """A call of a computation that was kept as one: what it gets, and what its results are called."""
+    """A call of a computation that was not inlined: its operands, and names for its results."""
 
     def __init__(self, number: int, operands: list[str], target: str) -> None:
         self.operands = operands
@@ -128,7 +128,7 @@ class _Call:
 
 
 class _Computation:
-    """Values by what they are made of; instructions come after their operands.
+    """Values by hashes of how they are made; instructions come after their operands.
 
     With `open_calls` the results of a call have names of their own, and the call is in `calls`.
     """
@@ -159,8 +159,8 @@ class _Computation:
                     # A parameter's layout is that of the program's arguments: always the plain one.
                     parameters[int(number[1])] = _hash(text)
                 made[name] = _hash(_NAME.sub(lambda operand: made[operand[0]], text))
-                if (at := text.find(") tuple(")) >= 0:
-                    tuples[name] = [made[operand] for operand in _NAME.findall(text[at:])]
+                if (start := text.find(") tuple(")) >= 0:
+                    tuples[name] = [made[operand] for operand in _NAME.findall(text[start:])]
             if line.lstrip().startswith("ROOT "):
                 self.result = made[name]
                 self.leaves = tuples.get(name) or [made[name]]

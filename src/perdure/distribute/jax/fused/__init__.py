@@ -1,0 +1,10 @@
+"""A whole step in one or two dispatches, for one process with CPU devices.
+
+The engine uses `fused_step` and nothing else from here. A function takes this path only if the compiler
+shows that its instructions are those of the reference. Nothing here changes a function that does not.
+"""
+
+from perdure.distribute.jax.fused.proven_programs import Programs
+from perdure.distribute.jax.fused.step_by_form import fused_step
+
+__all__ = ["Programs", "fused_step"]

@@ -1,0 +1,65 @@
+"""PyTorch's global generators under (seed, step, replica)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from perdure.distribute.engine import Stream
+from perdure.distribute.torch import threads as torch_threads
+
+
+def make_generator(device: torch.device, stream: Stream) -> torch.Generator:
+    """A generator of its own, whose numbers are a function of `stream`."""
+    return torch.Generator(device).manual_seed(_mixed(stream))
+
+
+def remember(device: torch.device) -> Callable[[], None]:
+    """Remembers the state of the global generators; the result puts it back."""
+    states = [(generator, generator.get_state()) for generator in _generators(device)]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device, stream: Stream) -> Iterator[None]:
+    """The global generators under `stream`; afterwards they are as before.
+
+    Otherwise what the user draws between two steps would depend on which replicas ran here.
+    """
+    if (own := torch_threads.own_generator()) is not None:
+        own.manual_seed(_mixed(stream))
+        yield
+        return
+    restore = remember(device)
+    for generator in _generators(device):
+        # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
+        generator.manual_seed(_mixed(stream))
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    return generators
+
+
+def _mixed(stream: Stream) -> int:
+    """63 bits of (seed, step, replica), by SplitMix64 (see perdure.data.permutation)."""
+    mask, value = 2**64 - 1, 0
+    for part in stream:
+        value = ((value + 0x9E3779B97F4A7C15) ^ part) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1

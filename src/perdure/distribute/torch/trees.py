@@ -1,0 +1,24 @@
+"""Trees of plain containers around PyTorch's tensors, for the neutral code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from perdure.distribute import pytree
+
+
+class TorchTrees:
+    """See perdure.distribute.engine.Trees."""
+
+    def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
+        return [leaf for _, leaf in pytree.flatten(value)], pytree.structure(value)
+
+    def paths(self, value: Any) -> list[str]:
+        return [path for path, _ in pytree.flatten(value)]
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        with torch.no_grad():
+            return pytree.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)

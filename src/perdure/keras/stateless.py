@@ -55,7 +55,7 @@ class Stateless:
             )
         return state
 
-    def write_variables(self, state: Mapping[str, Any]) -> None:
+    def write(self, state: Mapping[str, Any]) -> None:
         """Write a state into the model and the optimizer, to evaluate or to save with Keras."""
         write_variables(self._variables, flatten_dict(state["model"]))
         if self._optimizer is not None and "optimizer" in state:

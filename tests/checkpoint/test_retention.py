@@ -249,7 +249,7 @@ def test_prune_without_a_policy_deletes_no_checkpoint(tmp_path: Path) -> None:
     assert Run(tmp_path).steps() == [1, 2, 3]
     refused = prune(str(tmp_path), "--keep-period", "2")
     assert refused.exit_code == 2
-    assert "every checkpoint stays without --max-to-keep" in refused.output
+    assert "every checkpoint stays" in refused.output
 
 
 def test_prune_is_refused_while_a_writer_is_at_work(tmp_path: Path) -> None:

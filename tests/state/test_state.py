@@ -62,6 +62,7 @@ def arrays(k: int) -> Any:
         "point": np.array(k, np.float32),
         "scalar": np.float64(k),
         "big_endian": np.full(3, k, ">f8"),
+        "big_endian_scalar": np.array(k, ">f8"),
         "strided": np.arange(20 + k, dtype=np.int32)[k::3][:5],
         "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3) + k),
         "generator": np.random.default_rng(k),

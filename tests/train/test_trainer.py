@@ -267,6 +267,18 @@ def test_data_that_end_end_the_run_with_a_save(tmp_path: Path) -> None:
     assert trainer(tmp_path, data=Countdown(9)).train(STEPS)["n"] == 9
 
 
+def test_an_error_in_the_middle_of_an_execution_leaves_the_last_state(tmp_path: Path) -> None:
+    def fails_at_three(state: Any, batch: Any) -> tuple[Any, Any]:
+        if state["n"] == 2:
+            raise ZeroDivisionError
+        return step_fn(state, batch)
+
+    made = Trainer(fails_at_three, fresh(), data(), config(tmp_path, steps_per_execution=4))
+    with pytest.raises(ZeroDivisionError):
+        made.train(STEPS)
+    assert made.state["n"] == 2
+
+
 @pytest.mark.parametrize(
     "source", [(batch for batch in [1]), iter([1]), {1, 2}], ids=["generator", "iterator", "set"]
 )

@@ -109,8 +109,8 @@ def decline_save(processes: Processes, step: int, error: BaseException) -> None:
         processes.broadcast(_NOTHING)
         broadcast_outcome(processes, CallOutcome.of(as_save_error(error)))
         return
-    _follow(processes, {}, lambda: (_failed(processes, step, error), None))
     try:
+        _follow(processes, {}, lambda: (_failed(processes, step, error), None))
         follow_chief(processes)
     except WorkerLostError:
         raise

@@ -74,7 +74,7 @@ class PreemptionFlag:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.grace = GracePeriod(None, describe, clock)
-        self.configure(config or TerminationConfig())
+        self.config = config or TerminationConfig()
         self._raised = False
         self._interruptible = False
         self._in_scope: InScope | None = None
@@ -83,8 +83,13 @@ class PreemptionFlag:
         self._pid = 0
         self._stop: threading.Event | None = None
 
-    def configure(self, config: TerminationConfig) -> None:
-        """Take the watcher, the exit and the grace period from `config`; before `install`."""
+    @property
+    def config(self) -> TerminationConfig:
+        """The watcher, the exit and the grace period. Assign to it before `install`."""
+        return self._config
+
+    @config.setter
+    def config(self, config: TerminationConfig) -> None:
         self._config = config
         self.grace.seconds = config.grace_period
 

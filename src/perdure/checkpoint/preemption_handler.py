@@ -25,7 +25,7 @@ class PreemptionCheckpointHandler:
         self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
     ) -> None:
         self._manager = manager
-        manager.preemption.configure(termination_config or TerminationConfig())
+        manager.preemption.config = termination_config or TerminationConfig()
 
     def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
         """Return, or save `state` as `step` and exit with `exit_fn` or status 75.

@@ -34,6 +34,8 @@ def damage(runs: Path, how: str, place: float) -> str | None:
         name = packs[int(place * len(packs))]
         (directory / PACKS / name).unlink()
         return f"{PACKS}{name} of step {step} deleted"
+    if how != "flip":
+        raise ValueError(f"expected damage of kind 'flip' or 'delete', found {how!r}")
     spans = _spans(manifest, set(packs))
     if spans:
         name, start, length = spans[int(place * len(spans))]

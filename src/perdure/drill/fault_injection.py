@@ -185,6 +185,8 @@ class FaultInjector:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif act == "clock":
             self._jump(fault["value"])
+        else:  # a fault that does nothing must not count as one that fired
+            raise ValueError(f"the drill knows no act {act!r}")
 
     def _jump(self, seconds: float) -> None:
         """Move the clock of the store and the clock that the program reads."""

@@ -193,6 +193,11 @@ class RunningFit:
     """The `fit` that is running: its arguments, its callbacks, and its iterator."""
 
     def __init__(self, model: Any, local: dict[str, Any]) -> None:
+        if not hasattr(model, "_initial_epoch"):
+            raise TrainError(
+                f"expected a Keras whose models have `_initial_epoch`, which sets the epoch that a "
+                f"resumed `fit` begins with, found {keras.__version__} without it."
+            )
         self.model = model
         self.iterator = FitIterator(local["epoch_iterator"])
         self.callbacks = local["callbacks"]

@@ -117,14 +117,14 @@ def array_leaf(array: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False
     """
     _check_array_type(array)
     frozen = frozen or isinstance(array, np.generic)
-    name = _dtype_name(array.dtype)
+    name, shape = _dtype_name(array.dtype), array.shape
     array = np.asarray(array)
     if not array.size:
-        return Leaf(name, array.shape, memoryview(b""), True)
+        return Leaf(name, shape, memoryview(b""), True)
     if not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous):
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))  # has one axis at least
         frozen = True  # a copy
-    return Leaf(name, array.shape, array.reshape(-1).view(np.uint8).data, frozen)
+    return Leaf(name, shape, array.reshape(-1).view(np.uint8).data, frozen)
 
 
 def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:

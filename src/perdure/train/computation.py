@@ -7,6 +7,7 @@ from typing import Any
 
 from perdure.checkpoint import Processes, SingleProcess
 from perdure.errors import TrainError
+from perdure.train.training_state import TrainingState
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 EvalFn = Callable[[Any, Any], Mapping[str, Any]]
@@ -22,21 +23,25 @@ class Computation:
         self._many = getattr(step_fn, "many", None)
         self._eval_fn = eval_fn
 
-    def train(self, state: Any, batches: list[Any], step: int) -> tuple[Any, Any]:
-        """One step for each batch, after step number `step`; (state, logs of the last step)."""
+    def train(self, training: TrainingState, batches: list[Any]) -> Any:
+        """Make one step for each batch; returns the logs of the last one.
+
+        `training.state` is replaced after every step, so that no older state is kept alive, and an
+        error leaves the state of the last step that was done.
+        """
         if len(batches) > 1 and self._many is not None:
-            state, logs = self._many(state, batches)
-            return state, _last(logs)
+            training.state, logs = self._many(training.state, batches)
+            return _last(logs)
         logs = None
-        for number, batch in enumerate(batches, step + 1):
-            result = self._step_fn(state, batch)
+        for number, batch in enumerate(batches, training.step + 1):
+            result = self._step_fn(training.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TrainError(
                     f"step {number}: step_fn must return (state, logs), found "
                     f"{type(result).__name__}."
                 )
-            state, logs = result
-        return state, logs
+            training.state, logs = result
+        return logs
 
     def require_eval_fn(self) -> None:
         """Raise `TrainError` if there is no function to evaluate with."""

@@ -154,7 +154,7 @@ class Loop:
             return False
         busy = checkpoints.meter is not None and checkpoints.manager.is_saving_in_progress()
         self._hooks.call("before_step")
-        training.state, self._logs = self._computation.train(training.state, batches, start)
+        self._logs = self._computation.train(training, batches)
         training.step = start + len(batches)
         if isinstance(source, IteratorBatchSource):
             source.used()

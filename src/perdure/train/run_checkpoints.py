@@ -41,7 +41,7 @@ class RunCheckpoints:
         self._hooks = hooks
         every = training.config.save_interval_secs
         self._timer = None if every is None else Timer(every, training.config.clock())
-        manager.preemption.configure(training.config.checkpoint.termination)
+        manager.preemption.config = training.config.checkpoint.termination
 
     @property
     def meter(self) -> SaveMeter | None:

@@ -40,8 +40,8 @@ from perdure.errors import StateError, TopologyError
 from perdure.process_group import Processes
 
 # Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
-# operations do (docs/DESIGN.md), and OpenMP's threads spin while they wait for each other: on a machine
-# shared with other programs two of them took 2.5 to 4 times as long as one.
+# operations do (docs/DECISIONS.md), and OpenMP's threads spin while they wait for each other: on a
+# machine shared with other programs two of them took 2.5 to 4 times as long as one.
 # OMP_NUM_THREADS does not count: torchrun sets it by the number of processes, which is topology.
 THREADS = 1
 

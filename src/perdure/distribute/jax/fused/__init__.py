@@ -1,6 +1,7 @@
 """A whole step in one or two dispatches, for one process with CPU devices.
 
-The engine uses `fused_step` and nothing else from here. A function takes this path only if the compiler
+`fused_step` decides and gives the step; `Programs` are the reference programs that the engine runs
+otherwise, and that a fused program is compared with. A function takes this path only if the compiler
 shows that its instructions are those of the reference. Nothing here changes a function that does not.
 """
 

@@ -15,6 +15,7 @@ SAYS = """
 import json, os, sys
 print("not json")
 config = json.loads(os.environ.get("TF_CONFIG", "null"))
+print("half a line {of", end="", file=sys.stderr, flush=True)
 print(json.dumps({"event": "env", "config": config}), flush=True)
 print("a complaint", file=sys.stderr, flush=True)
 sys.exit(int(sys.argv[1]))

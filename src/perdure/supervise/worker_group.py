@@ -6,7 +6,6 @@ ends, no worker is left.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from json import JSONDecoder
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,13 @@ class WorkerGroup:
         return True
 
     def _receive(self, worker: int, line: bytes) -> None:
-        # Other output may look like an event, and a killed worker may leave half of one.
-        if line.startswith(b"{"):
+        # Other output may look like an event, a killed worker may leave half of one, and a library may
+        # have written text without an end of line just before it: both outputs share one pipe.
+        text = line.decode(errors="replace")
+        start = text.find("{")
+        while start >= 0:
             with suppress(ValueError):
-                self._events.append((worker, json.loads(line)))
+                event, _ = JSONDecoder().raw_decode(text, start)
+                self._events.append((worker, event))
+                return
+            start = text.find("{", start + 1)

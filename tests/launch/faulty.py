@@ -13,12 +13,15 @@ import importlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from perdure import CheckpointManager
+from perdure.checkpoint.preemption import Interrupted
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 LIMIT_S = 60
@@ -44,9 +47,8 @@ def install(marks: Path, faults: Sequence[str]) -> None:
                 os.kill(os.getpid(), number)
             else:
                 os.kill(os.getppid(), number)
-                until = time.monotonic() + LIMIT_S
-                while not manager.preemption.raised and time.monotonic() < until:
-                    time.sleep(0.001)
+                with suppress(Interrupted):
+                    manager.preemption.interruptible(partial(Event().wait, LIMIT_S))
         return asked(manager, step)
 
     CheckpointManager.reached_preemption = reached_preemption  # pyright: ignore[reportAttributeAccessIssue]

@@ -78,7 +78,7 @@ class ExampleSource:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._length = _length(source)
-        # Grain continues the numbers of examples in the next epoch, and draws anew for them.
+        # Grain numbers the examples of the next epoch on from here, and draws other random numbers.
         self._stride = self._length if is_grain(source, "MapDataset") else 0
         self._reference: Any = None
 

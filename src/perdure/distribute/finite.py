@@ -35,7 +35,7 @@ class FiniteEngine:
         flags: list[Any] = []
 
         self._engine.trees.map(lambda leaf: flags.append(namespace(leaf).is_finite(leaf)), value)
-        # Inserted anew when a step is tried again: the last entry names the current step.
+        # Inserted again when a step is tried again: the last entry names the current step.
         self._seen.pop(stream, None)
         self._seen[stream] = (self._engine.trees.paths(value), flags)
         return value

@@ -269,7 +269,7 @@ class _Pipelines:
         if reopened and stream is self._made[replica]:
             raise DataError(
                 f"the pipeline of logical replica {replica} is an iterator, which cannot go back to an "
-                "earlier step; give an iterable that starts anew, or a sequence"
+                "earlier step; give an iterable that starts from its beginning each time, or a sequence"
             )
         return stream
 

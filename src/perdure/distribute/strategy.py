@@ -1,7 +1,7 @@
 """The strategy: V logical replicas on any devices and processes, with the same bits.
 
 With V fixed, the result of a step is a function of the state, the batch and the seed; the numbers of
-devices and processes do not enter it. Frameworks are behind `perdure.distribute.engine.Engine`.
+devices and processes do not enter it. `perdure.distribute.engine.Engine` is the seam to a framework.
 """
 
 from __future__ import annotations

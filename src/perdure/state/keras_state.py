@@ -2,8 +2,8 @@
 
 All are restored in place. Their leaf paths are those of Keras, without the name of the object itself
 and without the numbers that Keras gives to all objects of a process (`dense_7`); siblings with the same
-name are numbered anew (`dense`, `dense_1`). Invariant: the paths depend on how the object is built, not
-on what was built before it, and are the same on every backend.
+name are numbered from the start (`dense`, `dense_1`). Invariant: the paths depend on how the object is
+built, not on what was built before it, and are the same on every backend.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _slot_path(optimizer: Any, variable: Any) -> str:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The variables by path, with the names below each parent numbered anew."""
+    """The variables by path, with the names below each parent numbered from the start."""
     counts: Counter[tuple[str, str]] = Counter()
     new_paths: dict[str, str] = {"": ""}
 

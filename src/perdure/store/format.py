@@ -148,7 +148,7 @@ def check_hashes(hashes: Iterable[str], where: str) -> None:
         )
 
 
-def check_version(data: bytes, where: str, newest: int = CODEC_FORMAT) -> int:
+def check_version(data: bytes, where: str, newest: int) -> int:
     """The format that JSON states; raises `FormatVersionError` if it is above `newest`."""
     version = decode_json(data, _Header, where).format
     if version > newest:

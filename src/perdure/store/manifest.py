@@ -176,8 +176,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 def format_of(
     leaves: Iterable[LeafRecord],
-    containers: Mapping[str, Container] | None = None,
-    local: Sequence[LeafRecord] = (),
+    containers: Mapping[str, Container] | None,
+    local: Sequence[LeafRecord],
 ) -> int:
     """The format of a manifest with these leaves and fields: the lowest that can express it."""
     if containers or local:

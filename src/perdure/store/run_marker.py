@@ -15,6 +15,7 @@ from perdure.errors import CorruptionError, NotARunError, StoreError
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
+    CODEC_FORMAT,
     FORMAT,
     LOCK,
     MARKER,
@@ -43,7 +44,7 @@ def encode_marker(created: str) -> bytes:
 
 def decode_marker(data: bytes, where: str) -> Marker:
     """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
-    check_version(data, where)
+    check_version(data, where, CODEC_FORMAT)
     return decode_json(data, Marker, where)
 
 

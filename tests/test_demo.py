@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from perdure import CheckpointManager
 from perdure.demo.digits import _scans, load_digits
+from perdure.demo.driver import ENDS
+from perdure.demo.driver import _steps as steps_of
 from perdure.demo.phases import SAVE_EVERY, plan
+from perdure.errors import ClusterError
+from perdure.supervise import WorkerGroup
 from perdure.supervise.cache import cache_variables
 
 EPOCHS = "2"
@@ -51,7 +56,7 @@ def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(
     # On JAX with the digits as `perdure demo` loads them by default.
     data = ("--data", digits) if engine == "torch" else ()
     status, result = demo("--engine", engine, "--seed", "11", "--directory", str(tmp_path), *data)
-    assert status == 0
+    assert status == 0, result
     assert result["pass"]
     plain, started, resumed, finished = result["phases"]
     assert plain["fingerprint"] == finished["fingerprint"] == result["fingerprints"][0]
@@ -76,7 +81,8 @@ def test_without_the_position_the_bits_differ(tmp_path: Path, digits: str) -> No
         *("--seed", "11", "--without", "position", "--data", digits),
         environment=cache_variables(tmp_path / "compiled"),
     )
-    assert status == 1
+    assert status == 1, result
+    assert "error" not in result, result
     assert not result["pass"]
     assert result["fingerprints"][0] != result["fingerprints"][1]
     assert None not in result["fingerprints"]
@@ -86,8 +92,32 @@ def test_without_the_tree_the_bits_differ_on_torch_too(digits: str) -> None:
     status, result = demo(
         "--engine", "torch", "--seed", "11", "--without", "tree", "--data", digits
     )
-    assert status == 1
+    assert status == 1, result
+    assert "error" not in result, result
     assert None not in result["fingerprints"]
+
+
+def test_a_directory_that_is_not_a_run_yet_has_no_steps(tmp_path: Path) -> None:
+    # The driver looks for the first checkpoint while the first save makes the run.
+    assert steps_of(tmp_path / "absent") == []
+    assert steps_of(tmp_path) == []
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, {"x": np.zeros(2)})
+    assert steps_of(tmp_path / "run") == [3]
+
+
+def test_the_workers_of_a_killed_group_may_see_each_other_lost() -> None:
+    program = (
+        "import signal, sys; signal.raise_signal(9) if sys.argv[1] == 'killed' else sys.exit(1)"
+    )
+    for how, fault in (("killed", "SIGKILL"), ("lost", "SIGKILL")):
+        with WorkerGroup([sys.executable, "-c", program, how]) as group:
+            group.require(group.wait(), ENDS[fault])
+    with (
+        WorkerGroup([sys.executable, "-c", program, "lost"]) as group,
+        pytest.raises(ClusterError, match="ended with 1"),
+    ):
+        group.require(group.wait(), ENDS["SIGTERM"])
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
@@ -116,7 +146,7 @@ def test_a_data_path_that_is_not_mnist_is_refused_before_training(tmp_path: Path
     wrong.write_bytes(gzip.compress(b"<html>not found</html>"))
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b""))
     status, result = demo("--data", str(tmp_path))
-    assert status == 1
+    assert status == 1, result
     assert result["kind"] == "DataError"
     assert "wrong magic number" in result["error"]
     assert wrong.name in result["error"]

@@ -19,7 +19,7 @@ from perdure.errors import (
     StepNotFoundError,
     TrainError,
 )
-from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights
+from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights, open_managers
 from perdure.store import Run
 
 
@@ -63,6 +63,7 @@ def test_an_unbuilt_model_and_a_loop_of_ones_own(tmp_path: Path) -> None:
 def begun(where: Path, **fit: Any) -> None:
     with pytest.raises(Fault):
         train(where, (1, 1), **fit)
+    open_managers._open[str(where)].wait_until_finished()  # the last save may still be under way
 
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -13,9 +13,13 @@ from typing import Any
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.demo.display import DemoReporter
 from perdure.demo.phases import BATCH, Phase, plan
-from perdure.errors import PerdureError
+from perdure.errors import NotARunError, PerdureError
 from perdure.store import Run
 from perdure.supervise import WorkerGroup
+
+# How each worker may end, by fault. When workers are killed one after another, one of them may see that
+# another is lost before its own turn comes, and end by itself.
+ENDS = {"": (0,), "SIGTERM": (EXIT_PREEMPTED,), "SIGKILL": (-9, 1)}
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,7 @@ def _run_phase(
                 elif event["event"] == "done":
                     final = {"accuracy": event["accuracy"], "examples": event["examples"]}
             ended = group.wait()
-            expected = {"SIGKILL": -9, "SIGTERM": EXIT_PREEMPTED}.get(phase.fault, 0)
-            group.require(ended, [expected])
+            group.require(ended, ENDS[phase.fault])
         show(done, ended.describe())
     return {
         "phase": phase.name,
@@ -130,7 +133,10 @@ def _environment(phase: Phase) -> dict[str, str]:
 
 
 def _steps(directory: Path) -> list[int]:
-    return Run(directory).steps() if directory.exists() else []
+    try:
+        return Run(directory).steps()
+    except NotARunError:  # the first save makes the directory before it makes a run of it
+        return []
 
 
 def _fingerprint(directory: Path, step: int) -> str | None:

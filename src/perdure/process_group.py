@@ -81,5 +81,5 @@ class SingleProcess:
 def given(data: bytes | None) -> bytes:
     """`data`, which process 0 passes to `broadcast`; raises `TypeError` if it is None."""
     if data is None:
-        raise TypeError("process 0 must pass the bytes that it broadcasts, got None")
+        raise TypeError("broadcast: expected bytes from process 0, found None")
     return data

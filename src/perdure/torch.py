@@ -70,7 +70,7 @@ def gradients(
         StateError: The loss does not depend on a parameter, and `unused` is "error".
     """
     if unused not in ("error", "zeros"):
-        raise StateError(f'unused must be "error" or "zeros", got {unused!r}')
+        raise StateError(f'unused: expected "error" or "zeros", found {unused!r}')
     names, parameters = [], []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -105,7 +105,10 @@ def apply_gradients(
     parameters = dict(module.named_parameters())
     unknown = sorted(grads.keys() - parameters.keys())
     if unknown:
-        raise StateError(f"gradients for {', '.join(unknown)}, which the module does not have")
+        raise StateError(
+            f"grads: expected names of parameters of the module, found {', '.join(unknown)} as well; "
+            "take them from module.named_parameters()"
+        )
     with torch.no_grad():
         scaled = torch._foreach_mul(list(grads.values()), scale) if grads else ()  # pyright: ignore[reportPrivateImportUsage]
     new = dict(zip(grads, scaled, strict=True))

@@ -112,7 +112,7 @@ def test_what_is_refused() -> None:
         MirroredStrategy(64)
     assert "64 devices were asked for" in str(error.value)
     assert "JAX_NUM_CPU_DEVICES=64" in str(error.value)
-    with pytest.raises(TopologyError, match="devices must be at least 1, got 0"):
+    with pytest.raises(TopologyError, match="devices: expected at least 1, found 0"):
         MirroredStrategy(0)
     with pytest.raises(
         TopologyError, match="devices: expected a number, a list of devices or None"

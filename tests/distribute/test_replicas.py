@@ -302,7 +302,7 @@ def test_collectives_for_all_replicas_are_refused_in_one() -> None:
 def test_what_gather_refuses() -> None:
     own = strategy()
     for value, says in [
-        (np.ones(2), "gather expects a PerReplica, such as strategy.run returns, got ndarray"),
+        (np.ones(2), "gather: expected a PerReplica, such as strategy.run returns, found ndarray"),
         (strategy(replicas=3).keys(0), "(0, 1, 2): it was made by another strategy"),
     ]:
         with pytest.raises(TopologyError) as error:

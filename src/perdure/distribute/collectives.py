@@ -20,7 +20,7 @@ def operation(reduce_op: ReduceOp | str) -> str:
     """ "sum" or "mean"; TopologyError for anything else."""
     op = str(getattr(reduce_op, "value", reduce_op)).lower()
     if op not in ("sum", "mean"):
-        raise TopologyError(f'reduce_op must be "sum" or "mean", got {reduce_op!r}')
+        raise TopologyError(f'reduce_op: expected "sum" or "mean", found {reduce_op!r}')
     return op
 
 
@@ -112,11 +112,11 @@ def _exchanged(plan: Plan, parts: list[Any], sizes: list[list[int]], axis: int) 
 def _check(name: str, plan: Plan, value: Any) -> None:
     if not isinstance(value, PerReplica):
         raise TopologyError(
-            f"{name} expects a PerReplica, such as strategy.run returns, got {type(value).__name__}"
+            f"{name}: expected a PerReplica, such as strategy.run returns, found {type(value).__name__}"
         )
     if value.replicas != plan.local_replicas:
         raise TopologyError(
-            f"{name} expects a PerReplica for the replicas {plan.local_replicas}, found one for "
+            f"{name}: expected a PerReplica for the replicas {plan.local_replicas}, found one for "
             f"{value.replicas}: it was made by another strategy"
         )
 

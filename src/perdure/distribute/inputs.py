@@ -89,7 +89,9 @@ class DistributedDataset:
 
     def __init__(self, source: Any, batch: Callable[[Any, int], PerReplica], step: int = 0) -> None:
         if step < 0:
-            raise DataError(f"a dataset starts at step 0 or later, got {step}")
+            raise DataError(
+                f"a dataset starts at step 0: expected a step of at least 0, found {step}"
+            )
         self._source = source
         self._batch = batch
         self.step = step

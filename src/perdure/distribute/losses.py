@@ -39,7 +39,7 @@ def compute_average_loss(
     losses = xp.array(per_example_loss)
     if losses.ndim == 0:
         raise TopologyError(
-            "compute_average_loss expects one loss for each example, found a single number; ask the "
+            "compute_average_loss: expected one loss for each example, found a single number; ask the "
             'loss function not to reduce (reduction="none")'
         )
     if sample_weight is not None:
@@ -47,7 +47,7 @@ def compute_average_loss(
     if global_batch_size is None:
         global_batch_size = int(losses.shape[0]) * _replicas("compute_average_loss")
     elif isinstance(global_batch_size, (int, float)) and global_batch_size <= 0:
-        raise TopologyError(f"global_batch_size must be above 0, got {global_batch_size}")
+        raise TopologyError(f"global_batch_size: expected more than 0, found {global_batch_size}")
     return losses.sum() / global_batch_size
 
 

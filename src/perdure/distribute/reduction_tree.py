@@ -36,7 +36,7 @@ class TreeSum(Generic[T]):
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
         if leaves < 1:
-            raise TopologyError(f"a reduction needs at least 1 leaf, got {leaves}")
+            raise TopologyError(f"a reduction: expected at least 1 leaf, found {leaves}")
         self._leaves = leaves
         self._add = add
         self._stack: list[tuple[TreeNode, T]] = []

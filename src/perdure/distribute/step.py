@@ -90,14 +90,14 @@ class TrainStep:
             state, logs = self(state, batch)
             all_logs.append(logs)
         if not all_logs:
-            raise TopologyError("many expects at least one batch, got none")
+            raise TopologyError("many: expected at least one batch, found none")
         return state, stack(self._plan.engine.trees, all_logs)
 
     def _step_of(self, batch: PerReplica) -> int:
         if not isinstance(batch, PerReplica) or batch.step is None:
             raise TopologyError(
-                "train_step expects what strategy.batch(dataset, step) returns, which carries the "
-                f"step; got {type(batch).__name__}"
+                "train_step: expected what strategy.batch(dataset, step) returns, which carries the "
+                f"step; found {type(batch).__name__}"
             )
         if batch.replicas != self._plan.local_replicas:
             raise TopologyError(

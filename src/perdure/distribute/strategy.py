@@ -61,10 +61,10 @@ class Strategy:
 
     def __init__(self, engine: Engine, replicas: int | None = None, *, seed: int = 0) -> None:
         if not _is_whole(seed) or not 0 <= seed < 2**63:
-            raise TopologyError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
+            raise TopologyError(f"seed: expected an integer from 0 to 2**63 - 1, found {seed!r}")
         if replicas is not None and not _is_whole(replicas):
             raise TopologyError(
-                f"replicas must be an integer, or None for the devices, got {replicas!r}"
+                f"replicas: expected an integer, or None for the devices, found {replicas!r}"
             )
         self._engine = engine
         self._seed = int(seed)
@@ -135,7 +135,7 @@ class Strategy:
     def batch(self, dataset: StepDataset, step: int) -> PerReplica:
         """The shares of this process's replicas of the global batch of a step."""
         if not 0 <= step < 2**32:
-            raise DataError(f"step must be 0 to 2**32 - 1, got {step}")
+            raise DataError(f"step: expected 0 to 2**32 - 1, found {step}")
         inputs.require_dataset(dataset)
         shares = tuple(dataset.batch(step, r, self._replicas) for r in self.local_replicas)
         return PerReplica(shares, self.local_replicas, step)

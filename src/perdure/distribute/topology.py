@@ -15,7 +15,7 @@ def bounds(replicas: int, devices: int) -> tuple[tuple[int, int], ...]:
     """The half-open range of logical replicas of every device."""
     if devices < 1 or replicas < 1:
         raise TopologyError(
-            f"expected at least 1 logical replica and 1 device, got {replicas} and {devices}"
+            f"expected at least 1 logical replica and 1 device, found {replicas} and {devices}"
         )
     if replicas < devices:
         raise TopologyError(

@@ -33,7 +33,7 @@ class PerReplica:
         if len(self.values) != len(self.replicas):
             raise ValueError(
                 f"expected one value for each of the replicas {self.replicas}, "
-                f"got {len(self.values)} values"
+                f"found {len(self.values)} values"
             )
 
     def __iter__(self) -> Iterator[PerReplica]:

@@ -171,7 +171,7 @@ def _choose(devices: Devices) -> tuple[Any, ...]:
         return tuple(local)
     if isinstance(devices, int):
         if devices < 1:
-            raise TopologyError(f"devices must be at least 1, got {devices}")
+            raise TopologyError(f"devices: expected at least 1, found {devices}")
         if devices > len(local):
             raise TopologyError(
                 f"{devices} devices were asked for and this process has {len(local)}. On CPU, set "
@@ -185,7 +185,7 @@ def _choose(devices: Devices) -> tuple[Any, ...]:
         )
     chosen = tuple(devices)
     if not chosen or len(set(chosen)) != len(chosen):
-        raise TopologyError(f"devices must be a list of different devices, got {list(chosen)}")
+        raise TopologyError(f"devices: expected different devices, found {list(chosen)}")
     foreign = [device for device in chosen if device not in local]
     if foreign:
         raise TopologyError(f"{foreign} are not devices of this process, which has {local}")

@@ -60,7 +60,7 @@ def update_program(fn: Update) -> Callable[..., Any]:
         result = fn(state, total)
         if not isinstance(result, tuple) or len(result) != 2:
             raise StateError(
-                f"{_called(fn)} must return (state, logs), got {type(result).__name__}"
+                f"{_called(fn)}: expected (state, logs) as its result, found {type(result).__name__}"
             )
         new, logs = jax.tree.map(without_weak_type, result)
         _same_form(fn, state, new)

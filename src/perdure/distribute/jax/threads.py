@@ -32,11 +32,11 @@ def pin(
     environ = os.environ if environ is None else environ
     started = backend_started() if started is None else started
     if threads is not None and threads < 1:
-        raise TopologyError(f"threads must be at least 1, got {threads}")
+        raise TopologyError(f"threads: expected at least 1, found {threads}")
     text = environ.get(VARIABLE)
     if text is not None:
         if not text.isdigit() or int(text) < 1:
-            raise TopologyError(f"{VARIABLE} must be a positive integer, found {text!r}")
+            raise TopologyError(f"{VARIABLE}: expected a positive integer, found {text!r}")
         if threads is not None and threads != int(text):
             raise TopologyError(
                 f"threads={threads} contradicts {VARIABLE}={text}, which is set already. The size of "

@@ -135,7 +135,7 @@ class SparseTopKCategoricalAccuracy(_Accuracy):
 
     def __init__(self, name: str | None = None, *, k: int = 5, weighted: bool = False) -> None:
         if k < 1:
-            raise StateError(f"k must be at least 1, got {k}")
+            raise StateError(f"k: expected at least 1, found {k}")
         self.k = k
         super().__init__(name, weighted=weighted)
 

@@ -37,9 +37,9 @@ class AUC(Counting):
         weighted: bool = False,
     ) -> None:
         if curve not in ("ROC", "PR"):
-            raise StateError(f'curve must be "ROC" or "PR", got {curve!r}')
+            raise StateError(f'curve: expected "ROC" or "PR", found {curve!r}')
         if num_thresholds < 2:
-            raise StateError(f"num_thresholds must be at least 2, got {num_thresholds}")
+            raise StateError(f"num_thresholds: expected at least 2, found {num_thresholds}")
         self.curve = curve
         last = num_thresholds - 1
         inner = [step / last for step in range(1, last)]

@@ -89,7 +89,7 @@ def test_run_and_reduce() -> None:
     [
         (lambda s, _: (dict(s, w=s["w"][None]), {}), "w: float32[] became float32[1]"),
         (lambda s, _: ({"w": s["w"]}, {}), "key: key<fry>[] became nothing"),
-        (lambda s, _: s, "must return (state, logs), got dict"),
+        (lambda s, _: s, "expected (state, logs) as its result, found dict"),
     ],
 )
 def test_an_update_that_changes_the_form_of_the_state(fn: Any, says: str) -> None:

@@ -104,7 +104,7 @@ def test_what_is_refused() -> None:
         assert compute_average_loss(np.ones(2), global_batch_size=4) == 0.5
     for call, says in [
         (lambda: compute_average_loss(2.0), "one loss for each example, found a single number"),
-        (lambda: compute_average_loss([1.0], global_batch_size=0), "must be above 0, got 0"),
+        (lambda: compute_average_loss([1.0], global_batch_size=0), "expected more than 0, found 0"),
         (
             lambda: compute_average_loss([1.0, 2.0], [1.0, 1.0, 1.0]),
             "sample_weight has the shape [3]; expected the first axes of [2]",

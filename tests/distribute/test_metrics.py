@@ -231,8 +231,8 @@ def test_what_a_metric_says_of_its_arguments() -> None:
         error.value
     )
     for make, says in [
-        (lambda: metrics.AUC(curve="PRC"), 'curve must be "ROC" or "PR", got \'PRC\''),
-        (lambda: metrics.AUC(num_thresholds=1), "must be at least 2, got 1"),
+        (lambda: metrics.AUC(curve="PRC"), 'curve: expected "ROC" or "PR", found \'PRC\''),
+        (lambda: metrics.AUC(num_thresholds=1), "expected at least 2, found 1"),
     ]:
         with pytest.raises(StateError) as error:
             make()

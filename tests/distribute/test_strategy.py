@@ -190,11 +190,11 @@ def test_a_mean_over_an_axis_is_over_all_elements() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"replicas": "4"}, "replicas must be an integer, or None for the devices, got '4'"),
-        ({"replicas": 2.0}, "replicas must be an integer"),
-        ({"replicas": True}, "replicas must be an integer"),
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"seed": None}, "seed must be an integer"),
+        ({"replicas": "4"}, "replicas: expected an integer, or None for the devices, found '4'"),
+        ({"replicas": 2.0}, "replicas: expected an integer"),
+        ({"replicas": True}, "replicas: expected an integer"),
+        ({"seed": 1.5}, "seed: expected an integer"),
+        ({"seed": None}, "seed: expected an integer"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:

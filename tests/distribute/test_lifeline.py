@@ -98,7 +98,10 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     other.leaving()  # only process 0 has anything to say
     assert gone.empty()
     chief.leaving()
+    late, late_gone = made(2, board)
     assert gone.get(timeout=LIMIT_S) == 0
+    assert late_gone.get(timeout=LIMIT_S) == 0
+    late.stop()
     other.stop()
     chief.stop()
 

@@ -30,7 +30,7 @@ import numpy as np
 from table import Row, compared, finish, row
 
 from perdure import RunConfig, Trainer
-from perdure.train import Hook
+from perdure.train import Hook, OutputConfig
 from perdure.train.events import EventWriter
 
 TARGET_S = 2e-3
@@ -112,7 +112,8 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
         saves = (
             {"save_checkpoints_secs": 3600} if save is None else {"save_checkpoints_steps": save}
         )
-        config = RunConfig(where, **saves, progress="lines", console=io.StringIO())
+        output = OutputConfig(progress="lines", console=io.StringIO())
+        config = RunConfig(where, **saves, output=output)
         Trainer(step, state, batches, config, [turns]).train(block * (blocks + 1) + block // 4)
     return turns
 

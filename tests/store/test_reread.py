@@ -371,7 +371,7 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
         fired.append(len(digests))
         return digests
 
-    monkeypatch.setattr("perdure.store.writer.hash_each", late)
+    monkeypatch.setattr("perdure.store.pack_writer.hash_each", late)
     view = memoryview(memory)
     leaves = {f"part{at}": Leaf("uint8", (64,), view[at : at + 64]) for at in range(0, 4096, 64)}
     with run_on(tmp_path) as run:

@@ -31,8 +31,8 @@ from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
+from perdure.store.pack_writer import Written
 from perdure.store.record_builder import Held
-from perdure.store.writer import Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
 _MOST_LINES = 20

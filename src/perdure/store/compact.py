@@ -17,10 +17,10 @@ from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
 from perdure.store.manifest import Chunk, Manifest, PackRecord, format_of
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
+from perdure.store.pack_writer import BLOCK, LARGE_BYTES
 from perdure.store.pools import map_ahead, pool
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import BLOCK, LARGE_BYTES
 
 READ_THREADS = 2
 READ_AHEAD = 4

@@ -22,12 +22,12 @@ from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Manifest
+from perdure.store.pack_writer import write_pack
 from perdure.store.quarantine import note_damage, set_aside
 from perdure.store.reread import Cursor
 from perdure.store.restore import read_manifest
 from perdure.store.rollback_notes import rolled_back
 from perdure.store.storage import Storage
-from perdure.store.writer import write_pack
 
 
 class DamageHandler:

@@ -19,9 +19,9 @@ from perdure.store.codec import Encode
 from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
 from perdure.store.manifest import Chunk, LeafRecord
+from perdure.store.pack_writer import Written, write_pack
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import Written, write_pack
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from perdure.errors import CorruptionError, PruneError, StepNotFoundError, StoreError
 from perdure.store.codec import encoder
+from perdure.store.committer import Saver, WriteChunks
 from perdure.store.contents import Catalog, Contents
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
@@ -42,7 +43,6 @@ from perdure.store.restore import (
 from perdure.store.rollback import moving, roll_back, undo_rollback
 from perdure.store.rollback_notes import RolledBack, rolled_back
 from perdure.store.run_marker import is_run_directory
-from perdure.store.saving import Saver, WriteChunks
 from perdure.store.storage import LostLock, Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers

@@ -28,11 +28,11 @@ from perdure.store.leaf import Leaf, containers_of
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
+from perdure.store.pack_writer import Written, write_pack
 from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.restore import list_steps, read_manifest
 from perdure.store.storage import LostLock, Storage, create_whole
-from perdure.store.writer import Written, write_pack
 from perdure.store.writer_session import WriterSession
 
 WriteChunks = Callable[[Mapping[str, Held]], Written]

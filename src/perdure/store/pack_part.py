@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
-from perdure.store.leaf import Leaf, containers_of
+from perdure.store.format import chunk_spans, hash_bytes
+from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafRecord
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.record_builder import Held, RecordBuilder
@@ -56,39 +56,19 @@ class Own:
     local: Mapping[str, Leaf] = field(default_factory=dict)
 
 
-class RemoteLeaf(Struct, frozen=True, gc=False):
-    """A leaf of another process without its bytes, for a fingerprint."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    digests: tuple[str, ...]
-
-    @property
-    def data(self) -> memoryview:
-        return memoryview(b"")
-
-    @property
-    def is_scalar(self) -> bool:
-        return self.dtype.startswith(SCALAR_PREFIX)
-
-    def hashes(self) -> list[str]:
-        return list(self.digests)
-
-
 class OwnRows(Struct, frozen=True):
     """The `Own` leaves of one process, as the others get them."""
 
-    ranked: tuple[RemoteLeaf, ...]
-    local: tuple[RemoteLeaf, ...]
+    ranked: dict[str, RemoteLeaf]
+    local: dict[str, RemoteLeaf]
 
     @classmethod
     def of(cls, own: Own) -> OwnRows:
-        def rows(leaves: Mapping[str, Leaf]) -> tuple[RemoteLeaf, ...]:
-            return tuple(
-                RemoteLeaf(path, leaf.dtype, leaf.shape, tuple(leaf.hashes()))
-                for path, leaf in sorted(leaves.items())
-            )
+        def rows(leaves: Mapping[str, Leaf]) -> dict[str, RemoteLeaf]:
+            return {
+                path: RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
+                for path, leaf in leaves.items()
+            }
 
         return cls(rows(own.ranked), rows(own.local))
 

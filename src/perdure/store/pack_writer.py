@@ -134,7 +134,7 @@ def write_pack(
         with gc_paused(len(leaves)):
             pack.add_small(small, known, left)
         hashes += _add_local(pack, local, known, left)
-        pack.commit()
+        pack.finish()
     except BaseException:
         pack.abort()
         raise
@@ -231,7 +231,7 @@ class _Pack:
                 self._sink = self._storage.create(PACKS + name, left)
             self._sink.write(joined if len(parts) == len(copies) else memoryview(b"".join(parts)))
 
-    def commit(self) -> None:
+    def finish(self) -> None:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return

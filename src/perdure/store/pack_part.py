@@ -129,13 +129,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             continue
         chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
         located.update(chunks)
-        size = len(leaf.data)
-        digests = [digest for digest, _ in chunks]
-        places = iter([held for _, held in chunks])
-        record = builder.array(
-            path, leaf.dtype, leaf.shape, size, digests, lambda _, places=places: next(places)
-        )
-        state.append(record)
+        state.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
     local: list[LeafRecord] = []
     for part in parts:
         packs = list(part.packs)

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import accumulate
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -51,9 +50,6 @@ LARGE_BYTES = 256 * 1024
 ALONE_BYTES = 1024 * 1024
 """For at most so many bytes of large chunks, using other threads takes longer than it saves."""
 
-ENCODE_ALONE_BYTES = 1024 * 1024
-"""The same for chunks that are encoded, which takes ten times as long as hashing them."""
-
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
 
@@ -75,14 +71,6 @@ class Written(NamedTuple):
     packs: list[PackRecord]
     located: dict[str, Held]
     local: list[LeafRecord]
-
-
-@dataclass
-class WrittenPack:
-    """Name and bytes of the pack of one process for one save; 0 bytes if there is none."""
-
-    name: str
-    size: int = 0
 
 
 def write_pack(
@@ -109,31 +97,28 @@ def write_pack(
     Raises:
         DamagedChunk: A pack with known chunks is gone.
     """
-    pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
+    pack = _Pack(storage, pack_name(step, process, secrets.token_hex(4)), known)
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
-    located = pack.located
     buffers: list[mmap.mmap] = []
-    left = sum(len(leaf.data) for leaf in (*leaves.values(), *local.values()))
+    left = sum([len(leaf.data) for leaf in (*leaves.values(), *local.values())])
     try:
         with gc_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
-        jobs = (
-            _hashed(large, buffers)
-            if encode is None
-            else _encoded(large, encode, (known, located), buffers)
-        )
-        with closing(jobs):
-            for (slots, index, data, _), digest, stored, release in jobs:
+        with closing(_prepared(large, encode, (known, pack.located), buffers)) as prepared:
+            for (slots, index, data, _), digest, stored, release in prepared:
                 slots[index] = digest
-                if digest not in known and digest not in located:
-                    pack.add(digest, stored, left, len(data), release)
-                else:
-                    release()
+                pack.add(digest, stored, left, len(data), release)
                 left -= len(data)
         with gc_paused(len(leaves)):
-            pack.add_small(small, known, left)
-        hashes += _add_local(pack, local, known, left)
+            pack.add_small(small, left)
+        # A local leaf that never changes would keep the pack of the first save alive for ever, for a
+        # few kilobytes. So it is written again, unless there would be no pack without it.
+        if not pack.is_empty:
+            pack.known = {}
+        own = sorted(local.items())
+        own_hashes: list[list[str]] = [[] for _ in own]
+        pack.add_small(_in_pack_order(own, own_hashes, CHUNK_BYTES + 1)[1], left)
         pack.finish()
     except BaseException:
         pack.abort()
@@ -142,34 +127,27 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        ordered += sorted(local.items())
-        records, packs = _records(ordered, hashes, known, located, storage, pack.written)
-    return Written(records[: len(leaves)], packs, located, records[len(leaves) :])
-
-
-def _add_local(
-    pack: _Pack, local: Mapping[str, Leaf], known: Mapping[str, Held], left: int
-) -> list[list[str]]:
-    """Append local leaves as they are, and return the hashes of each, in the order of their paths.
-
-    A local leaf that never changes would keep the pack of the first save alive for ever, for a few
-    kilobytes. So it is written again, unless there would be no pack without it.
-    """
-    hashes: list[list[str]] = [[] for _ in local]
-    if local:
-        small = _in_pack_order(sorted(local.items()), hashes, CHUNK_BYTES + 1)[1]
-        pack.add_small(small, known if pack.is_empty else {}, left)
-    return hashes
+        records, packs = _records(ordered + own, hashes + own_hashes, pack)
+    return Written(records[: len(leaves)], packs, pack.located, records[len(leaves) :])
 
 
 class _Pack:
-    """The pack that is being written, created at its first chunk. `located` has its chunks in order."""
+    """The pack that is being written, created at its first chunk.
 
-    def __init__(self, storage: Storage, written: WrittenPack) -> None:
-        self.written = written
+    Attributes:
+        known: The places of chunks that are not written.
+        located: The chunks of this pack, in order.
+        places: The places of all chunks that were added, in this pack or before it.
+    """
+
+    def __init__(self, storage: Storage, name: str, known: Mapping[str, Held]) -> None:
+        self.storage = storage
+        self.name = name
+        self.size = 0
+        self.known = known
         self.located: dict[str, Held] = {}
+        self.places: dict[str, Held] = {}
         self._encoded: dict[str, int] = {}
-        self._storage = storage
         self._sink: Sink | None = None
 
     @property
@@ -179,24 +157,31 @@ class _Pack:
     def add(
         self, digest: str, data: memoryview, left: int, size: int, release: Callable[[], None]
     ) -> None:
-        """Append a chunk of `size` bytes, stored as `data`; `release` is called once it is written.
+        """Append a chunk of `size` bytes, stored as `data`, unless it is there already.
 
-        `left` is an upper bound of the bytes of this chunk and all that follow.
+        Args:
+            digest: The hash of the chunk.
+            data: Its bytes as they are stored.
+            left: An upper bound of the bytes of this chunk and all that follow.
+            size: Its bytes once it is decoded.
+            release: Called once `data` may be reused.
         """
-        if self._sink is None:
-            self._sink = self._storage.create(PACKS + self.written.name, left)
-        self.located[digest] = Held(self.written.name, self.written.size, len(data))
-        self.written.size += len(data)
+        if self._is_there(digest):
+            release()
+            return
+        sink = self._open(left)
+        self.located[digest] = self.places[digest] = Held(self.name, self.size, len(data))
+        self.size += len(data)
         if len(data) != size:
             self._encoded[digest] = size
-        if release is not _nothing and len(data) == size and isinstance(self._sink, AdoptingSink):
-            self._sink.write_from(data, release)
+        if release is not _nothing and len(data) == size and isinstance(sink, AdoptingSink):
+            sink.write_from(data, release)
         else:
-            self._sink.write(data)
+            sink.write(data)
             release()
 
-    def add_small(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        """Append small chunks that are not known yet, and add the hash of each to those of its leaf.
+    def add_small(self, jobs: Sequence[_Small], left: int) -> None:
+        """Append small chunks that are not there yet, and add the hash of each to those of its leaf.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
@@ -207,29 +192,43 @@ class _Pack:
             gathered.append(job)
             waiting += len(job[1])
             if waiting >= GATHER_BYTES:
-                self._add_gathered(gathered, known, left)
+                self._add_gathered(gathered, left)
                 gathered, waiting = [], 0
-        self._add_gathered(gathered, known, left)
+        if gathered:
+            self._add_gathered(gathered, left)
 
-    def _add_gathered(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        name, offset, located = self.written.name, self.written.size, self.located
+    def _add_gathered(self, jobs: Sequence[_Small], left: int) -> None:
+        name, offset, located, places = self.name, self.size, self.located, self.places
         joined = memoryview(b"".join([job[1] for job in jobs]))
         ends = list(accumulate([len(job[1]) for job in jobs]))
         copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         parts: list[memoryview] = []
         for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
             slots.append(digest)
-            if digest in located or digest in known:
+            if digest in places or self._is_there(digest):
                 continue
             size = len(data)
-            located[digest] = Held(name, offset, size)
+            located[digest] = places[digest] = Held(name, offset, size)
             offset += size
             parts.append(data)
         if parts:
-            self.written.size = offset
-            if self._sink is None:
-                self._sink = self._storage.create(PACKS + name, left)
-            self._sink.write(joined if len(parts) == len(copies) else memoryview(b"".join(parts)))
+            self.size = offset
+            self._open(left).write(
+                joined if len(parts) == len(copies) else memoryview(b"".join(parts))
+            )
+
+    def _is_there(self, digest: str) -> bool:
+        """Whether a chunk needs no writing; its place is then among `places`."""
+        if digest not in self.places:
+            if (place := self.known.get(digest)) is None:
+                return False
+            self.places[digest] = place
+        return True
+
+    def _open(self, left: int) -> Sink:
+        if self._sink is None:
+            self._sink = self.storage.create(PACKS + self.name, left)
+        return self._sink
 
     def finish(self) -> None:
         """Make the pack durable, if there is one."""
@@ -238,7 +237,7 @@ class _Pack:
         chunks = [(digest, held.length) for digest, held in self.located.items()]
         tail = encode_pack_tail(chunks, self._encoded)
         self._sink.write(memoryview(tail))
-        self.written.size += len(tail)
+        self.size += len(tail)
         self._sink.commit()
 
     def abort(self) -> None:
@@ -281,18 +280,29 @@ def _in_pack_order(
     return whole + uneven, small
 
 
-def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Prepared, None, None]:
-    """Copy and hash large chunks, in order; many of them are prepared ahead on other cores.
+def _prepared(
+    chunks: Sequence[_Job],
+    encode: Encode | None,
+    known: tuple[Mapping[str, Held], ...],
+    buffers: list[mmap.mmap],
+) -> Generator[_Prepared, None, None]:
+    """Copy, hash and encode large chunks, in order; many of them are prepared ahead on other cores.
 
-    The buffers of the copies are added to `buffers`.
+    Chunks that are `known` are not encoded. The buffers of the copies are added to `buffers`.
     """
 
     def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
-        return job, hash_bytes(copy), copy, release
+        digest = hash_bytes(copy)
+        if encode is None or any(digest in places for places in known):
+            return job, digest, copy, release
+        return job, digest, encode(copy, job[3], digest), release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
         return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
-    return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+    if encode is None:
+        return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+    executor = pool("encode", ENCODE_THREADS)
+    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
 
 
 def _nothing() -> None:
@@ -330,50 +340,26 @@ def _on_copies(
         prepared.close()
 
 
-def _encoded(
-    chunks: Sequence[_Job],
-    encode: Encode,
-    known: tuple[Mapping[str, Held], ...],
-    buffers: list[mmap.mmap],
-) -> Generator[_Prepared, None, None]:
-    """As `_hashed`, with encoded bytes; chunks that are `known` are not encoded."""
-
-    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
-        digest = hash_bytes(copy)
-        if any(digest in places for places in known):
-            return job, digest, copy, release
-        return job, digest, encode(copy, job[3], digest), release
-
-    if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
-    executor = pool("encode", ENCODE_THREADS)
-    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
-
-
 def _records(
-    ordered: Sequence[tuple[str, Leaf]],
-    hashes: Sequence[list[str]],
-    known: Mapping[str, Held],
-    located: Mapping[str, Held],
-    storage: Storage,
-    written: WrittenPack,
+    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: _Pack
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
-    def find(digest: str) -> Held:
-        return located.get(digest) or known[digest]
-
+    find = pack.places.__getitem__
     builder = RecordBuilder()
     array = builder.array
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
-        if leaf.dtype.startswith(SCALAR_PREFIX):
-            records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
+        dtype = leaf.dtype
+        if dtype.startswith(SCALAR_PREFIX):
+            records.append(LeafRecord(path=path, dtype=dtype, text=leaf.text))
             continue
-        records.append(array(path, leaf.dtype, leaf.shape, len(leaf.data), digests, find))
+        places = zip(digests, map(find, digests), strict=True)
+        records.append(array(path, dtype, leaf.shape, len(leaf.data), places))
 
     def pack_size(name: str) -> int:
         try:
-            return written.size if name == written.name else storage.size(PACKS + name)
+            return pack.size if name == pack.name else pack.storage.size(PACKS + name)
         except FileNotFoundError as error:
-            raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
+            where = f"{pack.storage.where}/{PACKS}{name}"
+            raise DamagedChunk(f"{where} is gone.", name, -1) from error
 
     return records, builder.packs(pack_size)

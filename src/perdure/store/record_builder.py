@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
@@ -29,18 +29,14 @@ class RecordBuilder:
         dtype: str,
         shape: tuple[int, ...],
         nbytes: int,
-        digests: Sequence[str],
-        find: Callable[[str], Held],
+        places: Iterable[tuple[str, Held]],
     ) -> LeafRecord:
-        """The record of an array of `nbytes` bytes; `find` returns the place of a chunk by its hash.
-
-        It is called once for each chunk, in their order. A save calls this for each of its leaves.
-        """
+        """The record of an array of `nbytes` bytes, from (hash, place) of each of its chunks."""
+        # A save calls this for each of its leaves.
         numbers = self._numbers
         chunks = []
         missing = nbytes
-        for digest in digests:
-            place = find(digest)
+        for digest, place in places:
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             chunks.append(Chunk(digest, number, place.offset, place.length))
@@ -52,11 +48,8 @@ class RecordBuilder:
         """A record of another manifest, with its chunks where `place` says that they lie now."""
         if record.text is not None:
             return record
-        places = map(place, record.chunks)
-        hashes = [chunk.hash for chunk in record.chunks]
-        return self.array(
-            record.path, record.dtype, record.shape, record.nbytes, hashes, lambda _: next(places)
-        )
+        places = [(chunk.hash, place(chunk)) for chunk in record.chunks]
+        return self.array(record.path, record.dtype, record.shape, record.nbytes, places)
 
     def packs(self, size: Callable[[str], int]) -> list[PackRecord]:
         """The packs that the records read from; `size` returns the bytes of one by its name."""

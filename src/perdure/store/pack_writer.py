@@ -33,7 +33,7 @@ from perdure.store.format import (
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafRecord, PackRecord
-from perdure.store.pack_index import encode_pack_tail
+from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import AdoptingSink, Sink, Storage
@@ -97,7 +97,7 @@ def write_pack(
     Raises:
         DamagedChunk: A pack with known chunks is gone.
     """
-    pack = _Pack(storage, pack_name(step, process, secrets.token_hex(4)), known)
+    pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
     buffers: list[mmap.mmap] = []
@@ -131,7 +131,7 @@ def write_pack(
     return Written(records[: len(leaves)], packs, pack.located, records[len(leaves) :])
 
 
-class _Pack:
+class NewPack:
     """The pack that is being written, created at its first chunk.
 
     Attributes:
@@ -170,15 +170,18 @@ class _Pack:
             release()
             return
         sink = self._open(left)
-        self.located[digest] = self.places[digest] = Held(self.name, self.size, len(data))
-        self.size += len(data)
-        if len(data) != size:
-            self._encoded[digest] = size
+        self._place(digest, len(data), size)
         if release is not _nothing and len(data) == size and isinstance(sink, AdoptingSink):
             sink.write_from(data, release)
         else:
             sink.write(data)
             release()
+
+    def copy(self, chunks: Sequence[PackedChunk], data: memoryview, left: int) -> None:
+        """Append chunks that are not there yet, as they are stored one after the other in `data`."""
+        for digest, length, size in chunks:
+            self._place(digest, length, size)
+        self._open(left).write(data)
 
     def add_small(self, jobs: Sequence[_Small], left: int) -> None:
         """Append small chunks that are not there yet, and add the hash of each to those of its leaf.
@@ -216,6 +219,13 @@ class _Pack:
             self._open(left).write(
                 joined if len(parts) == len(copies) else memoryview(b"".join(parts))
             )
+
+    def _place(self, digest: str, length: int, size: int) -> None:
+        """Note that the next `length` bytes of the pack are a chunk of `size` decoded bytes."""
+        self.located[digest] = self.places[digest] = Held(self.name, self.size, length)
+        self.size += length
+        if length != size:
+            self._encoded[digest] = size
 
     def _is_there(self, digest: str) -> bool:
         """Whether a chunk needs no writing; its place is then among `places`."""
@@ -341,7 +351,7 @@ def _on_copies(
 
 
 def _records(
-    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: _Pack
+    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: NewPack
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
     find = pack.places.__getitem__
     builder = RecordBuilder()

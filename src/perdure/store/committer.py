@@ -47,6 +47,7 @@ class PreparedSave:
         leaves: The leaves of the state by path. Other processes hold the bytes of some.
         local: Leaves that belong to one process each and are no part of the fingerprint.
         held: Places of the chunks that need not be written, by hash.
+        nbytes: Bytes of the state.
         present: The manifest of the step, if the same state is committed already.
         is_committed: Whether the local leaves are committed with it, so that nothing is written.
     """
@@ -55,13 +56,9 @@ class PreparedSave:
     leaves: Mapping[str, AnyLeaf]
     local: Mapping[str, AnyLeaf]
     held: Mapping[str, Held]
+    nbytes: int
     present: Manifest | None
     is_committed: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(leaf.nbytes for leaf in self.leaves.values())
 
 
 class Committer:
@@ -89,7 +86,7 @@ class Committer:
         self, step: int, leaves: Mapping[str, AnyLeaf], local: Mapping[str, AnyLeaf]
     ) -> Iterator[PreparedSave]:
         """`Run.prepare_save`, which gives the contract."""
-        size = sum(leaf.nbytes for leaf in leaves.values())
+        size = sum([leaf.nbytes for leaf in leaves.values()])
         with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
                 self._session.begin()
@@ -97,8 +94,8 @@ class Committer:
                 is_committed = present is not None and (not local or _same_local(present, local))
                 held = self._catalog.held()
                 if not is_committed:
-                    ensure_free_space(self._storage, leaves, local, held)
-                yield PreparedSave(step, leaves, local, held, present, is_committed)
+                    ensure_free_space(self._storage, leaves, size, local, held)
+                yield PreparedSave(step, leaves, local, held, size, present, is_committed)
             except FileExistsError as error:
                 self._catalog.forget()
                 raise LockedError(

@@ -24,24 +24,24 @@ BYTES_PER_SAVE = 64 * 1024
 def ensure_free_space(
     storage: Storage,
     leaves: Mapping[str, AnyLeaf],
+    nbytes: int,
     local: Mapping[str, AnyLeaf],
     known: Collection[str],
 ) -> None:
     """Raise `OSError` (ENOSPC), with the bytes that are needed and free, if a save cannot fit.
 
-    `leaves` are those of the state, in all processes together, and `known` the hashes of chunks that
-    will not be written. `local` leaves are always written.
+    `leaves` are those of the state, in all processes together, of `nbytes` bytes, and `known` the
+    hashes of chunks that will not be written. `local` leaves are always written.
     """
-    everything = [*leaves.values(), *local.values()]
-    size = sum(leaf.nbytes for leaf in everything)
+    own = sum(leaf.nbytes for leaf in local.values())
+    count = len(leaves) + len(local)
     overhead = (
         BYTES_PER_SAVE
-        + BYTES_PER_LEAF * len(everything)
-        + BYTES_PER_CHUNK * (size // CHUNK_BYTES + len(everything))
+        + BYTES_PER_LEAF * count
+        + BYTES_PER_CHUNK * ((nbytes + own) // CHUNK_BYTES + count)
     )
     free = storage.free_bytes()
-    if free is not None and size + overhead > free:
-        own = sum(leaf.nbytes for leaf in local.values())
+    if free is not None and nbytes + own + overhead > free:
         ensure_free_bytes(storage, _new_bytes(leaves, known) + own + overhead)
 
 

@@ -129,7 +129,10 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             continue
         chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
         located.update(chunks)
-        state.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
+        digests = [digest for digest, _ in chunks]
+        state.append(
+            builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, digests, dict(chunks))
+        )
     local: list[LeafRecord] = []
     for part in parts:
         packs = list(part.packs)

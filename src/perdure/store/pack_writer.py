@@ -166,7 +166,9 @@ class NewPack:
             size: Its bytes once it is decoded.
             release: Called once `data` may be reused.
         """
-        if self._is_there(digest):
+        if digest not in self.places and (place := self.known.get(digest)) is not None:
+            self.places[digest] = place
+        if digest in self.places:
             release()
             return
         sink = self._open(left)
@@ -201,14 +203,18 @@ class NewPack:
             self._add_gathered(gathered, left)
 
     def _add_gathered(self, jobs: Sequence[_Small], left: int) -> None:
-        name, offset, located, places = self.name, self.size, self.located, self.places
+        name, offset = self.name, self.size
+        located, places, known = self.located, self.places, self.known
         joined = memoryview(b"".join([job[1] for job in jobs]))
         ends = list(accumulate([len(job[1]) for job in jobs]))
         copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         parts: list[memoryview] = []
         for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
             slots.append(digest)
-            if digest in places or self._is_there(digest):
+            if digest in places:
+                continue
+            if (place := known.get(digest)) is not None:
+                places[digest] = place
                 continue
             size = len(data)
             located[digest] = places[digest] = Held(name, offset, size)
@@ -226,14 +232,6 @@ class NewPack:
         self.size += length
         if length != size:
             self._encoded[digest] = size
-
-    def _is_there(self, digest: str) -> bool:
-        """Whether a chunk needs no writing; its place is then among `places`."""
-        if digest not in self.places:
-            if (place := self.known.get(digest)) is None:
-                return False
-            self.places[digest] = place
-        return True
 
     def _open(self, left: int) -> Sink:
         if self._sink is None:
@@ -353,7 +351,7 @@ def _on_copies(
 def _records(
     ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: NewPack
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
-    find = pack.places.__getitem__
+    places = pack.places
     builder = RecordBuilder()
     array = builder.array
     records = []
@@ -362,8 +360,7 @@ def _records(
         if dtype.startswith(SCALAR_PREFIX):
             records.append(LeafRecord(path=path, dtype=dtype, text=leaf.text))
             continue
-        places = zip(digests, map(find, digests), strict=True)
-        records.append(array(path, dtype, leaf.shape, len(leaf.data), places))
+        records.append(array(path, dtype, leaf.shape, len(leaf.data), digests, places))
 
     def pack_size(name: str) -> int:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -29,14 +29,17 @@ class RecordBuilder:
         dtype: str,
         shape: tuple[int, ...],
         nbytes: int,
-        places: Iterable[tuple[str, Held]],
+        digests: Sequence[str],
+        places: Mapping[str, Held],
     ) -> LeafRecord:
-        """The record of an array of `nbytes` bytes, from (hash, place) of each of its chunks."""
+        """The record of an array of `nbytes` bytes with the chunks `digests`, of which `places` has
+        the place of each."""
         # A save calls this for each of its leaves.
         numbers = self._numbers
         chunks = []
         missing = nbytes
-        for digest, place in places:
+        for digest in digests:
+            place = places[digest]
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             chunks.append(Chunk(digest, number, place.offset, place.length))
@@ -48,8 +51,10 @@ class RecordBuilder:
         """A record of another manifest, with its chunks where `place` says that they lie now."""
         if record.text is not None:
             return record
-        places = [(chunk.hash, place(chunk)) for chunk in record.chunks]
-        return self.array(record.path, record.dtype, record.shape, record.nbytes, places)
+        places = {chunk.hash: place(chunk) for chunk in record.chunks}
+        return self.array(
+            record.path, record.dtype, record.shape, record.nbytes, record.hashes(), places
+        )
 
     def packs(self, size: Callable[[str], int]) -> list[PackRecord]:
         """The packs that the records read from; `size` returns the bytes of one by its name."""

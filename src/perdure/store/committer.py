@@ -26,7 +26,7 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.format import manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
-from perdure.store.leaf import AnyLeaf, containers_of
+from perdure.store.leaf import AnyLeaf, Leaf, containers_of
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
@@ -109,14 +109,14 @@ class Committer:
                 self._catalog.forget()
                 raise SaveError(self._failed(step, size, error)) from error
 
-    def write_pack(self, save: PreparedSave) -> Written:
-        """Write the chunks that are not held, all of which this process has, as one durable pack."""
+    def write_pack(
+        self, step: int, leaves: Mapping[str, Leaf], local: Mapping[str, Leaf]
+    ) -> Written:
+        """Write the chunks that are not held, as one durable pack of this process."""
         while True:
             held = self._catalog.held()
             try:
-                written = write_pack(
-                    self._storage, save.step, 0, save.leaves, held, self._encode, save.local
-                )
+                written = write_pack(self._storage, step, 0, leaves, held, self._encode, local)
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
                 self._catalog.distrust(error)
                 continue

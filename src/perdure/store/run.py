@@ -203,7 +203,9 @@ class Run:
             StoreError: `step` is out of range.
         """
         with self.prepare_save(step, leaves, local) as save:
-            written = None if save.is_committed else self._committer.write_pack(save)
+            written = None
+            if not save.is_committed:
+                written = self._committer.write_pack(step, leaves, local or {})
             return self.commit_save(save, written, recipe, metrics)
 
     def prepare_save(

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 from helpers import Failing, contents, run_on, sharing_states
 
 from perdure import CheckpointManager
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import NoGoodCheckpointError, UnreachableError
 from perdure.store import Manifest, Run, verify_run
 from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
@@ -120,7 +121,7 @@ class Patient:
         found = not verify_run(self.run).ok
         sound = [step for step, man in self.manifests.items() if not needs(man, name, start, stop)]
         try:
-            loaded = self.run.load_newest()
+            loaded = load_good(self.run).loaded
             assert loaded is not None
             step = loaded.manifest.step
             right = step == max(sound, default=None) and contents(loaded.leaves) == contents(

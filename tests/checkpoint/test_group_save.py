@@ -21,7 +21,7 @@ from perdure.errors import (
     StepExistsError,
     WorkerLostError,
 )
-from perdure.store import Run, pack_part, writer
+from perdure.store import Run, pack_part, pack_writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
 
@@ -85,7 +85,7 @@ def test_every_process_hashes_its_copy_once(
         hashed.append(len(data))
         return hash_bytes(data)
 
-    for module in (pack_part, writer):
+    for module in (pack_part, pack_writer):
         monkeypatch.setattr(module, "hash_bytes", counted)
     play(2, saver(tmp_path, 1))
     assert hashed.count(CHUNK) == 2 * 3, "each of three large chunks, in each of two processes"
@@ -334,6 +334,61 @@ def test_large_values_are_written_by_the_process_that_has_them(tmp_path: Path) -
             by = {manifest.packs[chunk.pack].name.split("-")[1] for chunk in leaf.chunks}
             assert by == {leaf.path[8].zfill(5)}
     assert verify_run(Run(tmp_path)).problems == ()
+
+
+@pytest.mark.parametrize(("free", "fits"), [(4, False), (6, True)])
+def test_the_values_of_all_processes_count_towards_the_free_space(
+    tmp_path: Path, free: int, fits: bool
+) -> None:
+    """The shared state takes 3 chunks and a bit, the values of each process one that repeats."""
+
+    class Limited(LocalStorage):
+        def free_bytes(self) -> int:
+            return free * CHUNK
+
+    def program(processes: Pretend) -> list[int]:
+        with CheckpointManager(Limited(tmp_path), processes=processes) as manager:
+            manager.save(1, per_rank(1, processes.index, size=CHUNK // 2))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    outcomes = play(2, program)
+    if fits:
+        assert outcomes == [[1]] * 2
+    else:
+        assert [type(error) for error in outcomes] == [SaveError] * 2
+        assert all("no room for it" in str(error) for error in outcomes)
+        assert not any((tmp_path / "packs").glob("*")), "nothing was written"
+
+
+def test_damage_in_the_value_of_another_process_is_a_warning_after_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chief finds it when it reads shared chunks again, and has not the bytes to repair it."""
+    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 1)
+
+    def program(processes: Pretend) -> list[int]:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            for step in (1, 2, 3):
+                mine = per_rank(1, processes.index, size=1000)["own"]
+                if step == 2 and processes.is_chief:
+                    (pack,) = (tmp_path / "packs").glob("*-00001-*")
+                    leaf = next(
+                        leaf
+                        for leaf in Run(tmp_path).manifest(1).leaves
+                        if leaf.path == "own/rank1/mean"
+                    )
+                    data = bytearray(pack.read_bytes())
+                    data[leaf.chunks[0].offset] ^= 1
+                    pack.write_bytes(data)
+                processes.barrier()
+                manager.save(step, {**state(step), "own": mine})
+                manager.wait_until_finished()
+            return manager.all_steps()
+
+    with pytest.warns(UserWarning, match="steps 1, 2 .*own/rank1/mean"):
+        assert play(2, program) == [[1, 2, 3]] * 2
+    assert verify_run(Run(tmp_path)).good == (1, 2, 3), "the next save wrote it again"
 
 
 @pytest.mark.parametrize("count", [1, 3])

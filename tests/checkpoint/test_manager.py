@@ -32,7 +32,7 @@ from perdure.errors import (
     SaveError,
     StepNotFoundError,
 )
-from perdure.store import Run, writer
+from perdure.store import Run, pack_writer
 from pretend import Pretend, play
 
 
@@ -334,9 +334,9 @@ def test_the_collector_is_as_it_was_after_a_save_of_many_leaves(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    real = writer._records
+    real = pack_writer._records
     monkeypatch.setattr(
-        writer, "_records", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
+        pack_writer, "_records", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
     )
     was = gc.isenabled()
     (gc.enable if before else gc.disable)()

@@ -25,6 +25,7 @@ from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.errors import (
     ArgumentError,
+    CorruptionError,
     LockedError,
     NoGoodCheckpointError,
     NotARunError,
@@ -628,6 +629,52 @@ def test_damage_in_both_is_an_older_step_or_an_error(here: Path, there: Remote) 
         pytest.raises(NoGoodCheckpointError, match="expected a readable checkpoint"),
     ):
         manager.restore_or_initialize(lambda: state(0))
+
+
+def test_a_step_that_only_the_mirror_holds_damaged_is_an_error_of_its_own(
+    here: Path, there: Remote
+) -> None:
+    mirrored(here, there, 1, 2)
+    with CheckpointManager(here) as manager:
+        manager.delete(2)
+    name = max(name for name in there.objects if name.startswith("packs/"))
+    there.objects[name] = bytes(len(there.objects[name]))
+    with CheckpointManager(here, mirror=there) as manager:
+        with pytest.raises(CorruptionError, match="memory:mirror: step 2"):
+            manager.restore(2)
+        with pytest.raises(StepNotFoundError):
+            manager.restore(3)
+
+
+@pytest.mark.parametrize("mirror", ["damaged", "silent", "gone"])
+def test_no_older_step_replaces_one_that_cannot_be_read_here_if_the_mirror_lacks_it(
+    here: Path, there: Remote, mirror: str
+) -> None:
+    class Unreadable(LocalStorage):
+        fired = 0
+
+        def read_into(self, name: str, offset: int, target: memoryview) -> int:
+            if name.startswith(f"packs/{2:012d}"):
+                self.fired += 1
+                raise PermissionError(errno.EACCES, "not yours", name)
+            return super().read_into(name, offset, target)
+
+    mirrored(here, there, 1, 2)
+    storage = Unreadable(here)
+    with CheckpointManager(storage, mirror=there) as manager:
+        with pytest.warns(UserWarning, match="step 2 is restored from the mirror"):
+            assert manager.restore().step == 2, "the control: the mirror has it"
+        (name,) = (name for name in there.objects if name.startswith(f"packs/{2:012d}"))
+        if mirror == "damaged":
+            there.objects[name] = bytes(len(there.objects[name]))
+        elif mirror == "gone":
+            del there.objects[name]
+        else:
+            there.down()
+        with pytest.raises(UnreachableError, match="not yours"):
+            manager.restore()
+        assert storage.fired == 2
+        there.error = None
 
 
 def test_a_mirror_that_does_not_answer_is_a_warning_unless_nothing_is_here(

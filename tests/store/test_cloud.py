@@ -16,6 +16,7 @@ from helpers import contents, make_leaves
 
 from http_proxy import Fault, Proxy, Request, proxy_to
 from object_stores import ObjectServer
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import (
     LockedError,
     NotARunError,
@@ -298,11 +299,16 @@ def test_an_outage_is_no_damage(s3: ObjectServer) -> None:
     with proxy_to(s3.endpoint, lambda _: "refuse" if down[0] else None) as proxy:
         run = Run(through(s3, proxy, url, retries=1))
         down[0] = True
-        for attempt in (run.load_newest, lambda: run.load(2), lambda: run.manifest(2), run.steps):
+        for attempt in (
+            lambda: load_good(run),
+            lambda: run.load(2),
+            lambda: run.manifest(2),
+            run.steps,
+        ):
             with pytest.raises(UnreachableError, match="Nothing is known about what is there"):
                 attempt()
         down[0] = False
-        loaded = run.load_newest()
+        loaded = load_good(run).loaded
         assert loaded is not None
         assert (loaded.manifest.step, loaded.skipped) == (3, ())
         assert proxy.fired
@@ -320,7 +326,7 @@ def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
 
     with proxy_to(s3.endpoint, fault) as proxy:
         with pytest.raises(UnreachableError, match="cannot be read"):
-            Run(through(s3, proxy, url, retries=1)).load_newest()
+            load_good(Run(through(s3, proxy, url, retries=1)))
         assert proxy.fired
     with proxy_to(s3.endpoint, lambda r: "refuse" if "/packs/0" in r.path else None) as proxy:
         with pytest.raises(UnreachableError, match="the check stopped"):

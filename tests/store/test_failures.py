@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
 from perdure import CheckpointManager, load_checkpoint
+from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
 from perdure.store import LocalStorage, PruneRequest, Run, repair, verify_run
@@ -130,13 +131,13 @@ def test_an_error_that_passes_is_tried_again(
         return real(path, offset, target)
 
     monkeypatch.setattr("perdure.store.local.read_at", failing)
-    loaded = run.load_newest()
+    loaded = load_good(run).loaded
     assert loaded is not None
     assert (loaded.manifest.step, loaded.skipped, left) == (4, (), [0])
     assert len(pauses) == times
     left[0] = 100
     with pytest.raises(UnreachableError, match=os.strerror(code)):
-        run.load_newest()
+        load_good(run)
     assert left[0] == 100 - 4, "four attempts, and no more"
 
 
@@ -168,7 +169,12 @@ def test_a_process_out_of_file_descriptors_loses_no_checkpoint(
     steps = run.steps()
     with no_more_files():
         errors: list[BaseException] = []
-        for attempt in (run.load_newest, lambda: run.load(4), lambda: run.manifest(4), run.steps):
+        for attempt in (
+            lambda: load_good(run),
+            lambda: run.load(4),
+            lambda: run.manifest(4),
+            run.steps,
+        ):
             try:
                 attempt()
             except UnreachableError as error:
@@ -267,13 +273,13 @@ def test_memory_that_is_lacking_is_no_damage(
 
     monkeypatch.setattr("perdure.store.reader._memory", none)
     with pytest.raises(UnreachableError, match=r"step 4, leaf .*out of memory.*Free memory"):
-        Run(tmp_path).load_newest()
+        load_good(Run(tmp_path))
 
 
 def test_a_pack_that_is_gone_is_damage(tmp_path: Path) -> None:
     filled(tmp_path)
     pack_of(tmp_path, 4).unlink()
-    loaded = Run(tmp_path).load_newest()
+    loaded = load_good(Run(tmp_path)).loaded
     assert loaded is not None
     assert [step for step, _ in loaded.skipped] == [4]
     with pytest.raises(CorruptionError, match="found no such file"):
@@ -342,7 +348,7 @@ def test_a_repair_writes_a_damaged_marker_again(tmp_path: Path, marker: bytes | 
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
     assert done.exit_code == 0, done.output
     assert "repair  wrote perdure.json again" in done.output
-    loaded = Run(tmp_path).load_newest()
+    loaded = load_good(Run(tmp_path)).loaded
     assert loaded is not None
     assert contents(loaded.leaves) == contents(sharing_states()[4])
 

@@ -13,6 +13,7 @@ from crash_cases import CASES, assert_whole, prepared
 from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store import LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import MAX_STEP
@@ -37,7 +38,7 @@ def saved(run: Run, *steps: int) -> None:
 
 
 def assert_newest(path: Path, step: int) -> None:
-    loaded = Run(path).load_newest()
+    loaded = load_good(Run(path)).loaded
     assert loaded is not None
     assert loaded.manifest.step == step
     assert contents(loaded.leaves) == contents(make_leaves(step, SIZES))
@@ -58,6 +59,31 @@ def test_a_disk_that_is_too_full_is_found_before_anything_is_written(disk: Path)
     saved(run, 2)
     assert_newest(disk / "run", 2)
     run.close()
+
+
+class Limited(MemoryStorage):
+    """A storage with `free` bytes."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.free = free
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+
+def test_the_leaves_of_one_process_count_towards_the_space_of_a_save() -> None:
+    storage = Limited(MIB)
+    local = {"process/0/random": make_leaves(7, (MIB,))["model/layer0"]}
+    with Run(storage, create=True) as run:
+        run.save(1, make_leaves(1))  # the control: without them it fits
+        before = storage.objects.keys() - {"lock"}
+        with pytest.raises(SaveError, match="no room for it"):
+            run.save(2, make_leaves(2), local=local)
+        assert storage.objects.keys() - {"lock"} == before, "nothing was written"
+        storage.free = MIB + MIB // 4
+        run.save(2, make_leaves(2), local=local)
+        assert verify_run(run).good == (1, 2)
 
 
 def test_a_state_that_is_there_already_fits_on_a_full_disk(disk: Path) -> None:
@@ -191,7 +217,7 @@ def test_readers_beside_prunes_read_only_what_is_right(tmp_path: Path, what: str
     def read() -> None:
         try:
             while not done.is_set() or not reads:
-                loaded = Run(tmp_path).load_newest()
+                loaded = load_good(Run(tmp_path)).loaded
                 assert loaded is not None
                 assert loaded.skipped == ()
                 expected = states[(loaded.manifest.step - 1) % 4 + 1]

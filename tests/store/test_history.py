@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.retention import Retention
 from perdure.cli import main
 from perdure.errors import (
@@ -74,7 +75,7 @@ def test_a_newest_checkpoint_that_went_to_quarantine_does_not_count(tmp_path: Pa
     filled(tmp_path, 10, 20, 30).close()
     flip(tmp_path / manifest_name(30))
     with run_on(tmp_path) as run:
-        loaded = run.load_newest()
+        loaded = load_good(run).loaded
         assert loaded is not None
         for step, why in loaded.skipped:
             run.quarantine(step, why)

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from object_stores import ObjectServer
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, verify_run
 from perdure.store.format import CODEC_FORMAT
@@ -228,7 +229,7 @@ class Machine(RuleBasedStateMachine):
     def the_newest_whole_one_is_restored(self) -> None:
         whole = set(self.model) - self.damaged()
         with contextlib.suppress(CorruptionError):
-            loaded = self.opened().load_newest()
+            loaded = load_good(self.opened()).loaded
             assert (loaded.manifest.step if loaded else None) == max(whole, default=None)
             return
         assert self.model

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
+from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import Run, repair, verify_run
@@ -202,7 +203,7 @@ def test_a_damaged_local_leaf_is_damage_of_its_checkpoint(tmp_path: Path) -> Non
     report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((1,), (2,))
     assert any("process/1/random" in problem.what for problem in report.problems)
-    newest = Run(tmp_path).load_newest()
+    newest = load_good(Run(tmp_path)).loaded
     assert newest is not None
     assert newest.manifest.step == 1
     assert "process/1/random" in newest.skipped[0][1]

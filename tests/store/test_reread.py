@@ -10,6 +10,7 @@ import pytest
 from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
 from perdure import CheckpointManager
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError
 from perdure.store import Leaf, LocalStorage, Run, verify_run
 from perdure.store.format import PACKS, hash_each, manifest_name
@@ -238,7 +239,7 @@ def test_what_a_restore_finds_damaged_is_written_again_by_the_next_save(tmp_path
     flip(pack_of(tmp_path, 1))
     with run_on(tmp_path) as run:
         with pytest.raises(NoGoodCheckpointError):
-            run.load_newest()
+            load_good(run)
         run.save(4, state(4))
         assert "steps 1, 2, 3 need" in run.notes[0]
     assert_all_good(tmp_path, 4)
@@ -353,7 +354,7 @@ def test_an_array_that_changes_between_hash_and_encoding_leaves_a_readable_check
             fired.append(len(data))
             return encode(data, dtype, digest)
 
-        run._saver._encode = late
+        run._committer._encode = late
         run.save(1, {"aliased": Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)})
     assert fired
     assert verify_run(Run(tmp_path)).ok
@@ -371,7 +372,7 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
         fired.append(len(digests))
         return digests
 
-    monkeypatch.setattr("perdure.store.writer.hash_each", late)
+    monkeypatch.setattr("perdure.store.pack_writer.hash_each", late)
     view = memoryview(memory)
     leaves = {f"part{at}": Leaf("uint8", (64,), view[at : at + 64]) for at in range(0, 4096, 64)}
     with run_on(tmp_path) as run:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import Operations, contents, make_leaves, run_on
 
+from perdure.checkpoint.restore_source import load_good
 from perdure.errors import (
     CorruptionError,
     LockedError,
@@ -217,7 +218,7 @@ def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(
     else:
         manifest.write_bytes(b"")
     with run_on(tmp_path) as run:
-        loaded = run.load_newest()
+        loaded = load_good(run).loaded
         assert loaded is not None
         assert loaded.manifest.step == 2
         assert contents(loaded.leaves) == contents(make_leaves(2))
@@ -240,7 +241,7 @@ def test_a_run_without_any_good_checkpoint_is_not_started_afresh(tmp_path: Path)
         for pack in packs(tmp_path):
             flip(pack)
         with pytest.raises(NoGoodCheckpointError, match="found 2 damaged") as caught:
-            run.load_newest()
+            load_good(run)
     assert "step 1:" in str(caught.value)
     assert "step 2:" in str(caught.value)
 
@@ -302,7 +303,7 @@ def test_an_operation_that_fails_costs_only_that_save(
         run.save(2, make_leaves(2))
     assert broken.fired
     with run_on(tmp_path) as run:
-        loaded = run.load_newest()
+        loaded = load_good(run).loaded
         assert loaded is not None
         if operation != "fsync_dir" or loaded.manifest.step == 1:
             assert contents(loaded.leaves) == contents(make_leaves(1))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, part_filter, part_names, unflatten
@@ -142,7 +143,8 @@ def load_verified(
             )
         step = named if step is None else step
     run = Run(directory)
-    loaded = run.load_newest(wanted) if step is None else run.load(step_number(step), wanted)
+    step = None if step is None else step_number(step)
+    loaded = load_good(run, None, step, wanted).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
+from perdure.framework_group import framework_group
 from perdure.process_group import Processes
-from perdure.state.framework_group import framework_group
 
 R = TypeVar("R")
 T = TypeVar("T", bound=Struct)

@@ -28,11 +28,11 @@ from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, hash_bytes
-from perdure.store.leaf import Leaves, containers_of
+from perdure.store.leaf import Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
+from perdure.store.pack_writer import Written
 from perdure.store.record_builder import Held
-from perdure.store.writer import Written
 
 _WRITE, _NOTHING = b"write", b"nothing"
 _MOST_LINES = 20
@@ -148,28 +148,42 @@ def _lead(
     metrics: Mapping[str, float],
 ) -> BaseException | None:
     """The chief's side of a save, up to the commit; returns its error."""
-    ranked = {row.path: row for process in rows for row in process.ranked}
-    merged: dict[str, Any] = {**state.leaves, **ranked}
-    everything = Leaves(merged, containers_of(state.leaves))
-    local: dict[str, Any] = {row.path: row for process in rows for row in process.local}
-    asked = False
-
-    def write(held: Mapping[str, Held]) -> Written:
-        nonlocal asked
-        asked = True
-        processes.broadcast(_WRITE)
-        share, error = _write_share(run, processes, state, held)
-        try:
-            parts = _agreed_parts(processes, state.leaves, share)
-        except PerdureError as agreed:
-            _raise_agreed(error, agreed)
-        _require_visible(run, parts, {place.pack for place in held.values()})
-        return assemble(state.leaves, parts)
-
-    _, error = attempt(lambda: run.save(state.step, everything, recipe, metrics, write, local))
-    if not asked:
+    merged: dict[str, Any] = dict(state.leaves)
+    local: dict[str, RemoteLeaf] = {}
+    for process in rows:
+        merged |= process.ranked
+        local |= process.local
+    error: BaseException | None = None
+    others_wait = True
+    try:
+        leaves = Leaves(merged, containers_of(state.leaves))
+        with run.prepare_save(state.step, leaves, local) as save:
+            written = None
+            if not save.is_committed:
+                others_wait = False
+                processes.broadcast(_WRITE)
+                written = _write_parts(run, processes, state, save.held)
+            run.commit_save(save, written, recipe, metrics)
+    except WorkerLostError:
+        raise
+    except BaseException as raised:  # noqa: BLE001 (the caller raises it in all processes)
+        error = raised
+    if others_wait:
         processes.broadcast(_NOTHING)
     return error
+
+
+def _write_parts(
+    run: Run, processes: Processes, state: GroupState, held: Mapping[str, Held]
+) -> Written:
+    """Write the chief's part, wait for the others, and put the parts together. A collective."""
+    share, error = _write_share(run, processes, state, held)
+    try:
+        parts = _agreed_parts(processes, state.leaves, share)
+    except PerdureError as agreed:
+        _raise_agreed(error, agreed)
+    _require_visible(run, parts, {place.pack for place in held.values()})
+    return assemble(state.leaves, parts)
 
 
 def _follow(

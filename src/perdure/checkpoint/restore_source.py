@@ -6,8 +6,9 @@ one. A checkpoint that cannot be read now is not damaged, and nothing older take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.checkpoint.group_call import (
@@ -62,7 +63,7 @@ def load_in_group(
     """
     unreadable: dict[int, str] = {}
     if processes.count == 1:
-        return load_newest_good(run, mirror, step, wanted, {}), ()
+        return load_good(run, mirror, step, wanted), ()
     while True:
         if processes.is_chief:
             source, error = _lead(run, mirror, processes, step, wanted, unreadable), None
@@ -81,14 +82,14 @@ def load_in_group(
         del source  # before the next one takes as much memory
 
 
-def load_newest_good(
+def load_good(
     run: Run,
-    mirror: Mirror | None,
-    step: int | None,
-    wanted: Wanted | None,
-    unreadable: Mapping[int, str],
+    mirror: Mirror | None = None,
+    step: int | None = None,
+    wanted: Wanted | None = None,
+    unreadable: Mapping[int, str] = MappingProxyType({}),
 ) -> RestoreSource:
-    """`step`, or the newest good checkpoint of `run` and its mirror; all verified.
+    """Read and verify `step`, or the newest good checkpoint, of `run` and its mirror.
 
     Of two good checkpoints with the same step that of `run` is taken.
 
@@ -99,95 +100,140 @@ def load_newest_good(
         wanted: Only leaves whose path it accepts are read; None for all.
         unreadable: Steps that are not tried if `step` is None, with the reasons.
 
+    Returns:
+        The checkpoint; none if `step` is None and there is no checkpoint.
+
     Raises:
         StepNotFoundError: There is no checkpoint of `step`.
         CorruptionError: The checkpoint of `step` is damaged.
-        NoGoodCheckpointError: There are checkpoints, and all of them are damaged.
+        NoGoodCheckpointError: There are checkpoints, and all of them are damaged. A fresh start would
+            then silently throw a run away.
         UnreachableError: A checkpoint cannot be read now; or `run` holds none and the mirror does not
-            answer, because a start from scratch could throw a run away.
+            answer.
     """
-    notes: list[str] = []
-    target, mirrored = None, []
-    if mirror is not None:
-        try:
-            target, mirrored, note = mirror.readable_steps()
-            notes += [note] if note else []
-        except UnreachableError as error:
-            if not (run.steps() if step is None else step in run.steps()):
-                raise mirror.holds_neither(step, error) from error
-            notes.append(f"{mirror.name} does not answer, so only {run.where} is used: {error}")
-    if mirror is None or target is None or not mirrored:
-        loaded = run.load_newest(wanted, unreadable) if step is None else run.load(step, wanted)
-        return RestoreSource(loaded, False, notes)
+    copies = _Copies(run, mirror, wanted, unreadable)
     if step is not None:
-        return _first_good(run, mirror, target, [step], mirrored, notes, wanted, {})
-    steps = run.steps()
-    if shared := set(steps) & set(mirrored):
-        note = disagreement(run, target, max(shared))
-        notes += [note] if note else []
-    skipped = dict(unreadable)
-    order = sorted({*steps, *mirrored} - skipped.keys(), reverse=True)
-    try:
-        return _first_good(run, mirror, target, order, mirrored, notes, wanted, skipped)
-    except StepNotFoundError:
-        if run.steps() == steps and set(mirrored) <= set(target.steps()):
+        try:
+            copies.find(step)
+            return copies.load(step)
+        except StoreError:
+            if copies.failure is not None:
+                raise copies.failure from None
             raise
-        # A prune deleted them meanwhile, so there are newer ones.
-        return load_newest_good(run, mirror, None, wanted, unreadable)
-
-
-def _first_good(
-    run: Run,
-    mirror: Mirror,
-    target: Run,
-    steps: Iterable[int],
-    mirrored: Collection[int],
-    notes: list[str],
-    wanted: Wanted | None,
-    skipped: dict[int, str],
-) -> RestoreSource:
-    """The first of `steps` that one of the two can give; adds the damaged ones to `skipped`."""
-    damaged: list[str] = []
-    failure: StoreError | None = None
-    for step in steps:
-        try:
-            loaded = run.load(step, wanted)
-            return RestoreSource(replace(loaded, skipped=tuple(skipped.items())), False, notes)
-        except StepNotFoundError as error:
-            failure = failure or error
-            reason = f"{run.where} does not hold it."
-        except CorruptionError as error:
-            skipped[step] = str(error)
-            reason = f"it is damaged in {run.where}."
-            damaged.append(f"  {error}")
-        except StoreError as error:  # no damage, so that an older step would be wrong
-            if step not in mirrored:
-                raise
-            failure, reason = error, str(error)
-        if step not in mirrored:
-            continue
-        try:
-            loaded = target.load(step, wanted)
-        except StepNotFoundError:
-            continue
-        except UnreachableError as error:
-            failure = mirror.holds_neither(step, error)
-            notes.append(f"step {step} is only in {mirror.name}, which does not answer: {error}")
-            continue
-        except CorruptionError as error:
-            mirror.set_aside(step, str(error))
-            damaged.append(f"  {error}")
-            notes.append(f"step {step} of {mirror.name} is damaged: {error}")
-            continue
-        notes.append(f"step {step} is restored from {mirror.name}: {reason}")
-        return RestoreSource(replace(loaded, skipped=tuple(skipped.items())), True, notes)
-    if failure is not None and not (damaged and isinstance(failure, StepNotFoundError)):
-        raise failure
-    reasons = "\n".join(damaged)
+    tried = set(unreadable)
+    # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
+    while untried := copies.find(None) - tried:
+        for candidate in sorted(untried, reverse=True):
+            tried.add(candidate)
+            try:
+                return copies.load(candidate)
+            except CorruptionError:
+                continue
+            except StepNotFoundError:
+                if candidate in run.steps():
+                    raise
+    if copies.failure is not None:
+        raise copies.failure
+    if not copies.damaged:
+        return RestoreSource(None, False, copies.notes)
+    reasons = "\n".join(copies.damaged)
     raise NoGoodCheckpointError(
-        f"{run.where} and {mirror.name}: expected a readable checkpoint, found {len(damaged)} "
-        f"damaged:\n{reasons}\nNothing was changed. `perdure verify` lists what is damaged in each."
+        f"{copies.where}: expected a readable checkpoint, found {len(copies.damaged)} damaged:\n"
+        f"{reasons}\nNothing was changed. Run `perdure verify {run.where}`, bring back the files from "
+        f"a copy, or start in another run directory."
     )
+
+
+class _Copies:
+    """The copies of each checkpoint that one restore may read, and what it found out about them."""
+
+    def __init__(
+        self, run: Run, mirror: Mirror | None, wanted: Wanted | None, damaged: Mapping[int, str]
+    ) -> None:
+        self.where = run.where if mirror is None else f"{run.where} and {mirror.name}"
+        self.notes: list[str] = []
+        """What to warn about."""
+        self.damaged = [f"  step {step}: {reason}" for step, reason in damaged.items()]
+        """A line for each damaged copy."""
+        self.failure: UnreachableError | None = None
+        """The error of a mirror that does not answer for a step that only it may have undamaged."""
+        self._run, self._mirror, self._wanted = run, mirror, wanted
+        self._target: Run | None = None
+        self._mirrored: list[int] = []
+        self._skipped = dict(damaged)
+
+    def find(self, step: int | None) -> set[int]:
+        """The steps that the run directory and the mirror hold now, for a restore of `step`.
+
+        Raises `UnreachableError` if the mirror does not answer and the run directory lacks `step`, or
+        any checkpoint.
+        """
+        if (mirror := self._mirror) is None:
+            return set(self._run.steps()) if step is None else {step}
+        steps = self._run.steps()
+        try:
+            self._target, self._mirrored, note = mirror.readable_steps()
+        except UnreachableError as error:
+            if not (steps if step is None else step in steps):
+                raise mirror.holds_neither(step, error) from error
+            note = f"{mirror.name} does not answer, so only {self._run.where} is used: {error}"
+        self._note(note)
+        shared = set(steps) & set(self._mirrored)
+        if step is None and shared and self._target is not None:
+            self._note(disagreement(self._run, self._target, max(shared)))
+        return {*steps, *self._mirrored}
+
+    def load(self, step: int) -> RestoreSource:
+        """`step` from the run directory, or else from the mirror.
+
+        If neither can give it, raises the error of the run directory, or of the mirror if only that has
+        the step.
+        """
+        try:
+            loaded, mirrored = self._run.load(step, self._wanted), False
+        except StoreError as error:
+            if isinstance(error, CorruptionError):
+                self._skipped[step] = str(error)
+                self.damaged.append(f"  step {step}: {error}")
+            copy = self._from_mirror(step, error) if step in self._mirrored else None
+            if copy is None:
+                raise
+            loaded, mirrored = copy, True
+        skipped = tuple(self._skipped.items())
+        return RestoreSource(replace(loaded, skipped=skipped), mirrored, self.notes)
+
+    def _from_mirror(self, step: int, error: StoreError) -> Loaded | None:
+        """`step` from the mirror, because of an error of the run directory; None without success."""
+        mirror, target = self._mirror, self._target
+        assert mirror is not None
+        assert target is not None
+        try:
+            loaded = target.load(step, self._wanted)
+        except StepNotFoundError:
+            return None
+        except UnreachableError as silent:
+            if isinstance(error, (StepNotFoundError, CorruptionError)):
+                self.failure = mirror.holds_neither(step, silent)
+                self._note(f"{mirror.name} does not answer for step {step}: {silent}")
+            return None
+        except CorruptionError as damage:
+            mirror.set_aside(step, str(damage))
+            self.damaged.append(f"  step {step} of {mirror.name}: {damage}")
+            self._note(f"step {step} of {mirror.name} is damaged: {damage}")
+            if isinstance(error, StepNotFoundError):
+                raise
+            return None
+        reason = str(error)
+        if isinstance(error, StepNotFoundError):
+            reason = f"{self._run.where} does not hold it."
+        elif isinstance(error, CorruptionError):
+            reason = f"it is damaged in {self._run.where}."
+        self._note(f"step {step} is restored from {mirror.name}: {reason}")
+        return loaded
+
+    def _note(self, note: str | None) -> None:
+        if note and note not in self.notes:
+            self.notes.append(note)
 
 
 def _lead(
@@ -199,7 +245,7 @@ def _lead(
     unreadable: Mapping[int, str],
 ) -> RestoreSource | None:
     """Pick and load a checkpoint in the chief, and tell the others which one."""
-    source, error = attempt(lambda: load_newest_good(run, mirror, step, wanted, unreadable))
+    source, error = attempt(lambda: load_good(run, mirror, step, wanted, unreadable))
     outcome = CallOutcome.of(error)
     if source is not None:
         outcome.mirrored = source.mirrored

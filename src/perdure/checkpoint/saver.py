@@ -105,8 +105,8 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        commit = partial(self.commit, step, leaves, numbers, rank, generators)
-        self._background.submit(self._grace.timed(commit))
+        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators)
+        self._background.submit(self._grace.timed(job))
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""
@@ -145,7 +145,7 @@ class BackgroundSaver:
         self._buffer.release()
         self._run.close()
 
-    def commit(
+    def save_snapshot(
         self,
         step: int,
         leaves: dict[str, Leaf],
@@ -162,7 +162,7 @@ class BackgroundSaver:
             if self.random and generators is not None:
                 local = self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
-                self._commit_in_group(step, leaves, metrics, rank, local)
+                self._save_in_group(step, leaves, metrics, rank, local)
                 return
             self._run.save(step, leaves, self._managed.recipe.recipe, metrics, local=local)
         finally:
@@ -171,7 +171,7 @@ class BackgroundSaver:
             self._notes += notes
         self._prune(step)
 
-    def _commit_in_group(
+    def _save_in_group(
         self,
         step: int,
         leaves: dict[str, Leaf],

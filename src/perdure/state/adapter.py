@@ -1,12 +1,16 @@
-"""The interface of an adapter: how the values of a framework become leaves and nodes, and come back.
+"""Adapters: how the values of a framework become leaves and nodes, and come back.
 
-An adapter is consulted only if its framework has been imported already: a value of that framework
-cannot exist otherwise, and importing a framework to find out would take seconds.
+To add a framework, write a module with a class that has the verbs of `Adapter`, let it end in
+`ADAPTER = ThatClass()`, and give it a place in `ADAPTERS`. An adapter is consulted only if its
+framework has been imported already: a value of that framework cannot exist otherwise, and importing
+a framework to find out would take seconds.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from perdure.state.leaf_spec import LeafSpec
@@ -59,6 +63,32 @@ class Adapter(Protocol):
         value, by relative path, for values whose structure depends on what was stored.
         """
         ...
+
+
+ADAPTERS = {
+    "keras": "perdure.state.keras_state",
+    "flax.nnx": "perdure.state.flax_state",
+    "equinox": "perdure.state.equinox_state",
+    "jax": "perdure.state.jax_state",
+    "torch": "perdure.state.torch_state",
+    "builtins": "perdure.state.builtin",
+}
+"""The module of each adapter by that of its framework, in the order in which they are asked.
+
+The first one that takes a value decides: a Keras layer on PyTorch is a torch module too, and Flax and
+Equinox modules are pytree nodes of JAX. The built-in adapter, of NumPy and plain Python, is last: a
+dataclass that is registered with a framework (with static fields) is taken apart by that framework.
+"""
+
+
+def loaded_adapters() -> list[Adapter]:
+    """The adapters of the frameworks that are imported, in the order of `ADAPTERS`."""
+    return [adapter(framework) for framework in ADAPTERS if framework in sys.modules]
+
+
+def adapter(framework: str) -> Adapter:
+    """The adapter of a framework that is imported."""
+    return import_module(ADAPTERS[framework]).ADAPTER
 
 
 class NoVariables:

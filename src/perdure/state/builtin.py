@@ -242,3 +242,6 @@ def _rebuild_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     if hasattr(like, "default_factory"):
         return type(like)(like.default_factory, new)  # type: ignore[call-arg]
     return type(like)(new)  # type: ignore[call-arg]
+
+
+ADAPTER = Builtin()

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from perdure.errors import StateError
-from perdure.state.grain_state import hash_texts, restore_texts
+from perdure.state.grain_position import hash_texts, restore_texts
 
 
 def is_positioned(value: Any) -> bool:

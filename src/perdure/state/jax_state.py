@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.leaf_values import array_leaf, key_words, leaf_array
+from perdure.state.leaf_values import array_bytes, key_words, leaf_array
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
@@ -92,8 +92,7 @@ class JaxState(NoVariables):
         data = jax.random.key_data(value) if dtype.startswith("key<") else value
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
-        words = array_leaf(np.asarray(data), frozen=True)
-        return Leaf(dtype, spec.shape, words.data, frozen=True)
+        return Leaf(dtype, spec.shape, array_bytes(np.asarray(data))[0], frozen=True)
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if type(value) in _BUILTIN:

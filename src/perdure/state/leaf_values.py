@@ -105,26 +105,30 @@ def array_spec(array: np.ndarray[Any, Any] | np.generic) -> LeafSpec:
     return LeafSpec(_dtype_name(array.dtype), array.shape)
 
 
-def array_leaf(array: np.ndarray[Any, Any] | np.generic, *, frozen: bool = False) -> Leaf:
-    """The bytes of a NumPy array, row-major and little-endian, without a copy where possible.
+def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
+    """The bytes of a NumPy array, without a copy where possible.
 
     Args:
         array: an array or NumPy scalar of any shape and numeric dtype.
-        frozen: whether nobody will change the array, so that a save may use its memory later.
 
     Raises:
         UnsupportedLeafError: the dtype or the class of the array cannot be restored exactly.
     """
     _check_array_type(array)
-    frozen = frozen or isinstance(array, np.generic)
-    name, shape = _dtype_name(array.dtype), array.shape
+    data, is_copy = array_bytes(array)
+    frozen = is_copy or isinstance(array, np.generic)
+    return Leaf(_dtype_name(array.dtype), array.shape, data, frozen)
+
+
+def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, bool]:
+    """The bytes of an array, row-major and little-endian, and whether they are a copy."""
     array = np.asarray(array)
     if not array.size:
-        return Leaf(name, shape, memoryview(b""), True)
-    if not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous):
+        return memoryview(b""), True
+    is_copy = not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous)
+    if is_copy:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))  # has one axis at least
-        frozen = True  # a copy
-    return Leaf(name, shape, array.reshape(-1).view(np.uint8).data, frozen)
+    return array.reshape(-1).view(np.uint8).data, is_copy
 
 
 def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:

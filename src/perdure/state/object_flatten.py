@@ -10,7 +10,7 @@ import msgspec
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter
-from perdure.state.adapter_registry import node_of
+from perdure.state.adapter_choice import node_of
 from perdure.state.containers import SORTED_DICT, array_class_name, describe_container
 from perdure.state.leaf_errors import PathInErrors, add_path, duplicate_path, type_name
 from perdure.state.paths import join_dotted, join_key

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from perdure.errors import MismatchError, StateError
-from perdure.state.adapter_registry import leaf_adapter, load_leaf, loaded_adapters
+from perdure.state.adapter import loaded_adapters
+from perdure.state.adapter_choice import leaf_adapter, load_leaf
 from perdure.state.containers import (
     SORTED_DICT,
     array_class_name,

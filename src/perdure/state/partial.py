@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from perdure.errors import ArgumentError, MismatchError
-from perdure.state.adapter import Node
-from perdure.state.adapter_registry import leaf_adapter, loaded_adapters, node_of
+from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.paths import insert, join_key, lookup, split_path
 from perdure.state.tree_restore import restore
 from perdure.store.leaf import Leaf

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.state.adapter import Adapter
-from perdure.state.adapter_registry import leaf_adapter, loaded_adapters, node_of
+from perdure.state.adapter import Adapter, loaded_adapters
+from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.leaf_errors import PathInErrors, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.leaf_values import is_plain

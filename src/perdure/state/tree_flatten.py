@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import StateError
-from perdure.state.adapter import Adapter
-from perdure.state.adapter_registry import leaf_adapter, loaded_adapters, node_of
+from perdure.state.adapter import Adapter, loaded_adapters
+from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.containers import array_class_name
 from perdure.state.leaf_errors import add_path, duplicate_path, nested_too_deeply
 from perdure.state.leaf_values import is_plain, plain_value

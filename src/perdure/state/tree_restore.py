@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Node
-from perdure.state.adapter_registry import leaf_adapter, load_leaf, loaded_adapters, node_of
+from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.adapter_choice import leaf_adapter, load_leaf, node_of
 from perdure.state.containers import array_template
 from perdure.state.leaf_errors import PathInErrors, type_name
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, mismatch_error

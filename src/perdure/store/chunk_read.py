@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from perdure.store.codec import decode, is_intact
 from perdure.store.failures import DamagedChunk, is_gone
-from perdure.store.format import PACKS, hash_bytes
+from perdure.store.format import PACKS, hash_bytes, hash_each
 from perdure.store.pack_index import PackedChunk
 
 
@@ -19,31 +20,38 @@ class Readable(Protocol):
     def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
 
 
-def chunk_fault(
-    stored: memoryview, available: int, digest: str, size: int, target: memoryview | None = None
-) -> str | None:
-    """What is wrong with a chunk as it is stored, or None.
+def first_fault(
+    data: memoryview,
+    available: int,
+    chunks: Sequence[PackedChunk],
+    targets: Sequence[memoryview | None],
+) -> tuple[int, str] | None:
+    """Check chunks that follow each other in `data`.
 
     Args:
-        stored: The memory that the chunk was read into.
-        available: How many bytes were read from the beginning of the chunk; fewer than it takes if
-            the pack is cut short.
-        digest: The hash of the chunk.
-        size: Its bytes once it is decoded.
-        target: Memory for the chunk. Without it, an encoded chunk is checked by its seal and not
-            decompressed.
+        data: The memory that they were read into.
+        available: How many bytes were read; fewer than they take if the pack is cut short.
+        chunks: What should be there.
+        targets: Memory for each decoded chunk. Without it, an encoded chunk is checked by its seal and
+            not decompressed.
+
+    Returns:
+        The index of the first damaged chunk, and what is wrong with it; None if all are good.
     """
-    if available < len(stored):
-        return f"expected {len(stored)} bytes, found {max(0, available)}; the pack is cut short"
-    if len(stored) != size:
-        if target is not None:
-            return decode(stored, digest, target)
-        intact = is_intact(stored, digest, size)
-        return None if intact else f"its {len(stored)} encoded bytes do not match their seal"
-    if (actual := hash_bytes(stored)) != digest:
-        return f"expected hash {digest}, found {actual}"
-    if target is not None:
-        target[:] = stored
+    ends = list(accumulate([length for _, length, _ in chunks]))
+    stored = list(map(data.__getitem__, map(slice, [0, *ends], ends)))
+    # There may be very many small chunks, so all are hashed by one call. Only if that finds a
+    # difference, or if some are encoded, are they checked one by one.
+    plain = ends[-1] <= available and all(length == size for _, length, size in chunks)
+    if plain and len(chunks) > 1 and hash_each(stored) == [digest for digest, _, _ in chunks]:
+        for part, target in zip(stored, targets, strict=True):
+            if target is not None:
+                target[:] = part
+        return None
+    for index, ((digest, length, size), target) in enumerate(zip(chunks, targets, strict=True)):
+        present = available - (ends[index] - length)
+        if fault := _fault(stored[index], present, digest, size, target):
+            return index, fault
     return None
 
 
@@ -80,11 +88,30 @@ def read_chunks(
             raise
         reason = f"{place} {offset}: expected a pack, found no such file."
         raise DamagedChunk(reason, pack, offset) from error
-    start = 0
-    for digest, length, size in chunks:
-        target = memoryview(bytearray(size)) if decoded and length != size else None
-        stored = data[start : start + length]
-        if fault := chunk_fault(stored, available - start, digest, size, target):
-            raise DamagedChunk(f"{place} {offset + start}: {fault}.", pack, offset + start)
-        start += length
+    targets = [
+        memoryview(bytearray(size)) if decoded and length != size else None
+        for _, length, size in chunks
+    ]
+    if found := first_fault(data, available, chunks, targets):
+        index, fault = found
+        offset += sum(length for _, length, _ in chunks[:index])
+        raise DamagedChunk(f"{place} {offset}: {fault}.", pack, offset)
     return data
+
+
+def _fault(
+    stored: memoryview, present: int, digest: str, size: int, target: memoryview | None
+) -> str | None:
+    """What is wrong with one chunk, of which `present` bytes were read; None if it is good."""
+    if present < len(stored):
+        return f"expected {len(stored)} bytes, found {max(0, present)}; the pack is cut short"
+    if len(stored) != size:
+        if target is not None:
+            return decode(stored, digest, target)
+        intact = is_intact(stored, digest, size)
+        return None if intact else f"its {len(stored)} encoded bytes do not match their seal"
+    if (actual := hash_bytes(stored)) != digest:
+        return f"expected hash {digest}, found {actual}"
+    if target is not None:
+        target[:] = stored
+    return None

@@ -7,7 +7,7 @@ the same fingerprint. The old packs stay; the caller deletes them afterwards.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -17,10 +17,10 @@ from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
 from perdure.store.manifest import Chunk, Manifest, PackRecord, format_of
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
+from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
 from perdure.store.pools import map_ahead, pool
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import BLOCK, LARGE_BYTES
 
 READ_THREADS = 2
 READ_AHEAD = 4
@@ -28,6 +28,9 @@ READ_AHEAD = 4
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
+
+_Read = tuple[str, int, list[PackedChunk]]
+"""A pack, an offset in it, and the chunks that follow each other from there."""
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
@@ -144,49 +147,29 @@ def copy_chunks(
         DamagedChunk: A chunk is missing or has other bytes, and `find_again` is None.
         UnreadChunk: A chunk cannot be read for a reason other than damage.
     """
-    name = pack_name(step, 0, secrets.token_hex(4))
-    places: dict[str, Held] = {}
-    order: list[PackedChunk] = []
-    size = 0
-    sink = target.create(PACKS + name, relocated_size(live))
+    pack = NewPack(target, pack_name(step, 0, secrets.token_hex(4)), {})
+    size = relocated_size(live)
     try:
         while True:
-            reads = _reads(live, places)
             try:
-                for (_, _, chunks), data in map_ahead(
-                    pool("copy", READ_THREADS),
-                    lambda read: (read, _read(source, *read)),
-                    reads,
-                    READ_AHEAD,
-                ):
-                    sink.write(data)
-                    for chunk in chunks:
-                        places[chunk[0]] = Held(name, size, chunk[1])
-                        size += chunk[1]
-                    order += chunks
+                for chunks, data in _each_read(source, _reads(live, pack.located)):
+                    pack.copy(chunks, data, size)
                 break
             except DamagedChunk as error:
                 if find_again is None:
                     raise
                 live = find_again(error)
-        tail = _tail(order)
-        sink.write(memoryview(tail))
-        sink.commit()
+        pack.finish()
     except BaseException:
-        sink.abort()
+        pack.abort()
         raise
-    return PackRecord(name=name, size=size + len(tail)), places
+    return PackRecord(name=pack.name, size=pack.size), pack.located
 
 
 def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
     """Read and hash chunks; raises `DamagedChunk` for the first that is not what it should be, and
     `UnreadChunk` for one that cannot be read."""
-    for _ in map_ahead(
-        pool("copy", READ_THREADS),
-        lambda read: len(_read(source, *read)),
-        _reads(live, ()),
-        READ_AHEAD,
-    ):
+    for _ in _each_read(source, _reads(live, ())):
         pass
 
 
@@ -213,9 +196,7 @@ def relocated(
     )
 
 
-def _reads(
-    live: Mapping[str, LiveChunks], done: Collection[str]
-) -> list[tuple[str, int, list[PackedChunk]]]:
+def _reads(live: Mapping[str, LiveChunks], done: Collection[str]) -> list[_Read]:
     """(pack, offset, chunks) of each read that copies the chunks which are not `done`.
 
     Chunks that follow each other in a pack are read together, up to CHUNK_BYTES. Large chunks of
@@ -229,7 +210,7 @@ def _reads(
                 del wanted[chunk]
                 uneven = bool(chunk[1] < LARGE_BYTES or chunk[1] % BLOCK)
                 places.append((uneven, name, offset, chunk))
-    reads: list[tuple[str, int, list[PackedChunk]]] = []
+    reads: list[_Read] = []
     length = 0
     for _, name, offset, chunk in sorted(places, key=lambda row: row[:3]):
         follows = reads and reads[-1][0] == name and reads[-1][1] + length == offset
@@ -239,6 +220,15 @@ def _reads(
         reads[-1][2].append(chunk)
         length += chunk[1]
     return reads
+
+
+def _each_read(
+    source: Readable, reads: Iterable[_Read]
+) -> Iterator[tuple[Sequence[PackedChunk], memoryview]]:
+    """The chunks and the bytes of each read, in order; some are read ahead by other threads."""
+    return map_ahead(
+        pool("copy", READ_THREADS), lambda read: (read[2], _read(source, *read)), reads, READ_AHEAD
+    )
 
 
 def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> memoryview:

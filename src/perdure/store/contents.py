@@ -61,7 +61,7 @@ class Catalog:
     """The manifests of a run directory; each is read again only if it has changed."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self.storage = storage
         self._known: dict[str, _Known] = {}
         self._unread: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Catalog:
             return self._contents(fresh)
         except OSError as error:
             raise PruneError(
-                f"{self._storage.where}: cannot be listed: {error}. Nothing was changed; try again."
+                f"{self.storage.where}: cannot be listed: {error}. Nothing was changed; try again."
             ) from error
 
     def _contents(self, fresh: bool) -> Contents:
@@ -179,7 +179,7 @@ class Catalog:
                         unknown.append(f"{name}: {error}")
         self._drop(QUARANTINE, versions)
         packs = {}
-        for name in self._storage.list(PACKS):
+        for name in self.storage.list(PACKS):
             if not name.endswith(TEMP_SUFFIX):
                 with suppress(FileNotFoundError):
                     packs[name.removeprefix(PACKS)] = self._size(name.removeprefix(PACKS))
@@ -189,7 +189,7 @@ class Catalog:
             quarantined=dict(sorted(whole.items())),
             lost=tuple(sorted(lost)),
             packs=packs,
-            pinned=pinned_steps(self._storage),
+            pinned=pinned_steps(self.storage),
             unknown=tuple(unknown),
         )
 
@@ -202,7 +202,7 @@ class Catalog:
         for name, step in sorted((name, step_of(name)) for name in versions):
             if step is None:
                 continue
-            where = f"{self._storage.where}/{name}"
+            where = f"{self.storage.where}/{name}"
             try:
                 manifests[step] = self._manifest(name, versions[name], step, fresh)
             except FileNotFoundError:
@@ -230,32 +230,32 @@ class Catalog:
                 return known.manifest
             expected = known.head or encode_manifest(known.manifest)[:HEAD_BYTES]
             head = bytearray(HEAD_BYTES)
-            if self._storage.read_into(name, 0, memoryview(head)) and head == expected:
+            if self.storage.read_into(name, 0, memoryview(head)) and head == expected:
                 self._known[name] = known._replace(head=expected, version=version)
                 return known.manifest
             del self._known[name]
             self._held = None
-        data = self._storage.read(name)
-        manifest = decode_manifest(data, f"{self._storage.where}/{name}", step)
+        data = self.storage.read(name)
+        manifest = decode_manifest(data, f"{self.storage.where}/{name}", step)
         # The version was listed before the read, so it may be that of older bytes: it is not kept.
         self._known[name] = _Known(data[:HEAD_BYTES], "", manifest)
         return manifest
 
     def _versions(self, prefix: str) -> Mapping[str, str]:
-        if isinstance(self._storage, VersionedStorage):
-            return self._storage.versions(prefix)
-        return dict.fromkeys(self._storage.list(prefix), "")
+        if isinstance(self.storage, VersionedStorage):
+            return self.storage.versions(prefix)
+        return dict.fromkeys(self.storage.list(prefix), "")
 
     def _size(self, pack: str) -> int:
         """Bytes of a pack that is listed. They are remembered, because packs never change."""
         if pack not in self._sizes:
-            self._sizes[pack] = self._storage.size(PACKS + pack)
+            self._sizes[pack] = self.storage.size(PACKS + pack)
         return self._sizes[pack]
 
     def _read_notes(self) -> None:
         """Read which packs an earlier writer found damaged."""
         if not self._notes_read:
-            for pack, reason in damage_notes(self._storage):
+            for pack, reason in damage_notes(self.storage):
                 self.noted.add(pack)
                 self.distrust_pack(pack, reason)
             self._notes_read = True
@@ -266,7 +266,7 @@ class Catalog:
             for pack in manifest.packs:
                 if pack.name not in sizes:
                     try:
-                        sizes[pack.name] = self._storage.size(PACKS + pack.name)
+                        sizes[pack.name] = self.storage.size(PACKS + pack.name)
                     except OSError:
                         sizes[pack.name] = None
                     if pack.name in self.damaged:

@@ -7,7 +7,6 @@ share no file name and no lock, and nothing in the source changes.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +36,7 @@ from perdure.store.compact import (
 )
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
-from perdure.store.free_space import BYTES_PER_SAVE
+from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
@@ -239,7 +238,7 @@ def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace:
     live = chunks.live()
     written = 0
     if live:
-        _ensure_free_space(target, live)
+        ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
         _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
         written = sum(place.length for place in copied.values())
         new |= copied
@@ -249,7 +248,7 @@ def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace:
         lambda _, chunk: places[chunk.hash],
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
-    target.commit(manifest, new, replace=replace)
+    target.commit_manifest(manifest, new, replace=replace)
     return written
 
 
@@ -365,7 +364,7 @@ def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
     metrics = {**manifest.metrics, **present.metrics}
     if metrics != present.metrics or present.step == target.steps()[-1]:
         renewed = msgspec.structs.replace(present, metrics=metrics)
-        target.commit(renewed, {}, replace=True)
+        target.commit_manifest(renewed, {}, replace=True)
 
 
 class _Chunks:
@@ -429,16 +428,6 @@ class _Chunks:
 
 def _live(manifest: Manifest) -> dict[str, LiveChunks]:
     return live_chunks([manifest], {pack.name for pack in manifest.packs})
-
-
-def _ensure_free_space(target: Run, live: Mapping[str, LiveChunks]) -> None:
-    needed = relocated_size(live) + BYTES_PER_SAVE
-    free = target.storage.free_bytes()
-    if free is not None and needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"no room for it: {needed} bytes are needed, {free} are free; nothing was written",
-        )
 
 
 def _link(source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]) -> dict[str, Held]:

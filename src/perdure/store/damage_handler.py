@@ -20,14 +20,13 @@ from perdure.store.codec import Encode
 from perdure.store.compact import compact, rewrite
 from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.manifest import Manifest
+from perdure.store.pack_writer import write_pack
 from perdure.store.quarantine import note_damage, set_aside
 from perdure.store.reread import Cursor
 from perdure.store.restore import read_manifest
 from perdure.store.rollback_notes import rolled_back
-from perdure.store.storage import Storage
-from perdure.store.writer import write_pack
 
 
 class DamageHandler:
@@ -36,14 +35,12 @@ class DamageHandler:
     `now` returns the time as a note has it.
     """
 
-    def __init__(
-        self, storage: Storage, catalog: Catalog, encode: Encode | None, now: Callable[[], str]
-    ) -> None:
+    def __init__(self, catalog: Catalog, encode: Encode | None, now: Callable[[], str]) -> None:
         self.notes: list[str] = []
         """What the user should know about damage. Whoever shows these texts empties the list."""
         self.deferred: set[int] = set()
         """Steps that `quarantine_deferred` looks at."""
-        self._storage = storage
+        self._storage = catalog.storage
         self._catalog = catalog
         self._encode = encode
         self._now = now
@@ -91,14 +88,14 @@ class DamageHandler:
             self._catalog.replace(manifest)
         return replaced, {**{name: str(error) for name, error in left.items()}, **stay}
 
-    def check_shared(self, manifest: Manifest, leaves: Mapping[str, Leaf], nbytes: int) -> None:
+    def check_shared(self, manifest: Manifest, leaves: Mapping[str, AnyLeaf], nbytes: int) -> None:
         """After a commit: read a part of the shared chunks again, and repair what is damaged.
 
         Errors become notes, because the checkpoint is committed already.
 
         Args:
             manifest: The checkpoint that was committed.
-            leaves: Its leaves, still in memory.
+            leaves: Its leaves, still in memory. Those of other processes cannot be repaired from here.
             nbytes: Bytes of the state; they decide how much is read again.
         """
         from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
@@ -157,12 +154,12 @@ class DamageHandler:
                 self._catalog.distrust(error)
         suspects.clear()
 
-    def _write_again(self, manifest: Manifest, leaves: Mapping[str, Leaf]) -> None:
+    def _write_again(self, manifest: Manifest, leaves: Mapping[str, AnyLeaf]) -> None:
         """Write the damaged chunks of a checkpoint again, from the state that was just saved."""
         again: dict[str, Leaf] = {}
         for record in manifest.leaves:
             leaf = leaves.get(record.path)
-            if leaf is None or record.text is not None:
+            if not isinstance(leaf, Leaf) or record.text is not None:
                 continue
             spans = chunk_spans(len(leaf.data))
             for chunk, (start, stop) in zip(record.chunks, spans, strict=True):

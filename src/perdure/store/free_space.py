@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Mapping
 
-from perdure.store.format import CHUNK_BYTES, chunk_spans, hash_bytes
-from perdure.store.leaf import Leaf
+from perdure.store.format import CHUNK_BYTES, chunk_spans
+from perdure.store.leaf import AnyLeaf
 from perdure.store.storage import Storage
 
 BYTES_PER_CHUNK = 256
@@ -21,40 +21,49 @@ BYTES_PER_SAVE = 64 * 1024
 """Space for headers, directories and the file system's own blocks."""
 
 
-def ensure_free_space(storage: Storage, leaves: Mapping[str, Leaf], known: Collection[str]) -> None:
+def ensure_free_space(
+    storage: Storage,
+    leaves: Mapping[str, AnyLeaf],
+    nbytes: int,
+    local: Mapping[str, AnyLeaf],
+    known: Collection[str],
+) -> None:
     """Raise `OSError` (ENOSPC), with the bytes that are needed and free, if a save cannot fit.
 
-    `known` are hashes of chunks that will not be written. If a storage does not know its free space,
-    nothing is raised.
+    `leaves` are those of the state, in all processes together, of `nbytes` bytes, and `known` the
+    hashes of chunks that will not be written. `local` leaves are always written.
     """
-    free = storage.free_bytes()
-    if free is None:
-        return
-    size = sum(len(leaf.data) for leaf in leaves.values())
+    own = sum(leaf.nbytes for leaf in local.values())
+    count = len(leaves) + len(local)
     overhead = (
         BYTES_PER_SAVE
-        + BYTES_PER_LEAF * len(leaves)
-        + BYTES_PER_CHUNK * (size // CHUNK_BYTES + len(leaves))
+        + BYTES_PER_LEAF * count
+        + BYTES_PER_CHUNK * ((nbytes + own) // CHUNK_BYTES + count)
     )
-    if size + overhead <= free:
-        return
-    needed = _new_bytes(leaves, known) + overhead
-    if needed > free:
+    free = storage.free_bytes()
+    if free is not None and nbytes + own + overhead > free:
+        ensure_free_bytes(storage, _new_bytes(leaves, known) + own + overhead)
+
+
+def ensure_free_bytes(storage: Storage, needed: int) -> None:
+    """Raise `OSError` (ENOSPC) if there is less free space, and the storage knows how much it has."""
+    free = storage.free_bytes()
+    if free is not None and needed > free:
         raise OSError(
             errno.ENOSPC,
             f"no room for it: {needed} bytes are needed, {free} are free; nothing was written",
         )
 
 
-def _new_bytes(leaves: Mapping[str, Leaf], known: Collection[str]) -> int:
+def _new_bytes(leaves: Mapping[str, AnyLeaf], known: Collection[str]) -> int:
+    """Bytes of the chunks that `known` lacks, each once, and of the scalars."""
     fresh: dict[str, int] = {}
     text = 0
     for leaf in leaves.values():
         if leaf.is_scalar:
-            text += len(leaf.data)
-        else:
-            for start, stop in chunk_spans(len(leaf.data)):
-                digest = hash_bytes(leaf.data[start:stop])
-                if digest not in known:
-                    fresh[digest] = stop - start
+            text += leaf.nbytes
+            continue
+        for digest, (start, stop) in zip(leaf.hashes(), chunk_spans(leaf.nbytes), strict=True):
+            if digest not in known:
+                fresh[digest] = stop - start
     return sum(fresh.values()) + text

@@ -29,6 +29,11 @@ class Leaf(Struct, frozen=True, gc=False):
     frozen: bool = False
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of `data`."""
+        return len(self.data)
+
+    @property
     def is_scalar(self) -> bool:
         """Whether this is a Python scalar."""
         return self.dtype.startswith(SCALAR_PREFIX)
@@ -64,6 +69,25 @@ class Leaf(Struct, frozen=True, gc=False):
         return Leaf(self.dtype, self.shape, memoryview(bytes(self.data)), frozen=True)
 
 
+class RemoteLeaf(Struct, frozen=True, gc=False):
+    """A leaf whose bytes another process has: what a fingerprint and a free-space check need."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digests: tuple[str, ...]
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.dtype.startswith(SCALAR_PREFIX)
+
+    def hashes(self) -> list[str]:
+        return list(self.digests)
+
+
+AnyLeaf = Leaf | RemoteLeaf
+
+
 class Leaves(dict[str, Leaf]):
     """The leaves of a state by path, and the containers of the objects in it.
 
@@ -80,6 +104,6 @@ class Leaves(dict[str, Leaf]):
         self.containers = dict(containers or {})
 
 
-def containers_of(leaves: Mapping[str, Leaf]) -> dict[str, Container]:
+def containers_of(leaves: Mapping[str, AnyLeaf]) -> dict[str, Container]:
     """The containers of `Leaves`; none for a plain mapping."""
     return leaves.containers if isinstance(leaves, Leaves) else {}

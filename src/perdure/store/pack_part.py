@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.format import SCALAR_PREFIX, chunk_spans, hash_bytes
-from perdure.store.leaf import Leaf, containers_of
+from perdure.store.format import chunk_spans, hash_bytes
+from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafRecord
+from perdure.store.pack_writer import Written, write_pack
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
-from perdure.store.writer import Written, write_pack
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,39 +56,19 @@ class Own:
     local: Mapping[str, Leaf] = field(default_factory=dict)
 
 
-class RemoteLeaf(Struct, frozen=True, gc=False):
-    """A leaf of another process without its bytes, for a fingerprint."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    digests: tuple[str, ...]
-
-    @property
-    def data(self) -> memoryview:
-        return memoryview(b"")
-
-    @property
-    def is_scalar(self) -> bool:
-        return self.dtype.startswith(SCALAR_PREFIX)
-
-    def hashes(self) -> list[str]:
-        return list(self.digests)
-
-
 class OwnRows(Struct, frozen=True):
     """The `Own` leaves of one process, as the others get them."""
 
-    ranked: tuple[RemoteLeaf, ...]
-    local: tuple[RemoteLeaf, ...]
+    ranked: dict[str, RemoteLeaf]
+    local: dict[str, RemoteLeaf]
 
     @classmethod
     def of(cls, own: Own) -> OwnRows:
-        def rows(leaves: Mapping[str, Leaf]) -> tuple[RemoteLeaf, ...]:
-            return tuple(
-                RemoteLeaf(path, leaf.dtype, leaf.shape, tuple(leaf.hashes()))
-                for path, leaf in sorted(leaves.items())
-            )
+        def rows(leaves: Mapping[str, Leaf]) -> dict[str, RemoteLeaf]:
+            return {
+                path: RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
+                for path, leaf in leaves.items()
+            }
 
         return cls(rows(own.ranked), rows(own.local))
 
@@ -149,13 +129,10 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             continue
         chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
         located.update(chunks)
-        size = len(leaf.data)
         digests = [digest for digest, _ in chunks]
-        places = iter([held for _, held in chunks])
-        record = builder.array(
-            path, leaf.dtype, leaf.shape, size, digests, lambda _, places=places: next(places)
+        state.append(
+            builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, digests, dict(chunks))
         )
-        state.append(record)
     local: list[LeafRecord] = []
     for part in parts:
         packs = list(part.packs)

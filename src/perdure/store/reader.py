@@ -17,7 +17,7 @@ from functools import partial
 
 from perdure.errors import StepNotFoundError
 from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
-from perdure.store.chunk_read import chunk_fault
+from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.leaf import Leaf, Leaves
@@ -305,16 +305,12 @@ def _fetch(
 def _check(storage: Storage, manifest: Manifest, read: _Read, data: memoryview, got: int) -> None:
     """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
     in_place = read.in_place()
-    start = 0
-    for record, chunk, target in read.parts:
-        stored = data[start : start + chunk.length]
-        fault = chunk_fault(
-            stored, got - start, chunk.hash, len(target), None if in_place else target
-        )
-        if fault is not None:
-            place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
-            raise DamagedChunk(f"{place}: {fault}.", pack, chunk.offset)
-        start += chunk.length
+    chunks = [(chunk.hash, chunk.length, len(target)) for _, chunk, target in read.parts]
+    targets = [None if in_place else target for _, _, target in read.parts]
+    if found := first_fault(data, got, chunks, targets):
+        record, chunk, _ = read.parts[found[0]]
+        place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
+        raise DamagedChunk(f"{place}: {found[1]}.", pack, chunk.offset)
 
 
 def _place(storage: Storage, manifest: Manifest, record: LeafRecord, chunk: Chunk) -> str:

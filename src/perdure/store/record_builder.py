@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -30,17 +30,16 @@ class RecordBuilder:
         shape: tuple[int, ...],
         nbytes: int,
         digests: Sequence[str],
-        find: Callable[[str], Held],
+        places: Mapping[str, Held],
     ) -> LeafRecord:
-        """The record of an array of `nbytes` bytes; `find` returns the place of a chunk by its hash.
-
-        It is called once for each chunk, in their order. A save calls this for each of its leaves.
-        """
+        """The record of an array of `nbytes` bytes with the chunks `digests`, of which `places` has
+        the place of each."""
+        # A save calls this for each of its leaves.
         numbers = self._numbers
         chunks = []
         missing = nbytes
         for digest in digests:
-            place = find(digest)
+            place = places[digest]
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             chunks.append(Chunk(digest, number, place.offset, place.length))
@@ -52,10 +51,9 @@ class RecordBuilder:
         """A record of another manifest, with its chunks where `place` says that they lie now."""
         if record.text is not None:
             return record
-        places = map(place, record.chunks)
-        hashes = [chunk.hash for chunk in record.chunks]
+        places = {chunk.hash: place(chunk) for chunk in record.chunks}
         return self.array(
-            record.path, record.dtype, record.shape, record.nbytes, hashes, lambda _: next(places)
+            record.path, record.dtype, record.shape, record.nbytes, record.hashes(), places
         )
 
     def packs(self, size: Callable[[str], int]) -> list[PackRecord]:

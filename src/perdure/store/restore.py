@@ -7,11 +7,10 @@ their new places.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from perdure.errors import (
     CorruptionError,
-    NoGoodCheckpointError,
     StepNotFoundError,
 )
 from perdure.store.contents import Catalog, committed_steps, pinned_steps
@@ -98,34 +97,6 @@ def load_step(
                 catalog.distrust(error)
                 raise
             manifest = renewed
-
-
-def load_newest(
-    storage: Storage, load: Callable[[int], Loaded], unreadable: Mapping[int, str]
-) -> Loaded | None:
-    """`Run.load_newest`, which gives the whole contract; `load` reads one checkpoint."""
-    skipped = dict(unreadable)
-    # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
-    while untried := [step for step in list_steps(storage) if step not in skipped]:
-        for step in reversed(untried):
-            try:
-                loaded = load(step)
-            except CorruptionError as error:
-                skipped[step] = str(error)
-                continue
-            except StepNotFoundError:
-                if step in list_steps(storage):
-                    raise
-                continue
-            return replace(loaded, skipped=tuple(skipped.items()))
-    if not skipped:
-        return None
-    reasons = "\n".join(f"  step {step}: {reason}" for step, reason in skipped.items())
-    raise NoGoodCheckpointError(
-        f"{storage.where}: expected a readable checkpoint, found {len(skipped)} damaged:\n{reasons}\n"
-        f"Nothing was changed. Run `perdure verify {storage.where}`, bring back the files from a "
-        f"copy, or start in another run directory."
-    )
 
 
 def _no_such_step(storage: Storage, step: int) -> str:

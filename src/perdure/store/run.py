@@ -1,7 +1,7 @@
 """`Run`: one run directory, its checkpoints, and the one writer that it may have.
 
 Readers take no lock and never change anything; the first change takes the writer's lock and keeps it
-until `close`. The work is done by `restore` (reading), `writer_session` (the lock), `saving`,
+until `close`. The work is done by `restore` (reading), `writer_session` (the lock), `committer`,
 `garbage_collection`, `rollback` and `damage_handler`.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 from perdure.errors import CorruptionError, PruneError, StepNotFoundError, StoreError
 from perdure.store.codec import encoder
+from perdure.store.committer import Committer, PreparedSave
 from perdure.store.contents import Catalog, Contents
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
@@ -25,24 +26,16 @@ from perdure.store.garbage_collection import (
     execute_collect,
     plan_collect,
 )
-from perdure.store.gc_pause import SHORT_BYTES, gc_paused
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
+from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
 from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes, Removed
-from perdure.store.restore import (
-    Loaded,
-    list_pins,
-    list_steps,
-    load_newest,
-    load_step,
-    read_manifest,
-)
+from perdure.store.restore import Loaded, list_pins, list_steps, load_step, read_manifest
 from perdure.store.rollback import moving, roll_back, undo_rollback
 from perdure.store.rollback_notes import RolledBack, rolled_back
 from perdure.store.run_marker import is_run_directory
-from perdure.store.saving import Saver, WriteChunks
 from perdure.store.storage import LostLock, Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers
@@ -90,19 +83,13 @@ class Run:
         self._now = now
         self._catalog = Catalog(self.storage)
         self._removals = RemovalNotes(self.storage)
-        self._damage = DamageHandler(self.storage, self._catalog, self.encode, now)
+        self._damage = DamageHandler(self._catalog, self.encode, now)
         marked = is_run_directory(self.storage, create=create, repair=repair)
         self._session = WriterSession(
-            self.storage, self._catalog, self._damage, self._removals, now, marked=marked
+            self._catalog, self._damage, self._removals, now, marked=marked
         )
-        self._saver = Saver(
-            self.storage,
-            self._catalog,
-            self._session,
-            self._damage,
-            self._removals,
-            self.encode,
-            now,
+        self._committer = Committer(
+            self._session, self._catalog, self._damage, self._removals, self.encode, now
         )
 
     @property
@@ -162,27 +149,6 @@ class Run:
         """
         return load_step(self.storage, self._catalog, step, wanted)
 
-    def load_newest(
-        self,
-        wanted: Callable[[str], bool] | None = None,
-        unreadable: Mapping[int, str] | None = None,
-    ) -> Loaded | None:
-        """Read and verify the newest checkpoint that is not damaged.
-
-        Args:
-            wanted: Given the path of a leaf, whether to read it; all are read by default.
-            unreadable: Steps that are not to be tried, with the reasons.
-
-        Returns:
-            The checkpoint, with the newer ones that were skipped; None if there is no checkpoint.
-
-        Raises:
-            NoGoodCheckpointError: There are checkpoints and all are damaged. A fresh start would
-                then silently throw a run away.
-            UnreachableError: The newest checkpoint that is not damaged cannot be read.
-        """
-        return load_newest(self.storage, lambda step: self.load(step, wanted), unreadable or {})
-
     def begin_writing(self) -> None:
         """Become the writer, as every change does by itself. May be called often.
 
@@ -206,17 +172,12 @@ class Run:
         """
         self._session.claim()
 
-    def check_process(self) -> None:
-        """Raise `LockedError` in a process that was forked from the one that made this object."""
-        self._session.check_process()
-
     def save(
         self,
         step: int,
         leaves: Mapping[str, Leaf],
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
-        write: WriteChunks | None = None,
         local: Mapping[str, Leaf] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
@@ -229,9 +190,6 @@ class Run:
             leaves: The leaves of the state by path.
             recipe: Fields that describe how the state is made.
             metrics: Numbers by name; NaN and infinities are stored as null.
-            write: Given the chunks that are held, makes the others durable in place of this process,
-                for a group. It is called at most once, and not at all for a step that is committed
-                with the same `local` leaves.
             local: Leaves that belong to one process each and are no part of the fingerprint.
 
         Returns:
@@ -244,27 +202,66 @@ class Run:
             SaveError: Anything else failed. Every earlier checkpoint is unchanged.
             StoreError: `step` is out of range.
         """
+        with self.prepare_save(step, leaves, local) as save:
+            written = None
+            if not save.is_committed:
+                written = self._committer.write_pack(step, leaves, local or {})
+            return self.commit_save(save, written, recipe, metrics)
+
+    def prepare_save(
+        self,
+        step: int,
+        leaves: Mapping[str, AnyLeaf],
+        local: Mapping[str, AnyLeaf] | None = None,
+    ) -> AbstractContextManager[PreparedSave]:
+        """Begin a save whose chunks several processes write; `save` is for one that has all of them.
+
+        In the `with` block the caller makes the chunks durable that `PreparedSave.held` lacks, and
+        calls `commit_save`. An error in the block becomes what `save` raises, which says what is left
+        and what to do.
+
+        Args:
+            step, leaves, local: As for `save`. Other processes may have the bytes of some leaves.
+
+        Raises:
+            StoreError: As `save`.
+        """
         if not 0 <= step <= MAX_STEP:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
-        size = sum(len(leaf.data) for leaf in leaves.values())
-        with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
-            manifest, is_new = self._saver.save(
-                step, leaves, dict(recipe or {}), plain_metrics(metrics or {}), write, local or {}
-            )
-            if is_new:
-                self._damage.check_shared(manifest, leaves, size)
-        return manifest
+        return self._committer.prepare(step, leaves, local or {})
+
+    def commit_save(
+        self,
+        save: PreparedSave,
+        written: Written | None,
+        recipe: Mapping[str, RecipeValue] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Manifest:
+        """Commit a save whose chunks are durable; it survives power loss on return.
+
+        Args:
+            save: From `prepare_save`.
+            written: The records of all leaves; None if the save is committed already, in which case
+                only `metrics` that it lacks are added.
+            recipe, metrics: As for `save`.
+
+        Returns:
+            The manifest that is committed.
+        """
+        return self._committer.commit(
+            save, written, dict(recipe or {}), plain_metrics(metrics or {})
+        )
 
     def held(self) -> Mapping[str, Held]:
         """The chunks that a manifest may name without writing them again, for the writer."""
         return self._catalog.held()
 
-    def commit(
+    def commit_manifest(
         self, manifest: Manifest, located: Mapping[str, Held], replace: bool = False
     ) -> None:
-        """Make a checkpoint visible whose chunks are all durable; it survives power loss on return.
+        """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
 
         Args:
             manifest: The checkpoint.
@@ -275,7 +272,7 @@ class Run:
             FileExistsError: The step is taken, without `replace`.
             OSError: The storage failed.
         """
-        self._saver.commit(manifest, located, replace=replace)
+        self._committer.commit_manifest(manifest, located, replace=replace)
 
     def delete(self, steps: Iterable[int], *, leave_word: bool = False) -> list[int]:
         """Delete checkpoints and the packs that only they needed.

@@ -26,7 +26,6 @@ class WriterSession:
 
     def __init__(
         self,
-        storage: Storage,
         catalog: Catalog,
         damage: DamageHandler,
         removals: RemovalNotes,
@@ -40,7 +39,7 @@ class WriterSession:
         self._ready = False
         self._pid = os.getpid()
         self._lock = ExitStack()
-        self._storage = storage
+        self._storage = catalog.storage
         self._catalog = catalog
         self._damage = damage
         self._removals = removals
@@ -101,7 +100,7 @@ class WriterSession:
         self._catalog.durable.clear()
 
     def check_process(self) -> None:
-        """`Run.check_process`, which gives the contract."""
+        """Raise `LockedError` in a process that was forked from the one that made this object."""
         if os.getpid() != self._pid:
             raise LockedError(
                 f"{self._storage.where}: opened in process {self._pid}, and used in process "

@@ -5,7 +5,8 @@ import numpy as np
 from perdure.store import Leaf, Run
 
 with Run("runs/bare", create=True) as run:
-    found = run.load_newest()
+    steps = run.steps()
+    found = run.load(steps[-1]) if steps else None
     start = 0 if found is None else found.manifest.step
     w = np.zeros(8) if found is None else np.frombuffer(found.leaves["w"].data, np.float64)
     for step in range(start, 6):

@@ -32,7 +32,7 @@ from perdure.distribute.jax import group as jax_group
 from perdure.distribute.jax.eager import JaxEagerRun, thread_settings
 from perdure.distribute.jax.environment import environment
 from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
-from perdure.distribute.jax.fused import Programs, fused_step
+from perdure.distribute.jax.fused import ReferencePrograms, fused_step
 from perdure.distribute.jax.programs import (
     add_program,
     grad_program,
@@ -113,7 +113,7 @@ class JaxEngine:
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
         if self.processes.count > 1:
             return None
-        programs = Programs(grad_program(grad), add_program, update_program(update))
+        programs = ReferencePrograms(grad_program(grad), add_program, update_program(update))
         return fused_step(programs, self._everywhere, replicas, words(seed))
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:

@@ -23,8 +23,8 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
+from perdure.framework_group import innermost_store
 from perdure.process_group import Processes, SingleProcess
-from perdure.state.framework_group import innermost_store
 
 _joined: dict[Cluster, Processes] = {}
 

@@ -1,11 +1,11 @@
 """A whole step in one or two dispatches, for one process with CPU devices.
 
-`fused_step` decides and gives the step; `Programs` are the reference programs that the engine runs
-otherwise, and that a fused program is compared with. A function takes this path only if the compiler
-shows that its instructions are those of the reference. Nothing here changes a function that does not.
+`fused_step` decides and gives the step; `ReferencePrograms` are those that the engine runs otherwise,
+and that a fused program is compared with. A function takes this path only if the compiler shows that
+its instructions are those of the reference. Nothing here changes a function that does not.
 """
 
-from perdure.distribute.jax.fused.proven_programs import Programs
+from perdure.distribute.jax.fused.proven_programs import ReferencePrograms
 from perdure.distribute.jax.fused.step_by_form import fused_step
 
-__all__ = ["Programs", "fused_step"]
+__all__ = ["ReferencePrograms", "fused_step"]

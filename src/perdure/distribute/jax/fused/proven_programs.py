@@ -34,7 +34,7 @@ Turn = tuple[Any, Any, Any, Any]
 Run = Callable[[Any, list[Turn]], tuple[Any, Any]]
 
 
-class Programs(NamedTuple):
+class ReferencePrograms(NamedTuple):
     """The programs of a step for a single device, which define the bits."""
 
     grad: Any
@@ -60,7 +60,7 @@ class Layout:
         return _compiled(fn, self.sharding, *values)
 
 
-def prove(programs: Programs, layout: Layout, state: Any, turn: Turn) -> Run | None:
+def prove(programs: ReferencePrograms, layout: Layout, state: Any, turn: Turn) -> Run | None:
     """The step for arguments of this form; None if a program is not what a single device would run."""
     # Tracing raises for mistakes in the user's functions, as the reference would.
     contributions = jax.eval_shape(programs.grad, state, *turn)
@@ -88,7 +88,7 @@ def prove(programs: Programs, layout: Layout, state: Any, turn: Turn) -> Run | N
     return None
 
 
-def _one_program(programs: Programs, layout: Layout, state: Any, turn: Turn) -> Any:
+def _one_program(programs: ReferencePrograms, layout: Layout, state: Any, turn: Turn) -> Any:
     """A step of one replica on each device, compiled.
 
     The update stays a computation of its own, so that nothing is fused across its edge. Grad is not
@@ -108,7 +108,7 @@ def _one_program(programs: Programs, layout: Layout, state: Any, turn: Turn) -> 
 
 
 def _in_pieces(
-    programs: Programs,
+    programs: ReferencePrograms,
     layout: Layout,
     singles: tuple[Any, Any],
     state: Any,

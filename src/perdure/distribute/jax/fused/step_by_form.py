@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from perdure.distribute.engine import FusedStep
-from perdure.distribute.jax.fused.proven_programs import Layout, Programs, Run, Turn, prove
+from perdure.distribute.jax.fused.proven_programs import Layout, ReferencePrograms, Run, Turn, prove
 from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
 
 FORMS_KEPT = 8
@@ -21,7 +21,7 @@ FORMS_KEPT = 8
 
 
 def fused_step(
-    programs: Programs, everywhere: NamedSharding, replicas: int, seed: Any
+    programs: ReferencePrograms, everywhere: NamedSharding, replicas: int, seed: Any
 ) -> FusedStep | None:
     """A step as programs over all local devices of one process, or None where there is none.
 
@@ -50,7 +50,7 @@ def fused_step(
 class _StepByForm:
     """See `fused_step`."""
 
-    def __init__(self, programs: Programs, layout: Layout, seed: Any) -> None:
+    def __init__(self, programs: ReferencePrograms, layout: Layout, seed: Any) -> None:
         self._programs = programs
         self._layout = layout
         self._runs: dict[Any, Run | None] = {}

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import accumulate
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -34,7 +33,7 @@ from perdure.store.format import (
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafRecord, PackRecord
-from perdure.store.pack_index import encode_pack_tail
+from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
 from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import AdoptingSink, Sink, Storage
@@ -42,7 +41,7 @@ from perdure.store.storage import AdoptingSink, Sink, Storage
 HASH_THREADS = 2
 # Few, so that the bytes of a chunk are still in the cache of the processor when they are written.
 HASH_AHEAD = 4
-WRITING = 4
+WRITING = 2
 """Copies of further chunks that may be on their way to the disk."""
 
 LARGE_BYTES = 256 * 1024
@@ -50,9 +49,6 @@ LARGE_BYTES = 256 * 1024
 
 ALONE_BYTES = 1024 * 1024
 """For at most so many bytes of large chunks, using other threads takes longer than it saves."""
-
-ENCODE_ALONE_BYTES = 1024 * 1024
-"""The same for chunks that are encoded, which takes ten times as long as hashing them."""
 
 BLOCK = 4096
 """Large chunks of whole blocks come first in a pack, so that each of them begins on a block."""
@@ -75,14 +71,6 @@ class Written(NamedTuple):
     packs: list[PackRecord]
     located: dict[str, Held]
     local: list[LeafRecord]
-
-
-@dataclass
-class WrittenPack:
-    """Name and bytes of the pack of one process for one save; 0 bytes if there is none."""
-
-    name: str
-    size: int = 0
 
 
 def write_pack(
@@ -109,32 +97,29 @@ def write_pack(
     Raises:
         DamagedChunk: A pack with known chunks is gone.
     """
-    pack = _Pack(storage, WrittenPack(pack_name(step, process, secrets.token_hex(4))))
+    pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
-    located = pack.located
     buffers: list[mmap.mmap] = []
-    left = sum(len(leaf.data) for leaf in (*leaves.values(), *local.values()))
+    left = sum([len(leaf.data) for leaf in (*leaves.values(), *local.values())])
     try:
         with gc_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
-        jobs = (
-            _hashed(large, buffers)
-            if encode is None
-            else _encoded(large, encode, (known, located), buffers)
-        )
-        with closing(jobs):
-            for (slots, index, data, _), digest, stored, release in jobs:
+        with closing(_prepared(large, encode, (known, pack.located), buffers)) as prepared:
+            for (slots, index, data, _), digest, stored, release in prepared:
                 slots[index] = digest
-                if digest not in known and digest not in located:
-                    pack.add(digest, stored, left, len(data), release)
-                else:
-                    release()
+                pack.add(digest, stored, left, len(data), release)
                 left -= len(data)
         with gc_paused(len(leaves)):
-            pack.add_small(small, known, left)
-        hashes += _add_local(pack, local, known, left)
-        pack.commit()
+            pack.add_small(small, left)
+        # A local leaf that never changes would keep the pack of the first save alive for ever, for a
+        # few kilobytes. So it is written again, unless there would be no pack without it.
+        if not pack.is_empty:
+            pack.known = {}
+        own = sorted(local.items())
+        own_hashes: list[list[str]] = [[] for _ in own]
+        pack.add_small(_in_pack_order(own, own_hashes, CHUNK_BYTES + 1)[1], left)
+        pack.finish()
     except BaseException:
         pack.abort()
         raise
@@ -142,34 +127,27 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        ordered += sorted(local.items())
-        records, packs = _records(ordered, hashes, known, located, storage, pack.written)
-    return Written(records[: len(leaves)], packs, located, records[len(leaves) :])
+        records, packs = _records(ordered + own, hashes + own_hashes, pack)
+    return Written(records[: len(leaves)], packs, pack.located, records[len(leaves) :])
 
 
-def _add_local(
-    pack: _Pack, local: Mapping[str, Leaf], known: Mapping[str, Held], left: int
-) -> list[list[str]]:
-    """Append local leaves as they are, and return the hashes of each, in the order of their paths.
+class NewPack:
+    """The pack that is being written, created at its first chunk.
 
-    A local leaf that never changes would keep the pack of the first save alive for ever, for a few
-    kilobytes. So it is written again, unless there would be no pack without it.
+    Attributes:
+        known: The places of chunks that are not written.
+        located: The chunks of this pack, in order.
+        places: The places of all chunks that were added, in this pack or before it.
     """
-    hashes: list[list[str]] = [[] for _ in local]
-    if local:
-        small = _in_pack_order(sorted(local.items()), hashes, CHUNK_BYTES + 1)[1]
-        pack.add_small(small, known if pack.is_empty else {}, left)
-    return hashes
 
-
-class _Pack:
-    """The pack that is being written, created at its first chunk. `located` has its chunks in order."""
-
-    def __init__(self, storage: Storage, written: WrittenPack) -> None:
-        self.written = written
+    def __init__(self, storage: Storage, name: str, known: Mapping[str, Held]) -> None:
+        self.storage = storage
+        self.name = name
+        self.size = 0
+        self.known = known
         self.located: dict[str, Held] = {}
+        self.places: dict[str, Held] = {}
         self._encoded: dict[str, int] = {}
-        self._storage = storage
         self._sink: Sink | None = None
 
     @property
@@ -179,24 +157,36 @@ class _Pack:
     def add(
         self, digest: str, data: memoryview, left: int, size: int, release: Callable[[], None]
     ) -> None:
-        """Append a chunk of `size` bytes, stored as `data`; `release` is called once it is written.
+        """Append a chunk of `size` bytes, stored as `data`, unless it is there already.
 
-        `left` is an upper bound of the bytes of this chunk and all that follow.
+        Args:
+            digest: The hash of the chunk.
+            data: Its bytes as they are stored.
+            left: An upper bound of the bytes of this chunk and all that follow.
+            size: Its bytes once it is decoded.
+            release: Called once `data` may be reused.
         """
-        if self._sink is None:
-            self._sink = self._storage.create(PACKS + self.written.name, left)
-        self.located[digest] = Held(self.written.name, self.written.size, len(data))
-        self.written.size += len(data)
-        if len(data) != size:
-            self._encoded[digest] = size
-        if release is not _nothing and len(data) == size and isinstance(self._sink, AdoptingSink):
-            self._sink.write_from(data, release)
+        if digest not in self.places and (place := self.known.get(digest)) is not None:
+            self.places[digest] = place
+        if digest in self.places:
+            release()
+            return
+        sink = self._open(left)
+        self._place(digest, len(data), size)
+        if release is not _nothing and len(data) == size and isinstance(sink, AdoptingSink):
+            sink.write_from(data, release)
         else:
-            self._sink.write(data)
+            sink.write(data)
             release()
 
-    def add_small(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        """Append small chunks that are not known yet, and add the hash of each to those of its leaf.
+    def copy(self, chunks: Sequence[PackedChunk], data: memoryview, left: int) -> None:
+        """Append chunks that are not there yet, as they are stored one after the other in `data`."""
+        for digest, length, size in chunks:
+            self._place(digest, length, size)
+        self._open(left).write(data)
+
+    def add_small(self, jobs: Sequence[_Small], left: int) -> None:
+        """Append small chunks that are not there yet, and add the hash of each to those of its leaf.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
@@ -207,38 +197,55 @@ class _Pack:
             gathered.append(job)
             waiting += len(job[1])
             if waiting >= GATHER_BYTES:
-                self._add_gathered(gathered, known, left)
+                self._add_gathered(gathered, left)
                 gathered, waiting = [], 0
-        self._add_gathered(gathered, known, left)
+        if gathered:
+            self._add_gathered(gathered, left)
 
-    def _add_gathered(self, jobs: Sequence[_Small], known: Mapping[str, Held], left: int) -> None:
-        name, offset, located = self.written.name, self.written.size, self.located
+    def _add_gathered(self, jobs: Sequence[_Small], left: int) -> None:
+        name, offset = self.name, self.size
+        located, places, known = self.located, self.places, self.known
         joined = memoryview(b"".join([job[1] for job in jobs]))
         ends = list(accumulate([len(job[1]) for job in jobs]))
         copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         parts: list[memoryview] = []
         for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
             slots.append(digest)
-            if digest in located or digest in known:
+            if digest in places:
+                continue
+            if (place := known.get(digest)) is not None:
+                places[digest] = place
                 continue
             size = len(data)
-            located[digest] = Held(name, offset, size)
+            located[digest] = places[digest] = Held(name, offset, size)
             offset += size
             parts.append(data)
         if parts:
-            self.written.size = offset
-            if self._sink is None:
-                self._sink = self._storage.create(PACKS + name, left)
-            self._sink.write(joined if len(parts) == len(copies) else memoryview(b"".join(parts)))
+            self.size = offset
+            self._open(left).write(
+                joined if len(parts) == len(copies) else memoryview(b"".join(parts))
+            )
 
-    def commit(self) -> None:
+    def _place(self, digest: str, length: int, size: int) -> None:
+        """Note that the next `length` bytes of the pack are a chunk of `size` decoded bytes."""
+        self.located[digest] = self.places[digest] = Held(self.name, self.size, length)
+        self.size += length
+        if length != size:
+            self._encoded[digest] = size
+
+    def _open(self, left: int) -> Sink:
+        if self._sink is None:
+            self._sink = self.storage.create(PACKS + self.name, left)
+        return self._sink
+
+    def finish(self) -> None:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
         chunks = [(digest, held.length) for digest, held in self.located.items()]
         tail = encode_pack_tail(chunks, self._encoded)
         self._sink.write(memoryview(tail))
-        self.written.size += len(tail)
+        self.size += len(tail)
         self._sink.commit()
 
     def abort(self) -> None:
@@ -281,18 +288,29 @@ def _in_pack_order(
     return whole + uneven, small
 
 
-def _hashed(chunks: Sequence[_Job], buffers: list[mmap.mmap]) -> Generator[_Prepared, None, None]:
-    """Copy and hash large chunks, in order; many of them are prepared ahead on other cores.
+def _prepared(
+    chunks: Sequence[_Job],
+    encode: Encode | None,
+    known: tuple[Mapping[str, Held], ...],
+    buffers: list[mmap.mmap],
+) -> Generator[_Prepared, None, None]:
+    """Copy, hash and encode large chunks, in order; many of them are prepared ahead on other cores.
 
-    The buffers of the copies are added to `buffers`.
+    Chunks that are `known` are not encoded. The buffers of the copies are added to `buffers`.
     """
 
     def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
-        return job, hash_bytes(copy), copy, release
+        digest = hash_bytes(copy)
+        if encode is None or any(digest in places for places in known):
+            return job, digest, copy, release
+        return job, digest, encode(copy, job[3], digest), release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
         return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
-    return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+    if encode is None:
+        return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+    executor = pool("encode", ENCODE_THREADS)
+    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
 
 
 def _nothing() -> None:
@@ -330,50 +348,25 @@ def _on_copies(
         prepared.close()
 
 
-def _encoded(
-    chunks: Sequence[_Job],
-    encode: Encode,
-    known: tuple[Mapping[str, Held], ...],
-    buffers: list[mmap.mmap],
-) -> Generator[_Prepared, None, None]:
-    """As `_hashed`, with encoded bytes; chunks that are `known` are not encoded."""
-
-    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
-        digest = hash_bytes(copy)
-        if any(digest in places for places in known):
-            return job, digest, copy, release
-        return job, digest, encode(copy, job[3], digest), release
-
-    if sum(len(data) for _, _, data, _ in chunks) <= ENCODE_ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
-    executor = pool("encode", ENCODE_THREADS)
-    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
-
-
 def _records(
-    ordered: Sequence[tuple[str, Leaf]],
-    hashes: Sequence[list[str]],
-    known: Mapping[str, Held],
-    located: Mapping[str, Held],
-    storage: Storage,
-    written: WrittenPack,
+    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: NewPack
 ) -> tuple[list[LeafRecord], list[PackRecord]]:
-    def find(digest: str) -> Held:
-        return located.get(digest) or known[digest]
-
+    places = pack.places
     builder = RecordBuilder()
     array = builder.array
     records = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
-        if leaf.dtype.startswith(SCALAR_PREFIX):
-            records.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
+        dtype = leaf.dtype
+        if dtype.startswith(SCALAR_PREFIX):
+            records.append(LeafRecord(path=path, dtype=dtype, text=leaf.text))
             continue
-        records.append(array(path, leaf.dtype, leaf.shape, len(leaf.data), digests, find))
+        records.append(array(path, dtype, leaf.shape, len(leaf.data), digests, places))
 
     def pack_size(name: str) -> int:
         try:
-            return written.size if name == written.name else storage.size(PACKS + name)
+            return pack.size if name == pack.name else pack.storage.size(PACKS + name)
         except FileNotFoundError as error:
-            raise DamagedChunk(f"{storage.where}/{PACKS}{name} is gone.", name, -1) from error
+            where = f"{pack.storage.where}/{PACKS}{name}"
+            raise DamagedChunk(f"{where} is gone.", name, -1) from error
 
     return records, builder.packs(pack_size)

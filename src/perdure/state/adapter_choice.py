@@ -1,39 +1,18 @@
-"""The adapters of the frameworks that are imported, and which of them takes a value."""
+"""Which of the adapters takes a value."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node
-from perdure.state.builtin import Builtin
+from perdure.state.adapter import Adapter, Node, adapter
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import PerRank, per_rank_node
 from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
-
-# In this order: a Keras layer on PyTorch is a torch module too, and Flax and Equinox modules are
-# pytree nodes of JAX. The built-in adapter is last, because a dataclass that is registered with a
-# framework (with static fields) is taken apart by that framework.
-_FRAMEWORKS = {
-    "keras": "perdure.state.keras_state",
-    "flax.nnx": "perdure.state.flax_state",
-    "equinox": "perdure.state.equinox_state",
-    "jax": "perdure.state.jax_state",
-    "torch": "perdure.state.torch_state",
-}
-_BUILTIN = Builtin()
-
-
-def loaded_adapters() -> list[Adapter]:
-    """The adapters of the frameworks that are imported, and the built-in one last."""
-    loaded = [_load(module) for name, module in _FRAMEWORKS.items() if name in sys.modules]
-    return [*loaded, _BUILTIN]
 
 
 def node_of(
@@ -49,8 +28,8 @@ def node_of(
     stored_below = None if stored is None else _SpecsBelow(stored, path)
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)
-    for adapter in adapters:
-        if (node := adapter.node(value, stored_below)) is not None:
+    for candidate in adapters:
+        if (node := candidate.node(value, stored_below)) is not None:
             return node
     raise UnsupportedLeafError(
         f"a value of type {type_name(value)} has no exact form in a checkpoint. Give it `state_dict` "
@@ -60,23 +39,23 @@ def node_of(
 
 def leaf_adapter(value: Any, adapters: Sequence[Adapter]) -> tuple[Adapter, LeafSpec] | None:
     """The adapter for which a value is a leaf, and its dtype and shape; None for an interior value."""
-    for adapter in adapters:
-        if (spec := adapter.spec(value)) is not None:
-            return adapter, spec
+    for candidate in adapters:
+        if (spec := candidate.spec(value)) is not None:
+            return candidate, spec
     return None
 
 
-def load_leaf(adapter: Adapter, like: Any, leaf: Leaf) -> Any:
-    """An array such as `like`, made by its `adapter`, with the bits of `leaf`."""
+def load_leaf(taker: Adapter, like: Any, leaf: Leaf) -> Any:
+    """An array such as `like`, made by the adapter that takes it, with the bits of `leaf`."""
     if not leaf.is_weak:
-        return adapter.load(like, leaf)
+        return taker.load(like, leaf)
     # Only JAX has weak types. A Python number in the target is a weakly typed array after the first
     # compiled step; as a NumPy scalar it would be strongly typed.
     if "jax" in sys.modules:
-        jax = _load(_FRAMEWORKS["jax"])
-        if adapter is jax or type(like) in (int, float, complex):
+        jax = adapter("jax")
+        if taker is jax or type(like) in (int, float, complex):
             return jax.load(like, leaf)
-    return adapter.load(like, leaf.strong())
+    return taker.load(like, leaf.strong())
 
 
 class _SpecsBelow(Mapping[str, LeafSpec]):
@@ -95,8 +74,3 @@ class _SpecsBelow(Mapping[str, LeafSpec]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-@cache
-def _load(module: str) -> Adapter:
-    return import_module(module).ADAPTER

@@ -1,11 +1,13 @@
-"""The order of a save: free space, chunks, then the manifest, whose creation is the commit.
+"""The steps of a save: prepare, write chunks, commit. Creating the manifest is the commit.
 
 Invariant: committed checkpoints are one line of steps, and a save only adds to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,110 +25,97 @@ from perdure.store.damage_handler import DamageHandler
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import manifest_name
 from perdure.store.free_space import ensure_free_space
-from perdure.store.gc_pause import gc_paused
-from perdure.store.leaf import Leaf, containers_of
+from perdure.store.gc_pause import SHORT_BYTES, gc_paused
+from perdure.store.leaf import AnyLeaf, Leaf, containers_of
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
+from perdure.store.pack_writer import Written, write_pack
 from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.restore import list_steps, read_manifest
-from perdure.store.storage import LostLock, Storage, create_whole
-from perdure.store.writer import Written, write_pack
+from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
 
-WriteChunks = Callable[[Mapping[str, Held]], Written]
-"""Makes the chunks durable that the given ones lack, in place of this process."""
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """A save that may go ahead: the step continues the run, and the disk has room for it.
+
+    Attributes:
+        step: The step.
+        leaves: The leaves of the state by path. Other processes hold the bytes of some.
+        local: Leaves that belong to one process each and are no part of the fingerprint.
+        held: Places of the chunks that need not be written, by hash.
+        nbytes: Bytes of the state.
+        present: The manifest of the step, if the same state is committed already.
+        is_committed: Whether the local leaves are committed with it, so that nothing is written.
+    """
+
+    step: int
+    leaves: Mapping[str, AnyLeaf]
+    local: Mapping[str, AnyLeaf]
+    held: Mapping[str, Held]
+    nbytes: int
+    present: Manifest | None
+    is_committed: bool
 
 
-class Saver:
+class Committer:
     """Commits checkpoints to the run directory whose writer `session` is."""
 
     def __init__(
         self,
-        storage: Storage,
-        catalog: Catalog,
         session: WriterSession,
+        catalog: Catalog,
         damage: DamageHandler,
         removals: RemovalNotes,
         encode: Encode | None,
         now: Callable[[], str],
     ) -> None:
-        self._storage = storage
-        self._catalog = catalog
+        self._storage = catalog.storage
         self._session = session
+        self._catalog = catalog
         self._damage = damage
         self._removals = removals
         self._encode = encode
         self._now = now
 
-    def save(
-        self,
-        step: int,
-        leaves: Mapping[str, Leaf],
-        recipe: dict[str, RecipeValue],
-        metrics: dict[str, float | None],
-        write: WriteChunks | None,
-        local: Mapping[str, Leaf],
-    ) -> tuple[Manifest, bool]:
-        """`Run.save`, which gives the contract.
-
-        Returns:
-            The manifest of the checkpoint, and whether the step was not committed before.
-        """
-        try:
-            self._session.begin()
-            present = self._committed(step, leaves)
-            if present is not None and (not local or _same_local(present, local)):
-                return self._with_metrics(present, metrics), False
-            ensure_free_space(self._storage, leaves, self._catalog.held())
-            written = self._write(step, leaves, write, local)
-            manifest = self._manifest(step, written, leaves, recipe, metrics)
-            if present is not None:
-                manifest = _as_present(present, manifest)
-            head = self._store(manifest, replace=present is not None)
-        except FileExistsError as error:
-            self._catalog.forget()
-            raise LockedError(
-                f"{self._storage.where}: step {step} was committed by another writer while this one "
-                f"was saving it ({error}). Nothing was overwritten; stop one of the two."
-            ) from error
-        except SaveError:
-            self._catalog.forget()  # a group failed, perhaps because a pack is gone
-            raise
-        except (OSError, UnreachableError) as error:
-            self._catalog.forget()
-            raise SaveError(self._failed(step, leaves, error)) from error
-        self._catalog.add(manifest, head, written.located)
-        self._catalog.durable.add(step)
-        self._removals.committed_again(step)
-        return manifest, present is None
-
-    def commit(self, manifest: Manifest, located: Mapping[str, Held], *, replace: bool) -> None:
-        """`Run.commit`, which gives the contract."""
-        head = self._store(manifest, replace=replace)
-        if replace:
-            self._catalog.replace(manifest, head)
-        else:
-            self._catalog.add(manifest, head, located)
-            self._removals.committed_again(manifest.step)
-
-    def _write(
-        self,
-        step: int,
-        leaves: Mapping[str, Leaf],
-        write: WriteChunks | None,
-        local: Mapping[str, Leaf],
-    ) -> Written:
-        """Write the chunks that are not held; check that the packs of the others are still there."""
-        if write is not None:
-            written = write(self._catalog.held())
-            if not self._catalog.agrees(written.packs):
-                raise OSError("a pack has another size than its checkpoints say")
-            return written
-        while True:
+    @contextmanager
+    def prepare(
+        self, step: int, leaves: Mapping[str, AnyLeaf], local: Mapping[str, AnyLeaf]
+    ) -> Iterator[PreparedSave]:
+        """`Run.prepare_save`, which gives the contract."""
+        size = sum([leaf.nbytes for leaf in leaves.values()])
+        with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
+                self._session.begin()
+                present = self._committed(step, leaves)
+                is_committed = present is not None and (not local or _same_local(present, local))
                 held = self._catalog.held()
+                if not is_committed:
+                    ensure_free_space(self._storage, leaves, size, local, held)
+                yield PreparedSave(step, leaves, local, held, size, present, is_committed)
+            except FileExistsError as error:
+                self._catalog.forget()
+                raise LockedError(
+                    f"{self._storage.where}: step {step} was committed by another writer while this "
+                    f"one was saving it ({error}). Nothing was overwritten; stop one of the two."
+                ) from error
+            except SaveError:
+                self._catalog.forget()  # a group failed, perhaps because a pack is gone
+                raise
+            except (OSError, UnreachableError) as error:
+                self._catalog.forget()
+                raise SaveError(self._failed(step, size, error)) from error
+
+    def write_pack(
+        self, step: int, leaves: Mapping[str, Leaf], local: Mapping[str, Leaf]
+    ) -> Written:
+        """Write the chunks that are not held, as one durable pack of this process."""
+        while True:
+            held = self._catalog.held()
+            try:
                 written = write_pack(self._storage, step, 0, leaves, held, self._encode, local)
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
                 self._catalog.distrust(error)
@@ -136,21 +125,59 @@ class Saver:
             # A pack has another size than when it was last looked at.
             self._catalog.forget()
 
-    def _manifest(
+    def commit(
         self,
-        step: int,
-        written: Written,
-        leaves: Mapping[str, Leaf],
+        save: PreparedSave,
+        written: Written | None,
         recipe: dict[str, RecipeValue],
         metrics: dict[str, float | None],
     ) -> Manifest:
-        containers = containers_of(leaves)
+        """`Run.commit_save`, which gives the contract."""
+        if written is None:
+            assert save.present is not None, "a save without chunks is of a committed step"
+            return self._with_metrics(save.present, metrics)
+        if not self._catalog.agrees(written.packs):
+            raise OSError("a pack has another size than its checkpoints say")
+        manifest = self._manifest(save, written, recipe, metrics)
+        head = self._store(manifest, replace=save.present is not None)
+        self._catalog.add(manifest, head, written.located)
+        self._catalog.durable.add(save.step)
+        self._removals.committed_again(save.step)
+        if save.present is None:
+            self._damage.check_shared(manifest, save.leaves, save.nbytes)
+        return manifest
+
+    def commit_manifest(
+        self, manifest: Manifest, located: Mapping[str, Held], *, replace: bool
+    ) -> None:
+        """`Run.commit_manifest`, which gives the contract."""
+        head = self._store(manifest, replace=replace)
+        if replace:
+            self._catalog.replace(manifest, head)
+        else:
+            self._catalog.add(manifest, head, located)
+            self._removals.committed_again(manifest.step)
+
+    def _manifest(
+        self,
+        save: PreparedSave,
+        written: Written,
+        recipe: dict[str, RecipeValue],
+        metrics: dict[str, float | None],
+    ) -> Manifest:
+        containers = containers_of(save.leaves)
         version = format_of(written.leaves, containers, written.local)
         name = f"{self._storage.where}: the manifest of this save"
+        created = self._now()
+        if (present := save.present) is not None:
+            # Saved again with other local leaves, as after an evaluation that drew random numbers:
+            # everything else stays what it was.
+            created, recipe = present.created, present.recipe
+            metrics = {**metrics, **present.metrics}
         return Manifest(
             format=version,
-            step=step,
-            created=self._now(),
+            step=save.step,
+            created=created,
             fingerprint=checked_fingerprint(version, written.packs, written.leaves, name),
             recipe=recipe,
             metrics=metrics,
@@ -172,7 +199,7 @@ class Saver:
             create_whole(self._storage, manifest_name(manifest.step), data)
         return data[:HEAD_BYTES]
 
-    def _committed(self, step: int, leaves: Mapping[str, Leaf]) -> Manifest | None:
+    def _committed(self, step: int, leaves: Mapping[str, AnyLeaf]) -> Manifest | None:
         """The manifest of `step` if these bits are committed, None if the step continues the run.
 
         Raises `HistoryError` for everything else.
@@ -246,7 +273,7 @@ class Saver:
             f"To continue, {advice}."
         )
 
-    def _failed(self, step: int, leaves: Mapping[str, Leaf], error: Exception) -> str:
+    def _failed(self, step: int, size: int, error: Exception) -> str:
         """Why a save failed, what is left, and what to do."""
         message = f"{self._storage.where}: saving step {step} failed: {error}."
         if isinstance(error, LostLock):
@@ -259,7 +286,6 @@ class Saver:
                 f"{message} Every earlier checkpoint is unchanged. Save again once the storage "
                 f"answers."
             )
-        size = sum(len(leaf.data) for leaf in leaves.values())
         room = "" if free is None else f", free space: {free} bytes"
         newest = (
             f"last good checkpoint is step {steps[-1]}" if steps else "run has no checkpoint yet"
@@ -270,19 +296,8 @@ class Saver:
         )
 
 
-def _same_local(present: Manifest, local: Mapping[str, Leaf]) -> bool:
+def _same_local(present: Manifest, local: Mapping[str, AnyLeaf]) -> bool:
     rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.local]
     return rows == [
         (path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in sorted(local.items())
     ]
-
-
-def _as_present(present: Manifest, again: Manifest) -> Manifest:
-    """A checkpoint that is saved again with other local leaves, as after an evaluation that drew random
-    numbers: everything else stays what it was."""
-    return msgspec.structs.replace(
-        again,
-        created=present.created,
-        recipe=present.recipe,
-        metrics={**again.metrics, **present.metrics},
-    )

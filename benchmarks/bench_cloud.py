@@ -100,8 +100,8 @@ def ours(place: Place, mib: int, rounds: int) -> tuple[list[float], list[float]]
     for number in range(rounds):
         with open("/dev/urandom", "rb") as noise:
             leaves = {
-                f"w{at}": Leaf("uint8", (LEAF,), memoryview(noise.read(LEAF)), True)
-                for at in range(mib * MIB // LEAF)
+                f"w{leaf}": Leaf("uint8", (LEAF,), memoryview(noise.read(LEAF)), True)
+                for leaf in range(mib * MIB // LEAF)
             }
         with Run(place.storage(f"ours-{number}"), create=True) as run:
             run.begin_writing()
@@ -121,16 +121,16 @@ def of_one_range(place: Place) -> float:
 
 def peer(place: Place, python: str, mib: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of s3fs: a file written, the same file read in parts, and fetched whole."""
-    found: dict[str, list[float]] = {"save": [], "load": [], "cat": []}
+    series: dict[str, list[float]] = {"save": [], "load": [], "cat": []}
     for number in range(rounds):
         where = f"{place.bucket}/s3fs-{number}"
-        for how, seconds in found.items():
+        for how, seconds in series.items():
             command = [python, "-c", PEER, place.endpoint, where, str(mib), how, place.key]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"s3fs does not run with {python}: {done.stderr.strip()[-400:]}")
             seconds.append(json.loads(done.stdout)["seconds"])
-    return found
+    return series
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -140,11 +140,11 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def rate(
-    place: Place, what: str, mib: int, here: list[float], there: dict[str, list[float]]
+    place: Place, what: str, mib: int, times: list[float], peer_times: dict[str, list[float]]
 ) -> Row:
     """Medians in MB/s; against the faster way of the peer."""
-    mine = [mib * MIB / seconds / 1e6 for seconds in here]
-    rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in there.items()}
+    mine = [mib * MIB / seconds / 1e6 for seconds in times]
+    rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in peer_times.items()}
     best = max(rates, key=lambda how: rates[how])
     text = f"S3 (loopback {place.server}): {what} of {mib} MiB"
     figure = row(text, statistics.median(mine), "MB/s", f"{min(mine):.0f} .. {max(mine):.0f}")
@@ -159,9 +159,11 @@ def rows_on(
         saves, loads = ours(place, mib, rounds)
         one = of_one_range(place)
     with start() as place:
-        there = peer(place, python, mib, rounds)
-    yield rate(place, "durable save", mib, saves, {"open(wb)": there["save"]})
-    yield rate(place, "load", mib, loads, {"open(rb)": there["load"], "cat_file": there["cat"]})
+        peer_times = peer(place, python, mib, rounds)
+    yield rate(place, "durable save", mib, saves, {"open(wb)": peer_times["save"]})
+    yield rate(
+        place, "load", mib, loads, {"open(rb)": peer_times["load"], "cat_file": peer_times["cat"]}
+    )
     yield row(f"S3 (loopback {place.server}): one range of 4 KiB", one * 1000, "ms")
 
 
@@ -179,9 +181,9 @@ def main() -> int:
     else:
         print("s3rver is not on PATH; only moto is measured")
     rows = (
-        found
+        table_row
         for start in starts
-        for found in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds)
+        for table_row in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds)
     )
     return finish(rows, arguments.out)
 

@@ -83,15 +83,15 @@ def take_turns(
     subjects: dict[str, tuple[Subject, str]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Medians of every round, by subject."""
-    found: dict[str, list[float]] = {}
+    medians: dict[str, list[float]] = {}
     for turn in range(rounds):
         for name, (subject, what) in subjects.items():
-            if turn and name not in found:
+            if turn and name not in medians:
                 continue
             times = subject.ask({"subject": what, "steps": steps})
             if times is not None:
-                found.setdefault(name, []).append(statistics.median(times))
-    return found
+                medians.setdefault(name, []).append(statistics.median(times))
+    return medians
 
 
 def timed(text: str, series: list[float]) -> Row:
@@ -102,9 +102,14 @@ def timed(text: str, series: list[float]) -> Row:
 def against(text: str, mine: list[float], name: str, peer: list[float], most: float | None) -> Row:
     """The ratio is the median of the rounds' ratios: a machine changes while it is measured."""
     ratio = statistics.median(a / b for a, b in zip(mine, peer, strict=True))
-    own = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
+    compared_row = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
     met = None if most is None else ratio <= most
-    return {**own, "ratio": ratio, "reach": f"<= {most:g}x" if most else "report", "met": met}
+    return {
+        **compared_row,
+        "ratio": ratio,
+        "reach": f"<= {most:g}x" if most else "report",
+        "met": met,
+    }
 
 
 def peers(rounds: int) -> list[Row]:
@@ -118,7 +123,7 @@ def peers(rounds: int) -> list[Row]:
     if installed(("tensorflow",)):
         subjects["TF MirroredStrategy"] = (Subject("tf"), "mirrored 128 2")
         subjects["TF MultiWorkerMirroredStrategy"] = (Subject("tf", 2), "workers 128")
-    found = take_turns(subjects, rounds, 6)
+    medians = take_turns(subjects, rounds, 6)
     for subject, _ in subjects.values():
         subject.close()
     rows = []
@@ -126,19 +131,19 @@ def peers(rounds: int) -> list[Row]:
         "exact V=2, PyTorch, 2 threads of 1 process",
         "exact V=2, PyTorch, 2 worker processes",
     )
-    if "exact" in found and "TF MirroredStrategy" in found:
+    if "exact" in medians and "TF MirroredStrategy" in medians:
         name = "TF MirroredStrategy"
-        rows.append(against(one, found["exact"], name, found[name], 1.0))
-    groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in found]
-    if "exact, 2 workers" in found:
-        mine = found["exact, 2 workers"]
-        rows += [against(two, mine, name, found[name], None) for name in groups]
+        rows.append(against(one, medians["exact"], name, medians[name], 1.0))
+    groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in medians]
+    if "exact, 2 workers" in medians:
+        mine = medians["exact, 2 workers"]
+        rows += [against(two, mine, name, medians[name], None) for name in groups]
         if groups:
-            best = min(groups, key=lambda name: statistics.median(found[name]))
-            rows.append(against(two, mine, f"better: {best}", found[best], 1.0))
-        if "DDP, gloo" in found:
+            best = min(groups, key=lambda name: statistics.median(medians[name]))
+            rows.append(against(two, mine, f"better: {best}", medians[best], 1.0))
+        if "DDP, gloo" in medians:
             text = "exact, torch, V=D=2 processes, cnn 128"
-            rows.append(against(text, mine, "plain: DDP", found["DDP, gloo"], 1.05))
+            rows.append(against(text, mine, "plain: DDP", medians["DDP, gloo"], 1.05))
     return rows
 
 
@@ -176,12 +181,15 @@ def _pair(
     text: str, name: str, pair: dict[str, tuple[Subject, str]], rounds: int, most: float | None
 ) -> list[Row]:
     """A row against "plain", and a report for each other subject."""
-    found = take_turns(pair, rounds, 8)
-    if "exact" not in found or "plain" not in found:
+    medians = take_turns(pair, rounds, 8)
+    if "exact" not in medians or "plain" not in medians:
         return []
-    own = against(text, found["exact"], name, found["plain"], most)
-    others = [other for other in found if other not in ("exact", "plain")]
-    return [own, *(against(text, found["exact"], other, found[other], None) for other in others)]
+    exact_row = against(text, medians["exact"], name, medians["plain"], most)
+    others = [other for other in medians if other not in ("exact", "plain")]
+    return [
+        exact_row,
+        *(against(text, medians["exact"], other, medians[other], None) for other in others),
+    ]
 
 
 def one_device(rounds: int) -> list[Row]:
@@ -211,16 +219,16 @@ def counted() -> list[Row]:
         rows.append(compared(row(text, copies, "copies"), "log2(V)+2", limit, most=1.0))
     torch.close()
     jax = Subject("jax")
-    found = jax.ask({"ask": "compilations"}) or {}
+    compilations = jax.ask({"ask": "compilations"}) or {}
     jax.close()
-    if found:
-        counts = {int(v): count for v, (count, _) in found.items() if int(v) > 1}
+    if compilations:
+        counts = {int(v): count for v, (count, _) in compilations.items() if int(v) > 1}
         text = f"programs compiled, V={min(counts)} .. {max(counts)}"
         most, least = max(counts.values()), min(counts.values())
         rows.append(compared(row(text, most, "programs"), "the fewest", float(least), most=1.0))
         rows += [
             row(f"compile time, V={v}", seconds, "s", f"{count} programs")
-            for v, (count, seconds) in found.items()
+            for v, (count, seconds) in compilations.items()
         ]
     return rows
 

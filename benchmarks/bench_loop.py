@@ -148,7 +148,7 @@ def figure(what: str, values: list[float], unit: str, against: str, most: float)
 def overheads(turns: BlockTimer) -> list[float]:
     """Seconds a step that each block took above the mean of the bare blocks around it."""
     around = [turns.bare[0], *turns.bare]
-    return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]
+    return [block - (a + b) / 2 for block, a, b in zip(turns.own, around, turns.bare, strict=False)]
 
 
 def rows(scale: float) -> Iterator[Row]:

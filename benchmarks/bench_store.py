@@ -39,17 +39,17 @@ def child(program: str, *arguments: object) -> dict[str, Any] | None:
 
 
 def merge(
-    found: dict[str, dict[str, Any] | None], name: str, figures: dict[str, Any] | None
+    results: dict[str, dict[str, Any] | None], name: str, figures: dict[str, Any] | None
 ) -> None:
     """Add the series of one round to those of the rounds before."""
-    have = found.setdefault(name, None)
+    have = results.setdefault(name, None)
     if figures is not None:
-        found[name] = {key: [*(have or {}).get(key, []), *figures[key]] for key in figures}
+        results[name] = {key: [*(have or {}).get(key, []), *figures[key]] for key in figures}
 
 
 def disk_rows(
     disk: dict[str, Any],
-    own: dict[str, Any] | None,
+    perdure: dict[str, Any] | None,
     peers: dict[str, dict[str, Any]],
     tool: str,
 ) -> list[Row]:
@@ -66,10 +66,10 @@ def disk_rows(
         fio = compared(mine, f"{tool}, in turn", disk[f"{verb} limit"], least=0.95)
         # Of each pair, because the disk of a shared machine is not the same from minute to minute.
         rows.append({**fio, "ratio": ratio, "met": ratio >= 0.95})
-        if peers and own is not None:
+        if peers and perdure is not None:
             # Against the figure that perdure reached in the same rounds, by the same program.
             best = max(peers, key=lambda name, v=verb: middle(peers[name][v]))
-            mine = row(text, middle(own[verb]), "GB/s", spread(own[verb]))
+            mine = row(text, middle(perdure[verb]), "GB/s", spread(perdure[verb]))
             limit = middle(peers[best][verb])
             rows.append(compared(mine, f"best: {best}", limit, least=factor))
     return rows
@@ -79,9 +79,9 @@ def _why(name: str) -> str:
     return "failed, see above" if installed(SUBJECTS[name][1]) else "not installed"
 
 
-def peer_rows(found: dict[str, dict[str, Any] | None]) -> list[Row]:
+def peer_rows(results: dict[str, dict[str, Any] | None]) -> list[Row]:
     rows = []
-    for name, figures in found.items():
+    for name, figures in results.items():
         for key, text, unit in (
             ("write", "durable write of 2 GiB", "GB/s"),
             ("load", "cold load of 2 GiB", "GB/s"),
@@ -146,7 +146,7 @@ def main() -> int:
 def rows(given: argparse.Namespace, tool: str) -> Iterator[Row]:
     """Measures everything first: what is compared was measured in turns."""
     nbytes = given.mib * MIB
-    found: dict[str, dict[str, Any] | None] = {}
+    results: dict[str, dict[str, Any] | None] = {}
     cases: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=given.out.parent.absolute()) as scratch:
         for name in (
@@ -169,13 +169,13 @@ def rows(given: argparse.Namespace, tool: str) -> Iterator[Row]:
             figures = None
             if installed(SUBJECTS[name][1]):
                 figures = child("store_peers.py", name, f"{scratch}/peer", nbytes, 1)
-            merge(found, name, figures)
+            merge(results, name, figures)
             shutil.rmtree(f"{scratch}/peer", ignore_errors=True)
-    peers = {n: f for n, f in found.items() if f is not None and not n.startswith("perdure")}
+    peers = {n: f for n, f in results.items() if f is not None and not n.startswith("perdure")}
     if "disk" in cases:
-        yield from disk_rows(cases["disk"], found.get("perdure"), peers, tool)
+        yield from disk_rows(cases["disk"], results.get("perdure"), peers, tool)
     yield from case_rows(cases, peers.get("Orbax"))
-    yield from peer_rows(found)
+    yield from peer_rows(results)
 
 
 if __name__ == "__main__":

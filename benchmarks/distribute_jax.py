@@ -184,17 +184,19 @@ def _plain(model: str, batch: str, devices: str, over: Any, add: Any) -> Step:
 
 def compilations() -> dict[int, tuple[int, float]]:
     """By the number of replicas: programs compiled for a first step, and the seconds they took."""
-    found: list[float] = []
+    durations: list[float] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: (
-            found.append(seconds) if event == "/jax/core/compile/backend_compile_duration" else None
+            durations.append(seconds)
+            if event == "/jax/core/compile/backend_compile_duration"
+            else None
         )
     )
     out = {}
     for replicas in (2, 1, 2, 4, 8, 16, 32, 64):
         step = exact(Group(), "cnn", str(4 * replicas), str(replicas), "1")
-        found.clear()
+        durations.clear()
         start = time.perf_counter()
         step()
-        out[replicas] = (len(found), sum(found), time.perf_counter() - start)
+        out[replicas] = (len(durations), sum(durations), time.perf_counter() - start)
     return {v: figures[:2] for v, figures in sorted(out.items())}

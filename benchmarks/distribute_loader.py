@@ -117,9 +117,9 @@ def peak(length: int) -> int:
     for epoch in range(4):
         for within in (0, 1, data.steps_per_epoch // 2, data.steps_per_epoch - 1):
             data.batch(epoch * data.steps_per_epoch + within)
-    found = tracemalloc.get_traced_memory()[1]
+    nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return found
+    return nbytes
 
 
 def memory_row() -> Row:
@@ -137,5 +137,5 @@ def rows() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    for each in rows():
-        print(json.dumps(each))
+    for line in rows():
+        print(json.dumps(line))

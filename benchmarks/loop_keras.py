@@ -25,9 +25,9 @@ def fit_case(rounds: int) -> dict[str, list[float]]:
     model.compile("adam", "mse")
     rows = np.random.default_rng(0).normal(size=(BATCHES * 64, 256)).astype("float32")
     target = np.zeros((len(rows), 128), "float32")
-    found: dict[str, list[float]] = {"none": [], "perdure": [], "keras": []}
+    times: dict[str, list[float]] = {"none": [], "perdure": [], "keras": []}
     for turn in range(rounds + 1):
-        for who, seconds in found.items():
+        for who, seconds in times.items():
             with tempfile.TemporaryDirectory(prefix="perdure-fit-") as name:
                 theirs: Any = keras.callbacks.BackupAndRestore
                 kinds = {"none": None, "perdure": BackupAndRestore, "keras": theirs}
@@ -37,14 +37,14 @@ def fit_case(rounds: int) -> dict[str, list[float]]:
                 model.fit(rows, target, 64, epochs=2, verbose=0, callbacks=callbacks)
                 if turn:  # the first one compiles
                     seconds.append((time.perf_counter() - begin) / (2 * BATCHES))
-    return found
+    return times
 
 
 def overheads(rounds: int) -> tuple[list[float], list[float], float]:
     """Seconds added to a step by ours and by Keras's own, round by round; and the step itself."""
-    found = fit_case(rounds)
+    times = fit_case(rounds)
     pairs = [
-        [with_one - bare for with_one, bare in zip(found[who], found["none"], strict=True)]
+        [with_one - bare for with_one, bare in zip(times[who], times["none"], strict=True)]
         for who in ("perdure", "keras")
     ]
-    return pairs[0], pairs[1], statistics.median(found["none"])
+    return pairs[0], pairs[1], statistics.median(times["none"])

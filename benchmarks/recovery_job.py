@@ -100,10 +100,10 @@ def plain_job(where: Path, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     saved, start = where / "checkpoint.pt", 0
     if saved.exists():
-        found = torch.load(saved)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        start = found["step"]
+        checkpoint = torch.load(saved)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        start = checkpoint["step"]
     data = images()
     rank = int(os.environ.get("RANK", "0"))
     share = BATCH // (2 if group else 1)
@@ -132,10 +132,10 @@ def ray_job(where: Path, steps: int) -> None:
     from ray.train.torch import TorchTrainer
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    here = str(Path(__file__).parent)
+    folder = str(Path(__file__).parent)
 
     def loop(config: dict[str, Any]) -> None:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
         import recovery_job
 
         recovery_job.plain_job(Path(config["where"]), config["steps"])

@@ -41,12 +41,12 @@ def disk(path: Path, nbytes: int) -> dict[str, Any]:
     for step in range(1, 6):
         state = subject.change(state)
         shutil.rmtree(path / f"run{step - 1}", ignore_errors=True)
-        at = fresh(path / f"run{step}")
+        run = fresh(path / f"run{step}")
         out["write limit"].append(disk_limit(path, "write", nbytes))
-        seconds = timed(partial(subject.save, at, step, state))
+        seconds = timed(partial(subject.save, run, step, state))
         out["write"].append(nbytes / seconds / 1e9)
         out["load limit"].append(disk_limit(path, "read", nbytes))
-        seconds = timed(partial(subject.load, at, step, None), cold=True)
+        seconds = timed(partial(subject.load, run, step, None), cold=True)
         out["load"].append(nbytes / seconds / 1e9)
     return out
 
@@ -143,12 +143,12 @@ def delta(path: Path, _: int) -> dict[str, Any]:
     with CheckpointManager(path / "run", max_to_keep=None) as manager:
         manager.save(1, state)
         manager.wait_until_finished()
-        before = sum(at.stat().st_size for at in (path / "run").rglob("*"))
+        before = sum(file.stat().st_size for file in (path / "run").rglob("*"))
         for name in ("layer3", "layer17"):
             state[name] += 1
         manager.save(2, state)
         manager.wait_until_finished()
-    after = sum(at.stat().st_size for at in (path / "run").rglob("*"))
+    after = sum(file.stat().st_size for file in (path / "run").rglob("*"))
     return {"share": (after - before) / sum(leaf.nbytes for leaf in state.values())}
 
 
@@ -170,18 +170,18 @@ def listing(path: Path, _: int) -> dict[str, Any]:
     """ms of `latest_step`, of opening the run for it, and of `perdure ls`, with 1,000 checkpoints."""
     from perdure import CheckpointManager
 
-    at = path / "run"
-    with CheckpointManager(at, max_to_keep=None) as manager:
+    run = path / "run"
+    with CheckpointManager(run, max_to_keep=None) as manager:
         for step in range(1000):
             manager.save(step, {"w": np.full(100, step), "step": step})
     out: dict[str, list[float]] = {"latest": [], "open and latest": [], "ls": []}
-    command = [str(Path(sys.executable).with_name("perdure")), "ls", str(at)]
+    command = [str(Path(sys.executable).with_name("perdure")), "ls", str(run)]
     if not Path(command[0]).exists():
         command[:1] = [sys.executable, "-m", "perdure.cli"]
     for _ in range(20):
-        manager = CheckpointManager(at)
+        manager = CheckpointManager(run)
         out["latest"].append(1e3 * timed(manager.latest_step, warm_memory=False))
-        opened = timed(lambda: CheckpointManager(at).latest_step(), warm_memory=False)
+        opened = timed(lambda: CheckpointManager(run).latest_step(), warm_memory=False)
         out["open and latest"].append(1e3 * opened)
     for _ in range(7):
         call = partial(subprocess.run, command, capture_output=True, check=True)
@@ -207,9 +207,9 @@ CASES = {
 if __name__ == "__main__":
     where = fresh(Path(sys.argv[2]))
     Ballast().release()
-    found = CASES[sys.argv[1]](where, int(sys.argv[3]))
-    for key, values in list(found.items()):
+    figures = CASES[sys.argv[1]](where, int(sys.argv[3]))
+    for key, values in list(figures.items()):
         if isinstance(values, list):
-            found[key], found[f"{key} spread"] = middle(values), spread(values)
-            found[f"{key} all"] = values
-    print("\n" + json.dumps(found))
+            figures[key], figures[f"{key} spread"] = middle(values), spread(values)
+            figures[f"{key} all"] = values
+    print("\n" + json.dumps(figures))

@@ -287,25 +287,27 @@ def measure(name: str, path: Path, nbytes: int, rounds: int) -> dict[str, Any]:
     subject: Subject = SUBJECTS[name][0]()
     out: dict[str, Any] = {"write": [], "load": [], "stall": [], "small": [], "flips": []}
     small = subject.make(12, 5_000_000 // 12 // 4 * 4)
-    at = fresh(path / "small")
+    target = fresh(path / "small")
     for step in range(1, 9):
         small = subject.change(small)
-        ms = 1e3 * timed(lambda s=small, n=step: subject.save(at, n, s), warm_memory=False)
+        ms = 1e3 * timed(lambda s=small, n=step: subject.save(target, n, s), warm_memory=False)
         out["small"] += [ms] if step > 2 else []
     out["flips"].append(flips_returned(subject, fresh(path / "flips"), small))
     state = subject.make(nbytes // (64 * MIB), 64 * MIB)
     for step in range(1, rounds + 1):
         state = subject.change(state)
         shutil.rmtree(path / f"large{step - 1}", ignore_errors=True)
-        at = fresh(path / f"large{step}")
+        target = fresh(path / f"large{step}")
         stall: list[float | None] = []
         seconds = timed(
-            partial(lambda into, *given: into.append(subject.save(*given)), stall, at, step, state)
+            partial(
+                lambda into, *given: into.append(subject.save(*given)), stall, target, step, state
+            )
         )
         out["write"].append(nbytes / seconds / 1e9)
         out["stall"] += [1e3 * s for s in stall if s is not None]
         seconds = timed(
-            partial(lambda *given: _touch(subject.load(*given)), at, step, state), cold=True
+            partial(lambda *given: _touch(subject.load(*given)), target, step, state), cold=True
         )
         out["load"].append(nbytes / seconds / 1e9)
     return out

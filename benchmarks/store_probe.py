@@ -55,8 +55,8 @@ def timed(action: Callable[[], Any], *, cold: bool = False, warm_memory: bool = 
 
 def sync_tree(path: Path) -> None:
     """fsync every file and directory below `path`, and `path` itself: what makes a save durable."""
-    for at in [*sorted(path.rglob("*")), path]:
-        fd = os.open(at, os.O_RDONLY)
+    for entry in [*sorted(path.rglob("*")), path]:
+        fd = os.open(entry, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -91,8 +91,8 @@ def _bare_loop(file: Path, kind: str, nbytes: int) -> float:
     flags = os.O_DIRECT | (os.O_RDONLY if kind == "read" else os.O_WRONLY | os.O_CREAT)
     start = time.perf_counter()
     fd = os.open(file, flags, 0o644)
-    for at in range(0, nbytes, block):
-        _ = os.preadv(fd, [buffer], at) if kind == "read" else os.pwrite(fd, buffer, at)
+    for offset in range(0, nbytes, block):
+        _ = os.preadv(fd, [buffer], offset) if kind == "read" else os.pwrite(fd, buffer, offset)
     os.fsync(fd)
     os.close(fd)
     return nbytes / (time.perf_counter() - start) / 1e9

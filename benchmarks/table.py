@@ -33,27 +33,27 @@ def compared(row: Row, against: str, limit: float, *, least: float = 0.0, most: 
 def installed(modules: tuple[str, ...]) -> bool:
     """Whether a peer is there."""
 
-    def there(name: str) -> bool:
+    def is_installed(name: str) -> bool:
         try:
             return find_spec(name) is not None
         except ModuleNotFoundError:
             return False
 
-    return all(map(there, modules))
+    return all(map(is_installed, modules))
 
 
 def finish(rows: Iterable[Row], out: Path) -> int:
     """Exit status. Rows are told and kept as they come; at the end there is one table."""
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     out.parent.mkdir(parents=True, exist_ok=True)
-    found: list[Row] = []
-    for each in rows:
-        found.append({key: each.get(key) for key in KEYS})
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        told = f"{each['what']}: {_text(each['value'])} {each['unit']} {_text(each['met'])}"
-        print(f"  {told}", file=sys.stderr, flush=True)
+    table: list[Row] = []
+    for figure in rows:
+        table.append({key: figure.get(key) for key in KEYS})
+        out.write_text(json.dumps(table, indent=1) + "\n")
+        text = f"{figure['what']}: {_text(figure['value'])} {figure['unit']} {_text(figure['met'])}"
+        print(f"  {text}", file=sys.stderr, flush=True)
     print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
-    cells = [list(KEYS), *[[_text(each[key]) for key in KEYS] for each in found]]
+    cells = [list(KEYS), *[[_text(figure[key]) for key in KEYS] for figure in table]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(KEYS))]
     for line in cells:
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))

@@ -43,8 +43,8 @@ def members() -> perdure.Checkpoint:
 def train_step(checkpoint: perdure.Checkpoint, batch: Any) -> torch.Tensor:
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     checkpoint.optimizer.zero_grad()
-    each = cross_entropy(checkpoint.net(batch["image"]), batch["label"].long(), reduction="none")
-    loss = (each * batch["weight"]).sum() / batch["weight"].sum()
+    losses = cross_entropy(checkpoint.net(batch["image"]), batch["label"].long(), reduction="none")
+    loss = (losses * batch["weight"]).sum() / batch["weight"].sum()
     loss.backward()
     checkpoint.optimizer.step()
     checkpoint.schedule.step()

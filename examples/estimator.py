@@ -57,8 +57,8 @@ def step_fn(state: Any, batch: Any) -> tuple[Any, Any]:
 
     def loss_fn(params: Any) -> Any:
         logits = network(params, batch["image"], key)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return (each * batch["weight"]).sum() / batch["weight"].sum()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     changes, opt = adam.update(grads, state["opt"])

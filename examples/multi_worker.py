@@ -36,8 +36,8 @@ args = options(__doc__, epochs=2, batch=128, save_every=5, kill_at=17)
 def grad(state: Any, batch: Any, key: Any) -> Any:
     """One logical replica: sums, never means. Dropout is a function of (seed, step, replica)."""
     logits = state.model(batch["image"].permute(0, 3, 1, 2))
-    each = cross_entropy(logits, batch["label"].long(), reduction="none")
-    loss = (each * batch["weight"]).sum()
+    losses = cross_entropy(logits, batch["label"].long(), reduction="none")
+    loss = (losses * batch["weight"]).sum()
     return {"grads": gradients(loss, state.model), "loss": loss, "weight": batch["weight"].sum()}
 
 
@@ -87,7 +87,7 @@ def workers(count: int, directory: Path, kill_at: int = 0) -> list[int]:
     """Start so many workers on this machine, wait for all, and give their exit statuses."""
     with contextlib.ExitStack() as held:  # ports that differ, because all are held at once
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     print(f"{count} worker(s):", flush=True)
     command = [sys.executable, __file__, *sys.argv[1:]]
     command += ["--directory", f"{directory}", "--kill-at", f"{kill_at}"]

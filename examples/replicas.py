@@ -51,14 +51,14 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 
     def loss_fn(params: Any) -> Any:
         logits = forward(params, batch["image"])
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         # Rows that pad the last batch of an epoch weigh 0.
-        return compute_average_loss(each, batch["weight"], args.batch), (each, logits)
+        return compute_average_loss(losses, batch["weight"], args.batch), (losses, logits)
 
-    (_, (each, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    (_, (per_example, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
     return {
         "grads": grads,
-        "loss": train_loss.contribution(each, batch["weight"]),
+        "loss": train_loss.contribution(per_example, batch["weight"]),
         "accuracy": train_accuracy.contribution(batch["label"], logits, batch["weight"]),
     }
 

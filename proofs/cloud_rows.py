@@ -93,9 +93,9 @@ def kills(name: str, server: ObjectServer) -> Row:
     for number in range(0, requests, step):
         for moment in ("refuse", "lose"):
             tried += 1
-            there = _kill_at(server, number, moment)
-            held += there is not None
-            whole += bool(there)
+            outcome = _kill_at(server, number, moment)
+            held += outcome is not None
+            whole += bool(outcome)
     what = f"{name}: SIGKILL before and after requests of an upload ({requests} requests)"
     return _row(what, tried, held, held == tried and 0 < whole < tried)
 
@@ -120,7 +120,7 @@ def _kill_at(server: ObjectServer, number: int, moment: str) -> bool | None:
     wanted = {1: state(1), 2: state(2), 3: state(3, LARGE)}
     if not {1, 2} <= set(report.good) <= set(wanted):
         return None
-    if any(run.load(at).leaves["w"].data != wanted[at]["w"].data for at in report.good):
+    if any(run.load(step).leaves["w"].data != wanted[step]["w"].data for step in report.good):
         return None
     with Run(server.storage(url)) as again:
         again.save(3, wanted[3])
@@ -131,8 +131,8 @@ def _prepared(server: ObjectServer) -> str:
     """A run with two checkpoints."""
     url = server.new_url()
     with Run(server.storage(url), create=True) as run:
-        for at in (1, 2):
-            run.save(at, state(at))
+        for step in (1, 2):
+            run.save(step, state(step))
     return url
 
 
@@ -166,8 +166,8 @@ def races(name: str, server: ObjectServer) -> Row:
 
         with ThreadPoolExecutor(WRITERS) as pool:
             won = [n for n, good in enumerate(pool.map(attempt, range(WRITERS))) if good]
-        found = Run(server.storage(url)).load(step).leaves["w"].data
-        held += len(won) == 1 and found == state(100 * step + won[0])["w"].data
+        data = Run(server.storage(url)).load(step).leaves["w"].data
+        held += len(won) == 1 and data == state(100 * step + won[0])["w"].data
     good = check_run(server.storage(url)).good
     what = f"{name}: {WRITERS} writers race for a step without a lock, exactly one wins"
     return _row(what, RACES, held, held == RACES and len(good) == RACES + 1)

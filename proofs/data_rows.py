@@ -147,8 +147,8 @@ def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]
         ]
         try:
             for job in jobs:
-                for epoch, found in job.result().items():
-                    seen.setdefault(epoch, Counter()).update(found)
+                for epoch, numbers in job.result().items():
+                    seen.setdefault(epoch, Counter()).update(numbers)
         except DataError as error:
             print(f"       a worker refused: {error}")
             return False

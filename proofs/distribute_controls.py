@@ -105,8 +105,8 @@ def main() -> None:
 
     if options.threads:
         strategy = engine.MirroredStrategy(replicas=REPLICAS, threads=options.threads)
-        found = train(strategy, cell, dataset(BATCH))
-        tell(event="control", name="another thread-pool size", devices=1, fingerprint=found)
+        digest = train(strategy, cell, dataset(BATCH))
+        tell(event="control", name="another thread-pool size", devices=1, fingerprint=digest)
         return
     for devices in options.devices.split(","):
 

@@ -30,9 +30,9 @@ def main() -> None:
     def step(batch: Any) -> Any:
         return compute_average_loss(batch["loss"], global_batch_size=GLOBAL_BATCH)
 
-    each = strategy.run(step, (strategy.batch(data, 0),))
-    total = strategy.reduce("sum", each)
-    local = [float(loss) for loss in strategy.local_results(each)]
+    losses_by_replica = strategy.run(step, (strategy.batch(data, 0),))
+    total = strategy.reduce("sum", losses_by_replica)
+    local = [float(loss) for loss in strategy.local_results(losses_by_replica)]
     print(json.dumps({"losses": local, "sum": float(total)}), flush=True)
 
 

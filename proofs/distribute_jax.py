@@ -56,8 +56,8 @@ def pixels(batch: Any) -> Any:
 
 
 def losses(logits: Any, batch: Any) -> Any:
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return (each * batch["weight"]).sum()
+    per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return (per_example * batch["weight"]).sum()
 
 
 def cells(

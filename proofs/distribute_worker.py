@@ -70,8 +70,8 @@ def main() -> None:
         cells = engine.MODELS[model](REPLICAS)
         for name in optimizers:
             for devices, strategy in strategies.items():
-                found = train(strategy, cells[name])
-                tell(event="cell", model=model, optimizer=name, devices=devices, fingerprint=found)
+                digest = train(strategy, cells[name])
+                tell(event="cell", model=model, optimizer=name, devices=devices, fingerprint=digest)
 
 
 if __name__ == "__main__":

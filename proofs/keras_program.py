@@ -175,8 +175,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         verbose=0,
     )
     digest = hashlib.sha256()
-    for each in [*model.variables, *model.optimizer.variables]:
-        digest.update(np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes())
+    for variable in [*model.variables, *model.optimizer.variables]:
+        digest.update(np.asarray(keras.ops.convert_to_numpy(variable.value)).tobytes())
     return {
         "digest": digest.hexdigest(),
         "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)),

@@ -103,7 +103,7 @@ def matrix(work: Path) -> Iterator[Row]:
     if without:
         print("       left out: TensorFlow is not installed here (pip install tensorflow-cpu)")
     for backend, every in SOURCES.items():
-        sources = [each for each in every if not (without and each == "tf.data")]
+        sources = [kind for kind in every if not (without and kind == "tf.data")]
         if without and backend == "tensorflow":
             continue
         with Backend(backend, work) as program:
@@ -117,9 +117,9 @@ def matrix(work: Path) -> Iterator[Row]:
                         for kind, faults in FAULTS.items():
                             outcomes = []
                             for number, (fault, status) in enumerate(faults):
-                                at = f"{name}-{kind.replace(' ', '-')}-{number}"
-                                ended, _, killed = program.run(at, **case, fault=fault)
-                                _, end, both = program.run(at, **case)
+                                label = f"{name}-{kind.replace(' ', '-')}-{number}"
+                                ended, _, killed = program.run(label, **case, fault=fault)
+                                _, end, both = program.run(label, **case)
                                 # Keras's own does not listen to SIGTERM, which ends the process.
                                 deaf = who == "keras" and status == 75
                                 fired.append(ended == (-15 if deaf else status))

@@ -63,8 +63,8 @@ def _ray(work: Path, expected: str | None) -> Iterator[Row]:
         left = _left_behind(mark)
         groups = [file.read_text() for file in (place / "joined").iterdir()]
         fired = len(list((place / "marks").iterdir()))
-    found = [ended, _fingerprint(run) == expected]
-    yield row("Ray Train, a worker killed, then the one with the coordinator: same end", found)
+    outcomes = [ended, _fingerprint(run) == expected]
+    yield row("Ray Train, a worker killed, then the one with the coordinator: same end", outcomes)
     yield row("Ray Train: kills that fired", [fired > number for number in range(len(KILLS))])
     yield row(
         "Ray Train: workers of all attempts that found themselves in one group of two",
@@ -88,8 +88,8 @@ def _submitit(work: Path, expected: str | None) -> Iterator[Row]:
     faulty = [sys.executable, str(FAULTY / "faulty.py"), "marks", *NOTICES]
     submit = [sys.executable, str(EXAMPLE / "submit.py"), "--cluster", "local", "--workers", "2"]
     ended = _run(work, [*submit, "--", *faulty, "--", "submitted", "--steps", str(STEPS)])
-    found = [ended, _fingerprint(work / "submitted") == expected]
-    yield row("submitit, two tasks, requeued twice: same end", found)
+    outcomes = [ended, _fingerprint(work / "submitted") == expected]
+    yield row("submitit, two tasks, requeued twice: same end", outcomes)
     log = "".join(file.read_text() for file in (work / "submitit").glob("*_0_log.out"))
     requeued = log.count("Requeued job")
     yield row("submitit: requeues that happened", [requeued > n for n in range(len(NOTICES))])
@@ -127,19 +127,19 @@ def _fingerprint(where: Path) -> str | None:
 def _left_behind(mark: str) -> list[int]:
     """Processes that still have `mark` in their environment after a while; they are killed."""
     until = time.monotonic() + LEAVE_S
-    while (found := _marked(mark)) and time.monotonic() < until:
+    while (processes := _marked(mark)) and time.monotonic() < until:
         time.sleep(0.2)
-    for process in found:
+    for process in processes:
         os.kill(process, signal.SIGKILL)
-    return found
+    return processes
 
 
 def _marked(mark: str) -> list[int]:
-    found = []
+    processes = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
-                found.append(int(place.name))
+                processes.append(int(place.name))
         except OSError:  # it has just ended, or is another user's
             continue
-    return found
+    return processes

@@ -61,7 +61,7 @@ def run(
 
 def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
     """Line 1: models x optimizers x topologies, one fingerprint for each model and optimizer."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    fingerprints: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for processes, devices in TOPOLOGIES[engine]:
         most = 8 if "8" in devices else int(devices)
         options = ["--engine", engine, "--devices", devices, *arguments]
@@ -75,22 +75,22 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
             parts = list(pool.map(lambda more, events=events: events(*more), halves))
         for worker, event in itertools.chain(*parts):
             name = f"P{processes} D{event['devices']} worker {worker}"
-            found[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
+            fingerprints[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
     # What the first topology gave is compared with, so it is not counted as a case.
-    for (model, optimizer), cells in found.items():
+    for (model, optimizer), cells in fingerprints.items():
         (_, first), *others = cells
         outcome = row(
             f"{engine}, {model}, {optimizer}: {first} in every process of every topology",
-            (each == first for _, each in others),
+            (fingerprint == first for _, fingerprint in others),
         )
-        for name, each in cells:
-            if each != first:
-                print(f"       {name}: {each}")
+        for name, digest in cells:
+            if digest != first:
+                print(f"       {name}: {digest}")
         yield outcome
-    prints = {cells[0][1] for cells in found.values()}
+    prints = {cells[0][1] for cells in fingerprints.values()}
     yield row(
         f"{engine}: fingerprints of models and optimizers that tell them apart",
-        [len(prints) == len(found)] * len(found),
+        [len(prints) == len(fingerprints)] * len(fingerprints),
     )
 
 
@@ -120,12 +120,12 @@ def controls(engine: str) -> Iterator[Row]:
     """Line 3: what gives other bits, so that line 1 could have failed."""
     program = script("distribute_controls")
     options = ["--engine", engine]
-    found: dict[str, set[str]] = defaultdict(set)
+    fingerprints: dict[str, set[str]] = defaultdict(set)
 
     def collect(*arguments: str, processes: int = 1, devices: int = 1) -> None:
         for worker, event in run(program, [*options, *arguments], processes, devices):
             if worker == 0:
-                found[event["name"]].add(event["fingerprint"])
+                fingerprints[event["name"]].add(event["fingerprint"])
                 print(f"       {event['name']}, {event['devices']} devices: {event['fingerprint']}")
 
     if engine == "jax":
@@ -135,11 +135,11 @@ def controls(engine: str) -> Iterator[Row]:
         for processes in (1, 2, 4):
             collect(processes=processes)
         collect("--threads", "2")
-    real = found.pop("the real thing")
+    real = fingerprints.pop("the real thing")
     yield row(
         f"{engine}: the real thing under the controls' data has one fingerprint", [len(real) == 1]
     )
-    for name, prints in found.items():
+    for name, prints in fingerprints.items():
         # By how much it differs depends on the control; that it does is what it is there for.
         yield row(f"{engine}, control that must differ: {name}", [bool(prints - real)])
 

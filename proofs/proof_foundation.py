@@ -146,9 +146,9 @@ def _restore_falls_back(copy: Path, good: tuple[int, ...], steps: list[int], vic
         warnings.simplefilter("always")
         with CheckpointManager(copy) as manager:
             _, step = manager.restore()
-    told = any(victim in str(warning.message) for warning in caught)
+    named = any(victim in str(warning.message) for warning in caught)
     # A check finds a flip in a pack's index, which costs no checkpoint its chunks.
-    return step == steps[-1] or (step == max(good) and told)
+    return step == steps[-1] or (step == max(good) and named)
 
 
 def rows(engines: list[str], data: str | None) -> Iterator[Row]:

@@ -41,7 +41,7 @@ def start(
     Gives the status, the last step that was told, and the end of the chief's log.
     """
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    told = 0
+    last_step = 0
     with WorkerGroup([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
 
         def send(delay: float) -> None:
@@ -56,11 +56,13 @@ def start(
             if worker != 0:
                 continue
             if event["event"] == "step":
-                told = event["step"]
-            if after is not None and (event["event"] == "begin" if not behind else told >= behind):
+                last_step = event["step"]
+            if after is not None and (
+                event["event"] == "begin" if not behind else last_step >= behind
+            ):
                 threading.Thread(target=send, args=(after,), daemon=True).start()
                 after = None
-        return group.wait().status, told, group.log(0)
+        return group.wait().status, last_step, group.log(0)
 
 
 def whole(work: Path) -> str:
@@ -89,19 +91,19 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
             # Early ones meet compilation, later ones steps, evaluations and saves.
             after = chance.choice([0.0, 0.3, 1.2]) * chance.random()
             send = None if len(saved) >= signals else after
-            status, told, log = start(where, after=send, times=1 + len(saved) % 2)
+            status, last_step, log = start(where, after=send, times=1 + len(saved) % 2)
             newest = (Run(where).steps() or [0])[-1]
-            if status == -signal.SIGTERM and told == newest == STEPS:
+            if status == -signal.SIGTERM and last_step == newest == STEPS:
                 places["behind the end"] += 1
                 status = 0
             if status != 0:
-                said = (
+                reported = (
                     "which is saved now" in log or f"the newest checkpoint is step {newest}" in log
                 )
-                saved.append(status == 75 and said and newest >= told)
-                places["later" if told else "before the first step"] += 1
+                saved.append(status == 75 and reported and newest >= last_step)
+                places["later" if last_step else "before the first step"] += 1
                 if not saved[-1]:
-                    print(f"       status {status}, step {told}, newest {newest}:\n{log}")
+                    print(f"       status {status}, step {last_step}, newest {newest}:\n{log}")
             if status not in (0, 75):
                 break
         ends.append(status == 0 and Run(where).manifest(STEPS).fingerprint == expected)
@@ -118,10 +120,10 @@ def group(work: Path, signals: int) -> Iterator[Row]:
     where = work / "group"
     left: list[bool] = []
     for _ in range(max(1, signals // 20)):
-        status, told, log = start(where, 2, chance.random())
-        left.append(status == 75 and Run(where).steps()[-1] >= told)
+        status, last_step, log = start(where, 2, chance.random())
+        left.append(status == 75 and Run(where).steps()[-1] >= last_step)
         if not left[-1]:
-            print(f"       status {status}, step {told}:\n{log}")
+            print(f"       status {status}, step {last_step}:\n{log}")
     status, _, log = start(where, 2)
     yield row("SIGTERM to one of two workers: both left with 75, saved", left)
     same = status == 0 and Run(where).manifest(STEPS).fingerprint == expected

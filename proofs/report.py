@@ -34,9 +34,9 @@ def finish(name: str, rows: Iterator[Row]) -> None:
     done: list[Row] = []
     target = Path("build") / f"proof-{name}.json"
     target.parent.mkdir(exist_ok=True)
-    for each in rows:
-        done.append(each)
-        verdict = "met" if each["met"] else "NOT MET"
-        print(f"{each['held']:>6} of {each['tried']:<6} {verdict:<8} {each['what']}", flush=True)
+    for line in rows:
+        done.append(line)
+        verdict = "met" if line["met"] else "NOT MET"
+        print(f"{line['held']:>6} of {line['tried']:<6} {verdict:<8} {line['what']}", flush=True)
         target.write_text(json.dumps(done, indent=1) + "\n")
-    sys.exit(0 if done and all(each["met"] for each in done) else 1)
+    sys.exit(0 if done and all(line["met"] for line in done) else 1)

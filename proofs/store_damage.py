@@ -51,8 +51,8 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
     chance = random.Random(seed)
     newest = max(patient.manifests)
     manifest = patient.manifests[newest]
-    own = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
-    name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in own)])
+    packs = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
+    name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in packs)])
     before = patient.files()
     storage = Failing(patient.path, name, chance.choice(CODES))
     with CheckpointManager(storage) as manager:
@@ -113,11 +113,11 @@ class Patient:
         """Damage a file; is it found, and is the newest checkpoint that does not need it restored?"""
         # By size, so that every byte is as likely as any other.
         names = list(self._files)
-        (name,) = self._chance.choices(names, [len(self._files[each]) for each in names])
+        (name,) = self._chance.choices(names, [len(self._files[file]) for file in names])
         whole = self._files[name]
         data, start, stop = damage(whole, self._chance)
         (self.path / name).write_bytes(data)
-        found = not verify_run(self.run).ok
+        detected = not verify_run(self.run).ok
         sound = [step for step, man in self.manifests.items() if not needs(man, name, start, stop)]
         try:
             loaded = self.run.load_newest()
@@ -129,7 +129,7 @@ class Patient:
         except NoGoodCheckpointError:
             right = not sound
         (self.path / name).write_bytes(whole)
-        return found, right
+        return detected, right
 
 
 def needs(manifest: Manifest, name: str, start: int, stop: int) -> bool:

@@ -38,10 +38,10 @@ def state(step: int) -> dict[str, Any]:
     return {"w": np.random.default_rng(step).integers(0, 256, STATE, np.uint8), "step": step}
 
 
-def same(found: Any, step: int) -> bool:
+def same(restored: Any, step: int) -> bool:
     """Whether a restored state is that of `step`."""
     expected = state(step)
-    return found["step"] == step and found["w"].tobytes() == expected["w"].tobytes()
+    return restored["step"] == step and restored["w"].tobytes() == expected["w"].tobytes()
 
 
 def disk_rows(work: Path) -> Iterator[Row]:
@@ -86,10 +86,10 @@ def level(
             manager.wait_until_finished()
             if during is None:
                 ballast.append(fill(disk, leave))
-            told = attempt(manager, 2)
-            newest = 1 if told else 2
-            failed.append(bool(told))
-            clear = not told or ("saving step 2 failed" in told and "last good" in told)
+            message = attempt(manager, 2)
+            newest = 1 if message else 2
+            failed.append(bool(message))
+            clear = not message or ("saving step 2 failed" in message and "last good" in message)
             right = same(manager.restore().state, newest) and verify_run(Run(disk / "run")).ok
             for file in ballast:
                 file.unlink()
@@ -151,16 +151,16 @@ def second_writer(path: Path) -> tuple[bool, bool]:
         holder.stdout.readline()
         try:
             Run(path, create=True).begin_writing()
-            told = False
+            names_holder = False
         except LockedError as error:
             owner = json.loads(str(error).split("writes here: ")[1].split(". Nothing")[0])
-            told = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
+            names_holder = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
         holder.kill()
         holder.wait()
     with CheckpointManager(path) as manager:
         manager.save(1, {"x": 1})
         manager.wait_until_finished()
-        return told, verify_run(Run(path)).good == (1,)
+        return names_holder, verify_run(Run(path)).good == (1,)
 
 
 def donation_rows(work: Path) -> Iterator[Row]:

@@ -48,8 +48,8 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 
     def loss(params: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.9, (HIDDEN,))
-        found = (jnp.tanh(batch["x"] @ params["w1"]) * kept @ params["w2"])[:, 0]
-        return ((found - batch["y"]) ** 2 * batch["weight"]).sum()
+        predictions = (jnp.tanh(batch["x"] @ params["w1"]) * kept @ params["w2"])[:, 0]
+        return ((predictions - batch["y"]) ** 2 * batch["weight"]).sum()
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     return {"grads": grads, "loss": value, "weight": batch["weight"].sum()}
@@ -86,8 +86,8 @@ def train(options: argparse.Namespace) -> None:
         manager.wait_until_finished()
         if strategy.is_chief:
             loss = "" if logs is None else f", loss {float(logs['loss']):.4f}"
-            found = manager.fingerprint(options.steps)
-            print(f"done: step {options.steps}{loss}, fingerprint {found}", flush=True)
+            fingerprint = manager.fingerprint(options.steps)
+            print(f"done: step {options.steps}{loss}, fingerprint {fingerprint}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -178,11 +178,11 @@ class Story:
         if self._random.random() < 0.2:  # the disk is lost
             self._here[machine] = Watched(machine, self._hook)
             self._reported[machine] = 0
-        here = self._here[machine]
+        local = self._here[machine]
         manager: CheckpointManager | None = None
         options = ManagerOptions(clock=lambda: 0.0)
         try:
-            manager = CheckpointManager(here, mirror=self._there, max_to_keep=2, options=options)
+            manager = CheckpointManager(local, mirror=self._there, max_to_keep=2, options=options)
             state, step = manager.restore_or_initialize(fresh)
             least = max(self._reported[machine], self._reached)
             if step < least:
@@ -196,7 +196,7 @@ class Story:
         if manager is not None and manager._mirror is not None:
             manager._mirror._release()
             manager._run.close()
-        for storage in (here, self._there):
+        for storage in (local, self._there):
             self._examine(storage)
 
     def _train(self, manager: CheckpointManager, machine: str, state: dict[str, Any]) -> None:

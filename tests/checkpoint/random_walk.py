@@ -271,14 +271,14 @@ class Walk:
         assert bits(state) == self.expected[step]
         self.seen["restore"] += 1
         # They move to quarantine now, or when the manager becomes the writer.
-        self.skipped |= {at for at in damaged if at > step}
+        self.skipped |= {damaged_step for damaged_step in damaged if damaged_step > step}
 
     def rollback(self) -> None:
         candidates = sorted(set(self.expected) - self.damaged())
         if not candidates:
             return
         step = self.random.choice(candidates)
-        newer = {at: state for at, state in self.expected.items() if at > step}
+        newer = {other: state for other, state in self.expected.items() if other > step}
         if self.pinned & newer.keys():
             try:
                 self.manager.rollback(step)
@@ -289,7 +289,9 @@ class Walk:
         if newer:
             self.undo_gives = newer
             self.aside += newer.items()
-            self.expected = {at: state for at, state in self.expected.items() if at <= step}
+            self.expected = {
+                other: state for other, state in self.expected.items() if other <= step
+            }
             self.seen["rollback"] += 1
 
     def undo_rollback(self) -> None:
@@ -460,13 +462,17 @@ class Walk:
             before.crash_at = -1
             with contextlib.suppress(BaseException):
                 manager._run.close()
-        found = self.present(may)
-        assert must.items() <= found.items(), f"{kind}: lost {sorted(must.keys() - found.keys())}"
-        assert found.keys() <= may.keys(), f"{kind}: unexpected {sorted(found.keys() - may.keys())}"
-        for step in self.expected.keys() - found.keys():
+        present = self.present(may)
+        assert must.items() <= present.items(), (
+            f"{kind}: lost {sorted(must.keys() - present.keys())}"
+        )
+        assert present.keys() <= may.keys(), (
+            f"{kind}: unexpected {sorted(present.keys() - may.keys())}"
+        )
+        for step in self.expected.keys() - present.keys():
             if kind == "rollback":
                 self.aside.append((step, self.expected[step]))
-        self.expected = found
+        self.expected = present
         if not ended or kind != "repair":
             self.undo_gives = {}
         self.manager = self.open()
@@ -489,7 +495,7 @@ class Walk:
         if kind == "rollback":
             self.planned = self.random.choice(steps)
             run.rollback(self.planned)
-            kept = {at: state for at, state in self.expected.items() if at <= self.planned}
+            kept = {step: state for step, state in self.expected.items() if step <= self.planned}
             return kept, kept
         if kind == "undo":
             run.undo_rollback()
@@ -505,7 +511,7 @@ class Walk:
             if self.planned in self.pinned:
                 return self.expected, self.expected
             run.delete([self.planned])
-            kept = {at: state for at, state in self.expected.items() if at != self.planned}
+            kept = {step: state for step, state in self.expected.items() if step != self.planned}
             return kept, kept
         repair(run)
         return self.expected, self.expected
@@ -516,25 +522,29 @@ class Walk:
             step, state = self.planned
             may = {**self.expected, step: state}
             kept = self.retained(may, self.keep)
-            return {at: kept[at] for at in kept if at != step}, may
+            return {other: kept[other] for other in kept if other != step}, may
         if kind == "rollback" and self.planned is not None:
-            return {at: s for at, s in self.expected.items() if at <= self.planned}, self.expected
+            return {
+                step: s for step, s in self.expected.items() if step <= self.planned
+            }, self.expected
         if kind == "undo":
             return self.expected, {**self.expected, **dict(self.aside)}
         if kind == "prune" and self.planned is not None:
             return self.retained(self.expected, self.planned), self.expected
         if kind == "delete" and self.planned is not None:
-            return {at: s for at, s in self.expected.items() if at != self.planned}, self.expected
+            return {
+                step: s for step, s in self.expected.items() if step != self.planned
+            }, self.expected
         return self.expected, self.expected
 
     # ------------------------------------------------------------ what must be there
 
     def check_invariant(self, act: str) -> None:
-        found = Run(self.place.storage(), create=True).steps()
-        for step in self.skipped & self.expected.keys() - set(found):
+        steps = Run(self.place.storage(), create=True).steps()
+        for step in self.skipped & self.expected.keys() - set(steps):
             self.forget(step)
         damaged = self.damaged()
-        assert found == sorted(self.expected), f"{act}: steps {found}, not {sorted(self.expected)}"
+        assert steps == sorted(self.expected), f"{act}: steps {steps}, not {sorted(self.expected)}"
         good = loadable(self.place, self.expected)
         assert good == set(self.expected) - damaged, f"{act}: {good} load, {damaged} are damaged"
 
@@ -560,7 +570,7 @@ class Walk:
 
     def retained(self, states: dict[int, State], keep: int | None) -> dict[int, State]:
         newest = sorted(states)[-keep:] if keep else list(states)
-        return {at: states[at] for at in states if at in newest or at in self.pinned}
+        return {step: states[step] for step in states if step in newest or step in self.pinned}
 
     def retain(self, keep: int) -> None:
         kept = self.retained(self.expected, keep)
@@ -577,9 +587,9 @@ class Walk:
         every = [*self.expected.items(), *self.aside, *(known or {}).items()]
         states: dict[int, State] = {}
         for step in run.steps():
-            found = bits(unflatten(run.load(step).leaves))
-            assert (step, found) in every, f"step {step} holds bits that were never saved as it"
-            states[step] = found
+            state = bits(unflatten(run.load(step).leaves))
+            assert (step, state) in every, f"step {step} holds bits that were never saved as it"
+            states[step] = state
         return states
 
     def damaged(self) -> set[int]:

@@ -377,22 +377,22 @@ def test_a_part_of_a_checkpoint_is_read_and_replaced(tmp_path: Path) -> None:
         manager.save(1, members(1))
         manager.wait_until_finished()
         like = members(9)
-        found, step = manager.restore(1, like, leaves="model")
+        restored, step = manager.restore(1, like, leaves="model")
         assert step == 1
-        assert found["model"]["a/b"].tolist() == [1, 1, 1]
-        assert found["model"]["c"][1].tolist() == [1] * 4
-        assert found["opt"] is like["opt"], "the rest stays the very same objects"
-        assert found["model2"] is like["model2"]
-        assert found["step"] == 9
+        assert restored["model"]["a/b"].tolist() == [1, 1, 1]
+        assert restored["model"]["c"][1].tolist() == [1] * 4
+        assert restored["opt"] is like["opt"], "the rest stays the very same objects"
+        assert restored["model2"] is like["model2"]
+        assert restored["step"] == 9
         assert like["model"]["a/b"].tolist() == [9, 9, 9], "containers come back new"
-        found, _ = manager.restore(like=like, leaves=["model/c/1", "model/a%2Fb", "step"])
-        assert found["model"]["c"][0] is like["model"]["c"][0]
-        assert found["model"]["c"][1].tolist() == [1] * 4
-        assert found["model"]["a/b"].tolist() == [1, 1, 1]
-        assert found["step"] == 1
-        assert type(found["opt"]) is tuple
-        found, _ = manager.restore(like=like, leaves=("opt", "opt/0"))
-        assert [found["opt"][0].tolist(), found["opt"][1]] == [[1, 1, 1], 1]
+        restored, _ = manager.restore(like=like, leaves=["model/c/1", "model/a%2Fb", "step"])
+        assert restored["model"]["c"][0] is like["model"]["c"][0]
+        assert restored["model"]["c"][1].tolist() == [1] * 4
+        assert restored["model"]["a/b"].tolist() == [1, 1, 1]
+        assert restored["step"] == 1
+        assert type(restored["opt"]) is tuple
+        restored, _ = manager.restore(like=like, leaves=("opt", "opt/0"))
+        assert [restored["opt"][0].tolist(), restored["opt"][1]] == [[1, 1, 1], 1]
         assert manager.restore(leaves="opt").state.keys() == {"opt"}
 
 
@@ -408,8 +408,8 @@ def test_a_part_goes_into_modules_in_place_and_leaves_other_members_alone(tmp_pa
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, saved)
         manager.wait_until_finished()
-        found, _ = manager.restore(like=live, leaves="model")
-        assert found is live
+        restored, _ = manager.restore(like=live, leaves="model")
+        assert restored is live
         assert live.model is model
         assert torch.equal(model.weight, saved.model.weight)
         assert torch.equal(live.other.weight, kept)
@@ -447,8 +447,8 @@ def test_only_the_chunks_of_the_part_are_read(tmp_path: Path) -> None:
         newest = max((tmp_path / "packs").iterdir())
         newest.write_bytes(bytes(newest.stat().st_size))  # where the leaf "opt" is
         like = {"model": np.zeros(10), "opt": np.zeros(20)}
-        found, step = manager.restore(like=like, leaves="model")
-        assert (found["model"].tolist(), step) == (np.arange(10.0).tolist(), 2)
+        restored, step = manager.restore(like=like, leaves="model")
+        assert (restored["model"].tolist(), step) == (np.arange(10.0).tolist(), 2)
         with pytest.raises(StoreError, match="opt"):
             manager.restore(2, like)
 

@@ -124,8 +124,8 @@ def test_every_process_of_a_group_raises_the_same_in_the_same_call(
 ) -> None:
     def program(processes: Pretend) -> str:
         with CheckpointManager(tmp_path, processes=processes) as manager:
-            for each in (10, 20, 30):
-                manager.save(each, state(each))
+            for earlier in (10, 20, 30):
+                manager.save(earlier, state(earlier))
             with pytest.raises(HistoryError) as caught:
                 manager.save(step, state(99))
             manager.save(40, state(40))

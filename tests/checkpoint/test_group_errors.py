@@ -89,20 +89,20 @@ def test_a_pin_an_unpin_or_a_delete_that_fails_fails_in_all(tmp_path: Path, coun
         storages.append(storage)
         with CheckpointManager(storage, processes=processes) as manager:
             manager.pin(1)
-            found = [
+            errors = [
                 raised(lambda: manager.pin(9)),
                 raised(lambda: manager.delete(9)),
                 raised(lambda: manager.delete(1)),
             ]
             storage.broken = processes.is_chief
-            found += [raised(lambda: manager.delete(2)), raised(lambda: manager.unpin(1))]
+            errors += [raised(lambda: manager.delete(2)), raised(lambda: manager.unpin(1))]
             storage.broken = False
             manager.unpin(1)
             manager.delete(1)
             manager.save(3, state(3))
             manager.wait_until_finished()
             processes.barrier()
-            return [*map(type, found), manager.all_steps()]
+            return [*map(type, errors), manager.all_steps()]
 
     outcomes = play(count, program)
     kinds = [StepNotFoundError, StepNotFoundError, StoreError, PruneError, StoreError]
@@ -208,7 +208,7 @@ def test_a_prune_that_fails_is_told_to_all(tmp_path: Path, on_error: Any) -> Non
     else:
         with pytest.warns(UserWarning, match="deleting stopped") as caught:
             assert play(2, program) == [(type(None), [4])] * 2
-        assert sum("deleting stopped" in str(each.message) for each in caught) == 2
+        assert sum("deleting stopped" in str(warning.message) for warning in caught) == 2
     assert sum(fired) == 1
 
 
@@ -269,10 +269,10 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
             processes.barrier()
             return type(error), manager.all_steps()
 
-    told = kind if kind is UnsupportedLeafError else SaveError
+    others_error = kind if kind is UnsupportedLeafError else SaveError
     outcomes = play(3, program)
-    own = KeyboardInterrupt if kind is KeyboardInterrupt else told
-    assert outcomes == [(own if n == victim else told, [1, 3]) for n in range(3)]
+    victim_error = KeyboardInterrupt if kind is KeyboardInterrupt else others_error
+    assert outcomes == [(victim_error if n == victim else others_error, [1, 3]) for n in range(3)]
     assert fired == [victim]
 
 
@@ -317,7 +317,7 @@ def test_on_error_continue_means_the_same_in_every_process(
         warnings.simplefilter("always")
         assert play(2, program) == [[2], [2]]
     assert fired == [1]
-    assert sum("MemoryError" in str(each.message) for each in caught) == 2
+    assert sum("MemoryError" in str(warning.message) for warning in caught) == 2
 
 
 def test_processes_that_save_different_steps_are_told(tmp_path: Path) -> None:
@@ -364,19 +364,19 @@ def test_damage_that_one_follower_reads_makes_all_take_an_older_checkpoint(
         with CheckpointManager(storage, processes=processes) as manager:
             restored, step = manager.restore_or_initialize(state(0))
             fired.append(storage.fired)
-            found = [raised(lambda: manager.restore(3)), raised(lambda: manager.restore(2))]
-            return step, restored["step"], [isinstance(error, CorruptionError) for error in found]
+            errors = [raised(lambda: manager.restore(3)), raised(lambda: manager.restore(2))]
+            return step, restored["step"], [isinstance(error, CorruptionError) for error in errors]
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outcomes = play(3, program)
-    texts = [str(each.message) for each in caught]
+    texts = [str(warning.message) for warning in caught]
     assert [text.count("stays where it is") for text in texts] == [1, 1], (
         "steps 3 and 2, by the chief"
     )
     assert all(f"process {victim}" in text for text in texts)
     assert outcomes == [(1, 1, [True, True])] * 3
-    assert sum(1 for each in fired if each) == 1
+    assert sum(1 for count in fired if count) == 1
     assert Run(tmp_path).steps() == [1, 2, 3], "process 0 can read them"
 
 
@@ -447,7 +447,7 @@ def test_a_restore_that_fails_in_one_process_fails_in_all(
         expected = [kind, kind]
         if kind is KeyboardInterrupt:
             expected[1 - victim] = StoreError
-        assert outcomes == [(each, 1) for each in expected]
+        assert outcomes == [(error, 1) for error in expected]
     assert fired == [MemoryError, OSError, StoreError, KeyboardInterrupt]
 
 
@@ -464,11 +464,11 @@ def test_a_template_or_an_init_function_that_fails_in_one_process_fails_in_all(
 
         with CheckpointManager(tmp_path, processes=processes) as manager:
             like = {**state(0), "new": 1} if processes.index else state(0)
-            found = [
+            errors = [
                 raised(lambda: manager.restore(like=like)),
                 raised(lambda: manager.restore_or_initialize(init)),
             ]
-            return [*map(type, found), manager.restore_or_initialize(state(0)).step]
+            return [*map(type, errors), manager.restore_or_initialize(state(0)).step]
 
     assert play(2, program) == [[MismatchError, ZeroDivisionError, 1]] * 2
 
@@ -503,8 +503,8 @@ def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             like = Checkpoint(**state(9))
-            found, step = manager.restore(like=like, leaves="small")
-            return found.small.tolist(), found.step, step
+            restored, step = manager.restore(like=like, leaves="small")
+            return restored.small.tolist(), restored.step, step
 
     assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
     assert load_checkpoint(tmp_path, leaves="step") == {"step": 1}

@@ -37,10 +37,10 @@ def state(k: int) -> dict[str, Any]:
     }
 
 
-def same(found: Any, k: int) -> bool:
+def same(restored: Any, k: int) -> bool:
     expected = state(k)
-    return found["step"] == k and all(
-        np.array_equal(found[name], expected[name]) for name in ("large", "small")
+    return restored["step"] == k and all(
+        np.array_equal(restored[name], expected[name]) for name in ("large", "small")
     )
 
 

@@ -60,11 +60,11 @@ def test_a_run_that_is_interrupted_anywhere_saves_at_the_same_steps(seed: int) -
     whole = MemoryStorage()
     expected = run(whole, asks, interval)
     cut = MemoryStorage()
-    found: set[int] = set()
+    saved: set[int] = set()
     for stop in sorted(source.sample(range(asks[-1][0]), 4)):
-        found |= set(run(cut, asks, interval, stop))
-    found |= set(run(cut, asks, interval))
-    assert sorted(found) == expected
+        saved |= set(run(cut, asks, interval, stop))
+    saved |= set(run(cut, asks, interval))
+    assert sorted(saved) == expected
     with CheckpointManager(cut) as one, CheckpointManager(whole) as other:
         assert one.all_steps() == other.all_steps() == expected
 

@@ -394,6 +394,6 @@ def test_a_program_that_ends_without_close_waits_for_its_save(tmp_path: Path) ->
     subprocess.run([*command, str(tmp_path / "good"), "good"], check=True)
     assert load_checkpoint(tmp_path / "good", 1)["a"].tobytes() == np.arange(3_000_000.0).tobytes()
     full = [*command, str(tmp_path / "full"), "full"]
-    told = subprocess.run(full, check=True, capture_output=True, text=True).stderr
-    assert "The last save before the end failed" in told
-    assert "no room here" in told
+    stderr = subprocess.run(full, check=True, capture_output=True, text=True).stderr
+    assert "The last save before the end failed" in stderr
+    assert "no room here" in stderr

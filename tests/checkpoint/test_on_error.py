@@ -213,4 +213,4 @@ def test_warnings_name_the_line_of_the_caller(tmp_path: Path) -> None:
             manager.save(3, state(3))
             manager.wait_until_finished()
     assert len(caught) == 3
-    assert {each.filename for each in caught} == {__file__}
+    assert {warning.filename for warning in caught} == {__file__}

@@ -242,7 +242,7 @@ def resumed_by(fake: Faked, path: Path, count: int) -> tuple[dict[int, bytes], l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert play(count, program) == [None] * count
-    return dict(fake.restored), [str(each.message) for each in caught]
+    return dict(fake.restored), [str(warning.message) for warning in caught]
 
 
 def test_each_process_of_a_group_gets_its_own_back(
@@ -347,7 +347,7 @@ def test_the_steps_of_a_strategy_are_no_draws(tmp_path: Path) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     drawn = [
-        {name for name, record in process_random.records(each)[0].items() if record.drawn}
-        for each in (first, second)
+        {name for name, record in process_random.records(generator)[0].items() if record.drawn}
+        for generator in (first, second)
     ]
     assert drawn == [set(), {"torch"}]

@@ -114,13 +114,13 @@ def test_a_worker_with_another_recipe_is_told_to_all_before_anything_is_saved(
         with CheckpointManager(tmp_path, recipe=recipe, processes=processes) as manager:
             manager.save(1, {"step": 1})
 
-    found = play(3, program)
-    assert {type(error) for error in found} == {RecipeMismatchError}
-    assert len({str(error) for error in found}) == 1
-    here = f"({socket.gethostname()}, pid {os.getpid()})"
-    assert f"  seed: process 0 {here} has 0, process 2 {here} has 7\n" in str(found[0])
-    assert "the processes of the group do not have one recipe" in str(found[0])
-    assert "PERDURE_ALLOW=seed" in str(found[0])
+    errors = play(3, program)
+    assert {type(error) for error in errors} == {RecipeMismatchError}
+    assert len({str(error) for error in errors}) == 1
+    process = f"({socket.gethostname()}, pid {os.getpid()})"
+    assert f"  seed: process 0 {process} has 0, process 2 {process} has 7\n" in str(errors[0])
+    assert "the processes of the group do not have one recipe" in str(errors[0])
+    assert "PERDURE_ALLOW=seed" in str(errors[0])
     assert list(tmp_path.iterdir()) == []
 
 

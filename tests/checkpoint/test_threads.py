@@ -113,7 +113,7 @@ def test_many_threads_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_path: Path) -> None:
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     class Signals:
         """A member of the state that gets a signal while the state is being read."""
@@ -129,7 +129,7 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_pat
         for call in (CALLS["forced save"], CheckpointManager.close):
             with pytest.raises(StoreError, match="in the middle of another call") as error:
                 call(manager)
-            found.append(error.value)
+            errors.append(error.value)
 
     previous = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -137,7 +137,7 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_pat
             manager.save(1, {"member": Signals()})
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert len(found) >= 2
+    assert len(errors) >= 2
     assert load_checkpoint(tmp_path, 1) == {"member": {"value": 1}}
 
 

@@ -34,8 +34,8 @@ def counted(
                     for replica in range(first, last):
                         batch = data.batch(step, replica, REPLICAS)
                         weight = batch["weight"]
-                        found = np.asarray(number(batch))[weight == 1]
-                        seen.setdefault(epoch, Counter()).update(found.tolist())
+                        numbers = np.asarray(number(batch))[weight == 1]
+                        seen.setdefault(epoch, Counter()).update(numbers.tolist())
             if hasattr(data, "close"):
                 data.close()
     return seen

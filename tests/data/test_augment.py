@@ -27,14 +27,14 @@ def arrays(batch: int, augment: Any = jitter, seed: int = 1, **kwargs: Any) -> A
 
 
 def by_example(data: Any, epoch: int, replicas: int = 1) -> dict[int, int]:
-    found: dict[int, int] = {}
+    drawn: dict[int, int] = {}
     steps = data.steps_per_epoch
     for step in range(epoch * steps, (epoch + 1) * steps):
         for replica in range(replicas):
             batch = data.batch(step, replica, replicas)
             for n, noise in zip(batch["n"].tolist(), batch["noise"].tolist(), strict=True):
-                assert found.setdefault(n, noise) == noise  # padding repeats an example as it is
-    return found
+                assert drawn.setdefault(n, noise) == noise  # padding repeats an example as it is
+    return drawn
 
 
 @pytest.mark.parametrize("fn", [jitter, Augment(keys_only, batched=True)])

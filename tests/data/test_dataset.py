@@ -122,16 +122,16 @@ def test_grain_keeps_its_own_transformations_and_draws_anew_in_each_epoch() -> N
     data = Dataset(source, 24)
     first: dict[int, int] = {}
     for epoch in (0, 1):
-        found: dict[int, int] = {}
+        drawn: dict[int, int] = {}
         for step in range(5 * epoch, 5 * epoch + 5):
             batch = data.batch(step)
             real = batch["weight"] == 1
-            found |= dict(
+            drawn |= dict(
                 zip(batch["n"][real].tolist(), batch["noise"][real].tolist(), strict=True)
             )
-        assert sorted(found) == list(range(N))
-        assert found != first
-        first = found
+        assert sorted(drawn) == list(range(N))
+        assert drawn != first
+        first = drawn
     assert same(Dataset(source, 24).batch(7), data.batch(7))
 
 
@@ -154,9 +154,9 @@ def test_a_billion_examples_cost_no_more_memory_than_ten_thousand() -> None:
         data = Dataset(Lazy(length), 64, fingerprint="numbers")
         for step in (0, 7, data.steps_per_epoch - 1, data.steps_per_epoch + 3):
             data.batch(step, 1, 4)
-        found = tracemalloc.get_traced_memory()[1]
+        nbytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return found
+        return nbytes
 
     peak(100)  # what is made once
     small, large = peak(10**4), peak(10**9)
@@ -178,25 +178,26 @@ def test_a_large_array_is_fingerprinted_by_a_fixed_choice_of_rows(
     assert small.fingerprint == ArrayDataset({"x": X, "n": np.arange(N)}, 4).fingerprint
     monkeypatch.setattr(sources_module, "FULL_BYTES", 100)
     monkeypatch.setattr(sources_module, "SAMPLED_BYTES", 64)
-    found = ArrayDataset(mapped(tmp_path), 4).fingerprint
-    assert found.startswith(f"sampled:{N}:")
+    fingerprint = ArrayDataset(mapped(tmp_path), 4).fingerprint
+    assert fingerprint.startswith(f"sampled:{N}:")
     # The same bits in memory or in a file are the same data.
-    assert found == ArrayDataset({"x": X, "n": np.arange(N)}, 4).fingerprint
+    assert fingerprint == ArrayDataset({"x": X, "n": np.arange(N)}, 4).fingerprint
     chosen = sources_module.sample_indices(N, 32)
     assert {0, N - 1} < set(chosen.tolist())
     for row in range(N):
         changed = X.copy()
         changed[row] += 1
         other = ArrayDataset({"x": changed, "n": np.arange(N)}, 4).fingerprint
-        assert (other != found) == (row in chosen)
+        assert (other != fingerprint) == (row in chosen)
 
 
 def test_examples_are_fingerprinted_by_a_fixed_choice_of_them() -> None:
-    found = Dataset(EXAMPLES, 4).fingerprint
-    assert found == Dataset(Torch(), 4).fingerprint
-    assert found != Dataset(EXAMPLES[:-1], 4).fingerprint
+    fingerprint = Dataset(EXAMPLES, 4).fingerprint
+    assert fingerprint == Dataset(Torch(), 4).fingerprint
+    assert fingerprint != Dataset(EXAMPLES[:-1], 4).fingerprint
     assert (
-        found != Dataset([{**e, "x": e["x"] + (e["n"] == N - 1)} for e in EXAMPLES], 4).fingerprint
+        fingerprint
+        != Dataset([{**e, "x": e["x"] + (e["n"] == N - 1)} for e in EXAMPLES], 4).fingerprint
     )
     assert Dataset(EXAMPLES, 4, fingerprint="digits v2").recipe()["dataset"] == "digits v2"
 
@@ -241,7 +242,7 @@ def test_a_dataset_that_changes_its_length_during_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "leaf", "expected", "found"),
+    ("bad", "leaf", "expected", "actual"),
     [
         ({"x": X[0], "n": 1.0}, ", leaf n", "int64[]", "float64[]"),
         ({"x": X[0, :2], "n": 1}, ", leaf x", "float32[3]", "float32[2]"),
@@ -252,7 +253,7 @@ def test_a_dataset_that_changes_its_length_during_a_run() -> None:
     ],
 )
 def test_an_example_of_another_form_is_named(
-    bad: Any, leaf: str, expected: str | None, found: str
+    bad: Any, leaf: str, expected: str | None, actual: str
 ) -> None:
     examples = [*EXAMPLES[:5], bad, *EXAMPLES[6:]]
     data = Dataset(examples, 4, shuffle=False)
@@ -261,7 +262,7 @@ def test_an_example_of_another_form_is_named(
         data.batch(1)
     wanted = "an array or a number" if expected is None else f"{expected} as in the first example"
     assert str(error.value).startswith(
-        f"step 1: example 5{leaf}: expected {wanted}, found {found}."
+        f"step 1: example 5{leaf}: expected {wanted}, found {actual}."
     )
 
 

@@ -62,8 +62,8 @@ def main() -> None:
 
         for name, how in (("all_gather", "gather"), ("all_to_all_single", "scatter")):
             real = getattr(dist, name)
-            told = lambda *a, real=real, how=how: moved.append(how) or real(*a)  # noqa: E731
-            setattr(dist, name, told)
+            recorded = lambda *a, real=real, how=how: moved.append(how) or real(*a)  # noqa: E731
+            setattr(dist, name, recorded)
     strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS)
     engine, plan = strategy._engine, strategy._plan
     every = [contribution(replica) for replica in range(REPLICAS)]

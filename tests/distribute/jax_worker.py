@@ -96,8 +96,8 @@ def cnn_state() -> Any:
 def cnn_grad(state: Any, batch: Any, key: Any) -> Any:
     def loss(params: Any) -> Any:
         logits = cnn(params, pixels(batch), key)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return (each * batch["weight"]).sum()
+        per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return (per_example * batch["weight"]).sum()
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     return {"grads": grads, "loss": (value, batch["weight"].sum())}
@@ -147,8 +147,8 @@ def nnx_grad(state: Any, batch: Any, key: Any) -> Any:
     def loss(params: Any) -> Any:
         model = nnx.merge(nnx_parts()[0], params, state["stats"], copy=True)
         logits = model(pixels(batch), nnx.Rngs(dropout=key))
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return (each * batch["weight"]).sum(), nnx.state(model, nnx.BatchStat)
+        per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return (per_example * batch["weight"]).sum(), nnx.state(model, nnx.BatchStat)
 
     (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
     return {"grads": grads, "stats": stats, "loss": (value, batch["weight"].sum())}
@@ -231,20 +231,20 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
 
 def by_comparison() -> dict[str, Any]:
     """Which models run on all devices together, what they give, and what without the comparison."""
-    compare, told = jax_hlo.same_program, []
+    compare, answers = jax_hlo.same_program, []
 
     def noted(one: Any, other: Any) -> bool:
-        told.append(compare(one, other))
-        return told[-1]
+        answers.append(compare(one, other))
+        return answers[-1]
 
     out: dict[str, Any] = {}
     for model in ("tiny", "attention"):
         out[model] = {}
         for name, way in (("compared", noted), ("not compared", lambda *_: True)):
             jax_hlo.same_program = way
-            told.clear()
+            answers.clear()
             digests = [train(MirroredStrategy(d, REPLICAS), model) for d in (1, 2, 8)]
-            out[model][name] = (len(set(digests)), list(told))
+            out[model][name] = (len(set(digests)), list(answers))
     jax_hlo.same_program = compare
     return out
 

@@ -47,10 +47,10 @@ def tf_config(cluster: Any, task: Any) -> dict[str, str]:
 
 
 def test_workers_without_a_chief() -> None:
-    found = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": 1}))
-    assert (found.coordinator, found.num_processes, found.process_id) == ("a:1", 3, 1)
-    assert found.addresses == ("a:1", "b:2", "c:3")
-    assert not found.is_chief
+    cluster = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": 1}))
+    assert (cluster.coordinator, cluster.num_processes, cluster.process_id) == ("a:1", 3, 1)
+    assert cluster.addresses == ("a:1", "b:2", "c:3")
+    assert not cluster.is_chief
     first = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": "0"}))
     assert first.is_chief
     assert first.host_port == ("a", 1)
@@ -121,11 +121,11 @@ def test_two_launchers_that_contradict_each_other() -> None:
         "JAX_* variables says process 3 of 4, torchrun's variables says process 1 of 2. Unset the "
         "wrong one, or name the right one: PERDURE_CLUSTER=tf_config|jax|torchrun"
     ) in str(error.value)
-    for found in (
+    for conflict in (
         resolve("torchrun", both),
         resolve(None, {**both, "PERDURE_CLUSTER": "torchrun"}),
     ):
-        assert found == Cluster("t:6", 2, 1, source="torchrun's variables")
+        assert conflict == Cluster("t:6", 2, 1, source="torchrun's variables")
     assert resolve("jax", {**both, "PERDURE_CLUSTER": "torchrun"}).num_processes == 4
     with pytest.raises(ClusterError) as error:
         resolve("pbs", {})
@@ -139,8 +139,8 @@ def test_two_launchers_that_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
 def test_nothing_described_is_a_group_of_one(environ: dict[str, str]) -> None:
-    found = resolve(environ=environ)
-    assert (found.num_processes, found.process_id, found.is_chief) == (1, 0, True)
+    cluster = resolve(environ=environ)
+    assert (cluster.num_processes, cluster.process_id, cluster.is_chief) == (1, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_explicit_arguments_are_checked_too() -> None:
 
 
 def test_slurm() -> None:
-    found = resolve(environ=SLURM)
-    assert found == Cluster("node09:61441", 3, 2, ("node09", "node10", "login"), "Slurm")
-    assert found.name(2) == "process 2 (login)"
+    cluster = resolve(environ=SLURM)
+    assert cluster == Cluster("node09:61441", 3, 2, ("node09", "node10", "login"), "Slurm")
+    assert cluster.name(2) == "process 2 (login)"
     # Two tasks to a host: which is where is not known.
     six = {**SLURM, "SLURM_STEP_NUM_TASKS": "6"}
     assert resolve(environ=six) == Cluster("node09:61441", 6, 2, (), "Slurm")
@@ -261,8 +261,8 @@ def test_open_mpi() -> None:
     # 61440 + 1531576320 / 4096 % 4096
     assert resolve(environ=OPEN_MPI) == Cluster("10.96.0.1:62624", 2, 1, source="Open MPI")
     six = "1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370"
-    found = resolve(environ={**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": six})
-    assert found.host_port == ("fe80::b9b:ac5d:9cf0:b858", 62880)
+    cluster = resolve(environ={**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": six})
+    assert cluster.host_port == ("fe80::b9b:ac5d:9cf0:b858", 62880)
     newer = {key: value for key, value in OPEN_MPI.items() if "hnp" not in key}
     with pytest.raises(ClusterError) as error:
         resolve(environ=newer)

@@ -17,17 +17,17 @@ from perdure.state.framework_group import FrameworkGroup
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: str) -> None:
-    found = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
-    assert [each["place"] for each in found] == [[0, 2, True], [1, 2, False]]
-    for process, each in enumerate(found):
-        assert each["same"]
-        assert each["sum"] == 15.0
-        assert each["steps"] == [1]
-        assert each["mine"] == [process] * 3
-        assert f"perdure.initialize_distributed('{engine}')" in each["refused"]
+    reports = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
+    assert [report["place"] for report in reports] == [[0, 2, True], [1, 2, False]]
+    for process, report in enumerate(reports):
+        assert report["same"]
+        assert report["sum"] == 15.0
+        assert report["steps"] == [1]
+        assert report["mine"] == [process] * 3
+        assert f"perdure.initialize_distributed('{engine}')" in report["refused"]
     if engine == "torch":
-        assert all(each["ddp"]["resumed"] for each in found)
-        assert found[0]["ddp"]["buffers"] != found[1]["ddp"]["buffers"]
+        assert all(report["ddp"]["resumed"] for report in reports)
+        assert reports[0]["ddp"]["buffers"] != reports[1]["ddp"]["buffers"]
 
 
 def group(count: int, index: int = 1) -> Any:

@@ -93,12 +93,12 @@ def test_workspaces_of_cublas() -> None:
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     fix_cublas(environ, started=True)
     fix_cublas({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, started=True)
-    for found, started, says in [
+    for environ, started, says in [
         ({}, True, "CUDA has started with no CUBLAS_WORKSPACE_CONFIG"),
         ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, False, "with CUBLAS_WORKSPACE_CONFIG=:0:0"),
     ]:
         with pytest.raises(TopologyError) as error:
-            fix_cublas(found, started)
+            fix_cublas(environ, started)
         assert says in str(error.value)
         assert "expected :4096:8 or :16:8" in str(error.value)
 
@@ -151,9 +151,9 @@ def test_pytorch_that_is_no_longer_deterministic_is_told_once(
     torch_engine._check_determinism()  # no warning, which would be an error here
     exec(f"torch.{change}", {"torch": torch})
     assert torch_engine.recipe()["deterministic"] is False
-    with pytest.warns(RuntimeWarning, match="two runs may give different bits") as told:
+    with pytest.warns(RuntimeWarning, match="two runs may give different bits") as caught:
         torch_engine._check_determinism()
-    assert says in str(told[0].message)
+    assert says in str(caught[0].message)
     torch_engine._check_determinism()
 
 

@@ -68,9 +68,9 @@ def test_a_state_of_python_scalars_and_keys_becomes_arrays_that_stay() -> None:
 def test_keys_are_those_of_fold_in() -> None:
     strategy = OneDeviceStrategy(replicas=V, seed=2**33 + 5)
     key = jax.random.wrap_key_data(jnp.array([2, 5], jnp.uint32), impl="threefry2x32")
-    for replica, found in enumerate(strategy.keys(7).values):
+    for replica, actual in enumerate(strategy.keys(7).values):
         expected = jax.random.fold_in(jax.random.fold_in(key, 7), replica)
-        assert (jax.random.key_data(found) == jax.random.key_data(expected)).all()
+        assert (jax.random.key_data(actual) == jax.random.key_data(expected)).all()
     small = OneDeviceStrategy(replicas=V, seed=5).keys(0).values[0]
     expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 0), 0)
     assert (jax.random.key_data(small) == jax.random.key_data(expected)).all()
@@ -149,9 +149,9 @@ def test_a_pool_that_is_not_what_was_asked_for() -> None:
 
 def test_a_pool_that_nobody_pinned_is_in_the_recipe() -> None:
     with pytest.warns(RuntimeWarning, match="before the strategy was made"):
-        found = pin(None, {}, started=True)
-    assert isinstance(found, str)
-    assert found.startswith("unpinned:")
+        setting = pin(None, {}, started=True)
+    assert isinstance(setting, str)
+    assert setting.startswith("unpinned:")
 
 
 def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
@@ -164,11 +164,11 @@ def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
 
 
 def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypatch: Any) -> None:
-    compare, told = hlo.is_grad_then_update, list[bool]()
+    compare, answers = hlo.is_grad_then_update, list[bool]()
 
     def noted(*programs: Any, **between: Any) -> bool:
-        told.append(compare(*programs, **between))
-        return told[-1]
+        answers.append(compare(*programs, **between))
+        return answers[-1]
 
     def one_grad(state: Any, batch: Any, key: Any) -> Any:
         return {"s": state["w"] * batch[0].sum(), "n": jnp.float32(3)}
@@ -188,7 +188,7 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
     as_one = train()
     monkeypatch.setattr(proven_programs, "_kept", lambda fn, *args: fn(*args))
     apart = train()
-    assert told == [True, False]
+    assert answers == [True, False]
     assert as_one == apart
     # What would have run without the comparison.
     monkeypatch.setattr(hlo, "is_grad_then_update", lambda *_, **__: True)
@@ -196,11 +196,11 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
 
 
 def test_a_smaller_last_batch_is_proven_once(monkeypatch: Any) -> None:
-    compare, told = hlo.is_grad_then_update, list[bool]()
+    compare, answers = hlo.is_grad_then_update, list[bool]()
 
     def noted(*programs: Any, **between: Any) -> bool:
-        told.append(compare(*programs, **between))
-        return told[-1]
+        answers.append(compare(*programs, **between))
+        return answers[-1]
 
     monkeypatch.setattr(hlo, "is_grad_then_update", noted)
     strategy = OneDeviceStrategy(replicas=1)
@@ -212,7 +212,7 @@ def test_a_smaller_last_batch_is_proven_once(monkeypatch: Any) -> None:
     for number, rows in enumerate((4, 4, 3, 4, 4, 3)):
         share = {"x": np.ones(rows, np.float32)}
         state, _ = step(state, PerReplica((share,), strategy.local_replicas, number))
-    assert told == [True, True]
+    assert answers == [True, True]
 
 
 @pytest.mark.parametrize("text", ["", "ENTRY %e (p: f32[]) -> f32[] {\n  a = b(%z)\n}"])
@@ -262,8 +262,8 @@ def test_many_steps_are_the_steps_one_by_one() -> None:
     train_step, batches = strategy.step(grad, update), [strategy.batch(data, n) for n in range(3)]
     alone, logs = first_state(), []
     for batch in batches:
-        alone, own = train_step(alone, batch)
-        logs.append(own["n"])
+        alone, step_logs = train_step(alone, batch)
+        logs.append(step_logs["n"])
     together, stacked = train_step.many(first_state(), batches)
     assert np.asarray(alone["w"]).tobytes() == np.asarray(together["w"]).tobytes()
-    assert stacked["n"].tolist() == [float(each) for each in logs]
+    assert stacked["n"].tolist() == [float(number) for number in logs]

@@ -76,12 +76,12 @@ def test_200_functions_give_the_bits_of_plain_jit(group: int) -> None:
         fn = generated.together(generated.functions(IN_A_GROUP, group))
         expected = generated.as_bytes(plain(fn))
         if SETTINGS[group]:
-            found = grad_program(ReplicaFunction(fn, 1, "grad"))(
+            actual = grad_program(ReplicaFunction(fn, 1, "grad"))(
                 generated.state(), generated.share(), words(SEED), np.uint32(STEP), np.uint32(0)
             )
         else:  # a whole step, whose programs are compared and made one
-            found = by_strategy(fn)
-        assert generated.as_bytes(found) == expected
+            actual = by_strategy(fn)
+        assert generated.as_bytes(actual) == expected
     assert len(expected) > 2 * IN_A_GROUP
 
 
@@ -108,8 +108,8 @@ def merged_by_text(fn: generated.Fn) -> generated.Fn:
             if key not in known:
                 operands = [read(atom) for atom in equation.invars]
                 with equation.ctx.manager:
-                    found = equation.primitive.bind(*functions, *operands, **params)
-                known[key] = found if equation.primitive.multiple_results else [found]
+                    output = equation.primitive.bind(*functions, *operands, **params)
+                known[key] = output if equation.primitive.multiple_results else [output]
             values |= dict(zip(equation.outvars, known[key], strict=True))
         results = [read(atom) for atom in closed.jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(form), results)
@@ -122,9 +122,9 @@ def test_negative_control_constants_merged_by_their_text_are_caught(hostile: boo
     fn = generated.together(generated.functions(10, 0))
     with under({}) if hostile else contextlib.nullcontext():
         expected = generated.as_bytes(plain(fn))
-        found = generated.as_bytes(by_strategy(fn, merged_by_text(fn)))
-    assert [one[:3] for one in found] == [one[:3] for one in expected]
-    assert found != expected
+        actual = generated.as_bytes(by_strategy(fn, merged_by_text(fn)))
+    assert [one[:3] for one in actual] == [one[:3] for one in expected]
+    assert actual != expected
 
 
 @pytest.mark.parametrize("hostile", [False, True])
@@ -181,7 +181,7 @@ class Inverse:
 
 def test_functions_that_are_equal_are_not_taken_for_each_other() -> None:
     assert Inverse(0.0) == Inverse(-0.0)
-    found = []
+    results = []
     for value in (0.0, -0.0):
         strategy = OneDeviceStrategy(replicas=2)
 
@@ -190,12 +190,12 @@ def test_functions_that_are_equal_are_not_taken_for_each_other() -> None:
 
         shares = PerReplica((generated.share(0), generated.share(1)), (0, 1), 0)
         fn = Inverse(np.float32(value))
-        found.append(float(strategy.step(fn, update)(jnp.zeros(()), shares)[1]["x"]))
+        results.append(float(strategy.step(fn, update)(jnp.zeros(()), shares)[1]["x"]))
     expected = [
         float(jax.jit(Inverse(np.float32(v)))(0, generated.share(), 0)["x"]) for v in (0.0, -0.0)
     ]
-    assert found == expected
-    assert len(set(found)) == 2
+    assert results == expected
+    assert len(set(results)) == 2
 
 
 def test_a_setting_that_changes_between_two_steps_counts() -> None:

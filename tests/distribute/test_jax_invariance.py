@@ -75,11 +75,11 @@ def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
 
 
 def test_all_devices_together_only_where_the_compiled_programs_are_the_same(alone: Any) -> None:
-    found = alone["by comparison"]
+    models = alone["by comparison"]
     # grad and update, on 2 and on 8 devices.
-    assert found["tiny"]["compared"] == [1, [True] * 4]
-    assert found["tiny"]["not compared"] == [1, []]
-    assert found["attention"]["compared"] == [1, [False, False]]
+    assert models["tiny"]["compared"] == [1, [True] * 4]
+    assert models["tiny"]["not compared"] == [1, []]
+    assert models["attention"]["compared"] == [1, [False, False]]
 
 
 def test_negative_control_without_the_comparison_bits_differ(alone: Any) -> None:

@@ -143,9 +143,9 @@ def test_strangers_are_no_processes() -> None:
     member, _ = made(1, board)
     assert board.address is not None
     port = int(board.address.split(b":")[1].split(b",")[0])
-    for said in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
+    for message in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(message)
     member.stop()
     assert gone.get(timeout=LIMIT_S) == 1
     assert gone.empty()
@@ -174,7 +174,7 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "how", "victim"),
+    ("origin", "how", "victim"),
     [
         ("made", "kill", "1"),
         ("made", "raise", "0"),
@@ -182,9 +182,9 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
         ("joined", "raise", "1"),
     ],
 )
-def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim: str) -> None:
+def test_a_wait_for_a_torch_process_that_is_gone_ends(origin: str, how: str, victim: str) -> None:
     """The time limit of an operation is 600 s, so that `launch` would fail before."""
-    ended = launch("lost_worker.py", 2, "--group", own, "--how", how, "--victim", victim)
+    ended = launch("lost_worker.py", 2, "--group", origin, "--how", how, "--victim", victim)
     _, answer, err = ended[1 - int(victim)]
     assert answer is not None, err
     assert answer["error"] == "WorkerLostError"

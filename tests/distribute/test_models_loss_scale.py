@@ -28,13 +28,13 @@ def start(kind: str) -> tuple[Any, Any]:
 def test_grows_after_finite_steps_and_halves_at_an_overflow(kind: str) -> None:
     scale, boolean = start(kind)
     dtypes = (scale.scale.dtype, scale.steps.dtype)
-    found = []
+    history = []
     for finite in FINITE:
         # Through a checkpoint at every step: nothing else decides what comes next.
         scale = restore(start(kind)[0], flatten(scale)).after(boolean(finite), growth_steps=3)
-        found.append((float(scale.scale), int(scale.steps)))
+        history.append((float(scale.scale), int(scale.steps)))
         assert (scale.scale.dtype, scale.steps.dtype) == dtypes
-    assert found == list(zip(SCALES, STEPS, strict=True))
+    assert history == list(zip(SCALES, STEPS, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["jax", "torch"])

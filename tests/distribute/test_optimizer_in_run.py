@@ -33,8 +33,8 @@ def model() -> torch.nn.Sequential:
 
 
 def loss_of(net: Any, batch: Any) -> Any:
-    each = cross_entropy(net(batch["x"]), batch["y"], reduction="none")
-    return compute_average_loss(each, global_batch_size=BATCH)
+    losses = cross_entropy(net(batch["x"]), batch["y"], reduction="none")
+    return compute_average_loss(losses, global_batch_size=BATCH)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

@@ -145,14 +145,14 @@ def test_a_port_where_something_else_listens(
             with (
                 pytest.warns(
                     UserWarning, match=f"no rendezvous answers at 127.0.0.1:{port}"
-                ) as told,
+                ) as caught,
                 pytest.raises(ClusterError) as error,
             ):
                 await_members(Cluster(f"127.0.0.1:{port}", 2, number), BRIEF_S)
         finally:
             other.shutdown(socket.SHUT_RDWR)
-    assert len(told) == 1
-    assert "again for up to 0.5 s" in str(told[0].message)
+    assert len(caught) == 1
+    assert "again for up to 0.5 s" in str(caught[0].message)
     if not answer:
         assert "which never answered: timed out" in str(error.value)
     elif number == 0:

@@ -34,8 +34,8 @@ class Member(NumpyEngine):
             np.frombuffer(part).reshape(count, -1)
             for part, count in zip(parts, counts, strict=True)
         ]
-        found = [[{"x": row} for row in block] for block in rows]
-        return found if merge is None else merge(found)
+        nested = [[{"x": row} for row in block] for block in rows]
+        return nested if merge is None else merge(nested)
 
 
 def outcomes(count: int, program: Any) -> list[Any]:
@@ -48,10 +48,10 @@ def outcomes(count: int, program: Any) -> list[Any]:
     return together(count, run)[0]
 
 
-def texts(found: list[Any], kind: type[Exception]) -> str:
+def texts(errors: list[Any], kind: type[Exception]) -> str:
     """The one text that all processes raised."""
-    assert {type(error) for error in found} == {kind}, found
-    (text,) = {str(error) for error in found}
+    assert {type(error) for error in errors} == {kind}, errors
+    (text,) = {str(error) for error in errors}
     return text
 
 
@@ -95,11 +95,11 @@ def step_from(weights: dict[int, float], again: bool = False) -> Any:
         train_step = strategy.step(
             grad, lambda s, total: ({"layer": {"w": s["layer"]["w"]}}, total)
         )
-        own = {"layer": {"w": np.full(3, weights.get(processes.index, 1.0))}}
-        state = {"layer": {"w": np.ones(3)}} if again else own
+        local_state = {"layer": {"w": np.full(3, weights.get(processes.index, 1.0))}}
+        state = {"layer": {"w": np.ones(3)}} if again else local_state
         state, total = train_step(state, strategy.batch(data, 0))
         if again:
-            total = train_step(own, strategy.batch(data, 1))[1]
+            total = train_step(local_state, strategy.batch(data, 1))[1]
         return total["x"].tobytes()
 
     return program

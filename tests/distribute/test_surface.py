@@ -64,7 +64,7 @@ def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
 
     expected = numbers(meet=False)
     assert numbers(meet=True) == expected
-    assert len({tuple(own) for own in expected}) == 3
+    assert len({tuple(streams) for streams in expected}) == 3
     with monkeypatch.context() as patch:
         patch.setattr(TorchEagerRun, "random_state", lambda *_: lambda: None)
         assert numbers(meet=True) != expected, "negative control: nobody switches the generators"

@@ -84,8 +84,8 @@ def test_modules_are_found_wherever_they_are() -> None:
     net, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     state = {"a": [Data(net), optimizer], "b": (SimpleNamespace(m=other, again=net), "text")}
-    found = torch_buffers.modules(state)
-    assert [(path, module) for path, module in found] == [("a.0.net", net), ("b.0.m", other)]
+    modules = torch_buffers.modules(state)
+    assert [(path, module) for path, module in modules] == [("a.0.net", net), ("b.0.m", other)]
 
 
 def test_grad_may_not_change_what_has_no_mean() -> None:
@@ -123,16 +123,16 @@ def test_grad_may_not_change_what_has_no_mean() -> None:
 def test_backward_in_grad_finds_gradients_of_one_replica() -> None:
     def with_backward(state: Any, batch: Any, key: Any) -> Any:
         (state["model"](batch[0]).sum(1) * batch[1]).sum().backward()
-        own = {n: p.grad for n, p in state["model"].named_parameters()}
-        return {"grads": own, "weight": batch[1].sum()}
+        gradients = {n: p.grad for n, p in state["model"].named_parameters()}
+        return {"grads": gradients, "weight": batch[1].sum()}
 
-    found = []
+    by_function = []
     for fn in (grad, with_backward):
         strategy, module = MirroredStrategy(replicas=V), Counting()
         strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
         assert module.scale.grad is not None
-        found.append(module.scale.grad.tolist())
-    assert found[0] == found[1]
+        by_function.append(module.scale.grad.tolist())
+    assert by_function[0] == by_function[1]
 
 
 def test_random_numbers_depend_on_seed_step_and_replica() -> None:

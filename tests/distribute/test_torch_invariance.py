@@ -33,8 +33,8 @@ def threads() -> Any:
 
 @pytest.mark.parametrize("model", ["cnn", "batchnorm", "reduce", "recipe"])
 def test_several_devices_in_a_process(groups: Any, threads: Any, model: str) -> None:
-    found = [process[model] for results in threads.values() for process in results]
-    assert found == [groups[1][0][model]] * 3
+    digests = [process[model] for results in threads.values() for process in results]
+    assert digests == [groups[1][0][model]] * 3
 
 
 def test_models_are_not_all_alike(groups: Any) -> None:

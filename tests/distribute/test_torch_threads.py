@@ -107,8 +107,8 @@ def test_a_module_that_hides_in_an_object_runs_one_by_one(data: Any) -> None:
 
 def test_another_result_in_threads_is_noticed_and_not_used(data: Any) -> None:
     def by_thread(state: Any, batch: Any, key: Any) -> Any:
-        own = torch_threads.own_generator() is not None
-        return {n: g + own for n, g in grad(state, batch, key).items()}
+        in_thread = torch_threads.own_generator() is not None
+        return {n: g + in_thread for n, g in grad(state, batch, key).items()}
 
     expected, _ = train(1, data, by_thread)
     assert train(2, data, by_thread) == (expected, ONE_BY_ONE)

@@ -63,8 +63,8 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
 def main(work: Path) -> None:
     backend = keras.backend.backend()
     resumed = None if backend == "torch" else killed_and_resumed(work)
-    found = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
-    print(json.dumps(found))  # noqa: T201 (what the test reads)
+    report = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
+    print(json.dumps(report))  # noqa: T201 (what the test reads)
 
 
 if __name__ == "__main__":

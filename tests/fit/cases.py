@@ -39,9 +39,9 @@ class Steps:
 class Probe(keras.callbacks.Callback):
     """Notes the steps that run, and calls `fault` behind one of them."""
 
-    def __init__(self, at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
+    def __init__(self, fault_at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
         super().__init__()
-        self.at, self.fault = at, fault
+        self.at, self.fault = fault_at, fault
         self.steps = Steps()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -87,7 +87,7 @@ def network(units: int = 6, rate: float = 1e-2, mc_dropout: bool = False, **comp
 
 def train(
     backup: Path | None,
-    at: tuple[int, int] | None = None,
+    fault_at: tuple[int, int] | None = None,
     *,
     fault: Callable[[], Any] | None = None,
     save_freq: Any = 1,
@@ -102,8 +102,8 @@ def train(
     """
     keras.utils.set_random_seed(11)
     made: Any = (model or network)()
-    probe = Probe(at, fault)
-    own = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
+    probe = Probe(fault_at, fault)
+    backups = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
     others: Any = callbacks() if callable(callbacks) else callbacks
     if "x" not in fit:
         x, y = arrays()
@@ -111,12 +111,12 @@ def train(
     if callable(fit["x"]):
         fit["x"] = fit["x"]()
     history: Any = made.fit(
-        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit}
+        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*backups, *others, probe], **fit}
     )
     variables = [*made.variables, *made.optimizer.variables, *made.metrics_variables]
     values = {
-        f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
-        for number, each in enumerate(variables)
+        f"{number}": np.asarray(keras.ops.convert_to_numpy(variable.value)).tobytes()
+        for number, variable in enumerate(variables)
     }
     return End(values, json.dumps(history.history), history.epoch, probe.steps.of)
 

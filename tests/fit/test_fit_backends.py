@@ -14,7 +14,7 @@ import pytest
 
 
 @pytest.fixture(scope="module", params=["jax", "tensorflow", "torch"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `backend_worker.py` finds on one backend; a start of each takes seconds, so it is one."""
     backend = request.param
     if importlib.util.find_spec(backend) is None:
@@ -42,16 +42,16 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return results
 
 
-def test_killed_and_resumed(found: Any) -> None:
-    if found["backend"] == "torch":
+def test_killed_and_resumed(report: Any) -> None:
+    if report["backend"] == "torch":
         pytest.skip("torch compiles nothing; test_fit_resume.py interrupts it everywhere")
-    resumed = found["resumed"]
+    resumed = report["resumed"]
     assert resumed["killed"] == -9
     assert resumed["equal"]
     assert 0 < resumed["left"] < resumed["all"]
 
 
-def test_the_behaviours_that_the_tests_of_keras_ask_for(found: Any) -> None:
-    assert len(found["behaviours"]) == 11
-    failed = {name: error for name, error in found["behaviours"].items() if error}
+def test_the_behaviours_that_the_tests_of_keras_ask_for(report: Any) -> None:
+    assert len(report["behaviours"]) == 11
+    failed = {name: error for name, error in report["behaviours"].items() if error}
     assert not failed, "\n".join(failed.values())

@@ -38,10 +38,10 @@ def test_a_directory_has_a_name(directory: Any) -> None:
 
 
 def test_the_signature_is_that_of_keras(tmp_path: Path) -> None:
-    own = BackupAndRestore(tmp_path, "epoch", False, True)
+    callback = BackupAndRestore(tmp_path, "epoch", False, True)
     theirs = keras.callbacks.BackupAndRestore(str(tmp_path), "epoch", False, True)
     for name in ("backup_dir", "save_freq", "double_checkpoint", "delete_checkpoint"):
-        assert getattr(own, name) == getattr(theirs, name)
+        assert getattr(callback, name) == getattr(theirs, name)
 
 
 class Unbuilt(keras.Model):
@@ -162,7 +162,7 @@ def test_a_fit_that_was_left_does_not_lock_the_next(tmp_path: Path) -> None:
 
 
 def weights(model: Any) -> list[bytes]:
-    return [np.asarray(each).tobytes() for each in model.get_weights()]
+    return [np.asarray(weights).tobytes() for weights in model.get_weights()]
 
 
 def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
@@ -261,30 +261,30 @@ def test_model_checkpoint_refuses_file_names(name: str, tmp_path: Path) -> None:
 
 def test_model_checkpoint_has_the_signature_of_keras() -> None:
     theirs = [*inspect.signature(keras.callbacks.ModelCheckpoint).parameters.values()]
-    own = [*inspect.signature(ModelCheckpoint).parameters.values()][: len(theirs)]
-    assert [(p.name, p.default, p.kind) for p in own] == [
+    ours = [*inspect.signature(ModelCheckpoint).parameters.values()][: len(theirs)]
+    assert [(p.name, p.default, p.kind) for p in ours] == [
         (p.name, p.default, p.kind) for p in theirs
     ]
 
 
 def test_a_best_without_a_direction(tmp_path: Path) -> None:
-    own = ModelCheckpoint(tmp_path / "run", "unheard_of", save_best_only=True)
+    callback = ModelCheckpoint(tmp_path / "run", "unheard_of", save_best_only=True)
     with pytest.raises(ValueError, match="unheard_of"):
-        train(None, callbacks=[own])
+        train(None, callbacks=[callback])
 
 
 def test_a_best_without_its_metric_is_saved_with_a_warning(tmp_path: Path) -> None:
-    own = ModelCheckpoint(tmp_path / "run", "val_loss", save_best_only=True, max_to_keep=None)
+    callback = ModelCheckpoint(tmp_path / "run", "val_loss", save_best_only=True, max_to_keep=None)
     with pytest.warns(UserWarning, match="val_loss available"):
-        train(None, callbacks=[own])
+        train(None, callbacks=[callback])
     assert Run(tmp_path / "run").steps() == [4, 8, 12]
 
 
 def test_verbose_says_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ModelCheckpoint(
+    callback = ModelCheckpoint(
         tmp_path / "run", "loss", 1, save_best_only=True, initial_value_threshold=-1.0
     )
-    train(None, callbacks=[own])
+    train(None, callbacks=[callback])
     assert "loss did not improve from -1.00000" in capsys.readouterr().out
     assert not (tmp_path / "run" / "checkpoints").exists()
     train(None, callbacks=[ModelCheckpoint(tmp_path / "all", "loss", 1)])

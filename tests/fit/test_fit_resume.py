@@ -30,11 +30,11 @@ def newest(backup: Path) -> int:
 
 
 def interrupted(
-    backup: Path, at: tuple[int, int], again: Any = None, **options: Any
+    backup: Path, fault_at: tuple[int, int], again: Any = None, **options: Any
 ) -> tuple[End, int]:
     """The end of a run that was interrupted at `at`, and the step that it went on from."""
     with pytest.raises(Fault):
-        train(backup, at, **options)
+        train(backup, fault_at, **options)
     went_on = newest(backup)
     return train(backup, **{**options, **(again or {})}), went_on
 
@@ -60,11 +60,11 @@ def test_the_callback_changes_nothing(whole: End, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("at", ALL[::2])
-def test_interrupted_at_every_batch(at: tuple[int, int], whole: End, tmp_path: Path) -> None:
-    end, went_on = interrupted(tmp_path / "run", at)
+@pytest.mark.parametrize("fault_at", ALL[::2])
+def test_interrupted_at_every_batch(fault_at: tuple[int, int], whole: End, tmp_path: Path) -> None:
+    end, went_on = interrupted(tmp_path / "run", fault_at)
     assert same(end, whole)
-    assert went_on == ALL.index(at)
+    assert went_on == ALL.index(fault_at)
     assert end.steps == ALL[went_on:]
 
 
@@ -114,12 +114,12 @@ def test_every_batch_is_a_heartbeat(
         validation_data=arrays(),
         callbacks=[BackupAndRestore(tmp_path, save_before_preemption=preemptible)],
     )
-    told = [beat for beat, _ in groupby(beats)]
+    kinds = [beat for beat, _ in groupby(beats)]
     steps = [("step", step) for step in range(1, BATCHES + 1)]
-    first = told.index(("compile", 0))
-    assert told[first + 1 : first + 1 + BATCHES] == steps
-    validating = told.index(("evaluate", BATCHES))
-    assert ("step", BATCHES) in told[validating:]
+    first = kinds.index(("compile", 0))
+    assert kinds[first + 1 : first + 1 + BATCHES] == steps
+    validating = kinds.index(("evaluate", BATCHES))
+    assert ("step", BATCHES) in kinds[validating:]
 
 
 class Indexed(keras.utils.PyDataset):
@@ -181,18 +181,18 @@ def test_data(kind: str, tmp_path: Path) -> None:
     # With workers Keras begins an epoch with batches that it read ahead in the one before.
     ours = "workers" in kind
     whole = train(tmp_path / "whole" if ours else None, **fit)
-    for at in [(1, 1), (1, -1)]:
-        end, _ = interrupted(tmp_path / str(at), at, **fit)
+    for fault_at in [(1, 1), (1, -1)]:
+        end, _ = interrupted(tmp_path / str(fault_at), fault_at, **fit)
         assert same(end, whole)
         assert len(end.steps) < len(whole.steps)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("at", [(0, 1), (0, 3), (1, 3)])
-def test_data_of_unknown_length(at: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault_at", [(0, 1), (0, 3), (1, 3)])
+def test_data_of_unknown_length(fault_at: tuple[int, int], tmp_path: Path) -> None:
     fit = {"x": lambda: torch.utils.data.DataLoader(Stream(), batch_size=None), "shuffle": False}
     whole = uninterrupted("unknown length without validation", lambda: train(None, **fit))
-    end, went_on = interrupted(tmp_path / "run", at, **fit)
+    end, went_on = interrupted(tmp_path / "run", fault_at, **fit)
     assert same(end, whole)
     assert end.steps == ALL[went_on:]
 
@@ -258,12 +258,12 @@ def others() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("at", [(2, 1), (3, -1)])
-def test_other_callbacks(at: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault_at", [(2, 1), (3, -1)])
+def test_other_callbacks(fault_at: tuple[int, int], tmp_path: Path) -> None:
     whole = uninterrupted("others", lambda: train(None, callbacks=others, epochs=9))
     assert len(whole.epochs) < 9, "early stopping must have stopped"
-    at = (min(at[0], whole.epochs[-1]), at[1])
-    end, _ = interrupted(tmp_path / "run", at, callbacks=others, epochs=9)
+    fault_at = (min(fault_at[0], whole.epochs[-1]), fault_at[1])
+    end, _ = interrupted(tmp_path / "run", fault_at, callbacks=others, epochs=9)
     assert same(end, whole)
 
 
@@ -313,14 +313,14 @@ class InValidation(keras.callbacks.Callback):
 
 
 def in_validation(
-    backup: Path | None, at: tuple[int, int] | None, more: Any = list, **options: Any
+    backup: Path | None, fault_at: tuple[int, int] | None, more: Any = list, **options: Any
 ) -> Any:
     """A run with SIGTERM in its validation behind (epoch, batch): None, or its end if `at` is None."""
     fit = {"validation_data": arrays(), "validation_batch_size": 5, "save_freq": False, **options}
-    epoch, batch = at or (0, 99)
+    epoch, batch = fault_at or (0, 99)
     fit["callbacks"] = lambda: [*more(), InValidation(batch, epoch)]
     fit["options"] = {"save_before_preemption": True}
-    if at is None:
+    if fault_at is None:
         return train(backup, **fit)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -407,15 +407,15 @@ def test_sigterm_in_the_validation_of_any_epoch(kind: str, tmp_path: Path) -> No
     in_validation(tmp_path / "run", (1, 1), **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
     assert same(end, whole)
-    assert end.steps == [each for each in whole.steps if each[0] > 1]
+    assert end.steps == [step for step in whole.steps if step[0] > 1]
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", ENDS)
 def test_sigterm_in_validations_again_and_again(kind: str, tmp_path: Path) -> None:
     whole = uninterrupted(kind, lambda: in_validation(None, None, **made(ENDS[kind])))
-    for at in [(0, 1), (0, -1), (1, 1)]:
-        in_validation(tmp_path / "run", at, **made(ENDS[kind]))
+    for fault_at in [(0, 1), (0, -1), (1, 1)]:
+        in_validation(tmp_path / "run", fault_at, **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
     assert same(end, whole)
 
@@ -426,11 +426,11 @@ def test_sigterm_before_a_validation_is_answered_before_it(tmp_path: Path) -> No
             os.kill(os.getpid(), signal.SIGTERM)
 
     data = Signalling()
-    told: list[int] = []
+    begun: list[int] = []
     telling: Any = keras.callbacks.LambdaCallback()
-    telling.on_test_begin = told.append
+    telling.on_test_begin = begun.append
     in_validation(tmp_path / "run", (0, 99), lambda: [telling], validation_data=data)
-    assert not told
+    assert not begun
     assert not data.asked
 
 
@@ -446,10 +446,10 @@ def test_steps_per_epoch_with_a_validation(steps: int, term: bool, tmp_path: Pat
     options = {"save_before_preemption": True}
     fault = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if term else None
     # Interrupted again in what was brought back: it must know as much as the first run did.
-    for at in [(1, 0), (2, 0), (2, 1)]:
+    for fault_at in [(1, 0), (2, 0), (2, 1)]:
         try:
             with pytest.raises((Fault, SystemExit)):
-                train(tmp_path / "run", at, fault=fault, options=options, **fit)
+                train(tmp_path / "run", fault_at, fault=fault, options=options, **fit)
         finally:
             signal.signal(signal.SIGTERM, before)
         if not term:
@@ -485,13 +485,13 @@ def test_a_damaged_backup_is_passed_over(whole: End, tmp_path: Path) -> None:
 
 
 def test_control_keras_own_callback_differs(whole: End, tmp_path: Path) -> None:
-    def own() -> list[Any]:
+    def kerases() -> list[Any]:
         theirs: Any = keras.callbacks.BackupAndRestore
         return [theirs(tmp_path / "run", save_freq=1)]
 
     with pytest.raises(Fault):
-        train(None, (1, 2), callbacks=own)
-    assert not same(train(None, callbacks=own), whole)
+        train(None, (1, 2), callbacks=kerases)
+    assert not same(train(None, callbacks=kerases), whole)
 
 
 @pytest.mark.parametrize("part", ["randomness", "others", "seeds"])
@@ -512,9 +512,9 @@ def test_control_without_one_part_the_end_differs(
 
         def forgetful(like: Any, leaves: Any) -> Any:
             made = restored(like, leaves)
-            for each in like["model"].variables:
-                if each.name == "seed_generator_state":
-                    each.assign([1, 1])
+            for variable in like["model"].variables:
+                if variable.name == "seed_generator_state":
+                    variable.assign([1, 1])
             return made
 
         monkeypatch.setattr(fit_session, "restore", forgetful)

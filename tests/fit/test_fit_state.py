@@ -30,7 +30,7 @@ class Drawing(keras.callbacks.Callback):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
-    ("at", "save_freq", "fit"),
+    ("fault_at", "save_freq", "fit"),
     [
         ((1, 1), "epoch", {}),
         ((1, 1), 1, {}),
@@ -39,11 +39,11 @@ class Drawing(keras.callbacks.Callback):
     ],
 )
 def test_draws_as_an_epoch_begins_count_once(
-    at: tuple[int, int], save_freq: Any, fit: dict[str, Any], tmp_path: Path
+    fault_at: tuple[int, int], save_freq: Any, fit: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = train(None, callbacks=lambda: [Drawing()], **fit)
     with pytest.raises(Fault):
-        train(tmp_path / "run", at, callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
+        train(tmp_path / "run", fault_at, callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
     end = train(tmp_path / "run", callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
     assert same(end, whole)
     assert len(end.steps) < len(whole.steps)
@@ -64,7 +64,7 @@ class Second(keras.Sequential):
         loss = ops.mean((self(x, training=True) - ops.cast(y, "float32")[:, None]) ** 2)
         loss.backward()
         variables = self.trainable_variables
-        grads = [each.value.grad for each in variables]
+        grads = [variable.value.grad for variable in variables]
         with torch.no_grad():
             self.parts["second"].apply(grads, variables)
         self.seen.update_state(loss)
@@ -144,9 +144,9 @@ class Collecting(keras.callbacks.Callback):
 
 
 def test_what_is_lost_of_a_callback_is_said_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as told:
+    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as caught:
         train(tmp_path / "run", callbacks=[Collecting()])
-    (only,) = [str(each.message) for each in told if "Collecting" in str(each.message)]
+    (only,) = [str(warning.message) for warning in caught if "Collecting" in str(warning.message)]
     assert "unchanged" not in only
 
 
@@ -255,9 +255,11 @@ def test_steps_that_were_skipped_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_backend_of_these_tests_stays_in_their_process(request: pytest.FixtureRequest) -> None:
-    own: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py"))
+    plugin: Any = request.config.pluginmanager.get_plugin(
+        str(Path(__file__).parent / "conftest.py")
+    )
     assert keras.backend.backend() == "torch"
-    assert os.environ.get("KERAS_BACKEND") == own._before
+    assert os.environ.get("KERAS_BACKEND") == plugin._before
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -277,9 +279,9 @@ def telling(backup: Path, fault: Any = None, **tells: Any) -> list[Any]:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.tells = tells
     x, y = arrays()
-    own = [BackupAndRestore(backup, 1), *([fault] if fault else [])]
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=own)
-    return [np.asarray(each).tobytes() for each in history.history["bias"]]
+    callbacks = [BackupAndRestore(backup, 1), *([fault] if fault else [])]
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+    return [np.asarray(bias).tobytes() for bias in history.history["bias"]]
 
 
 class Failing(keras.callbacks.Callback):

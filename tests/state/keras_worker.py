@@ -86,9 +86,9 @@ def main(where: Path) -> None:
     out["paths"] = list(flatten(compiled()))
     out["paths again"] = list(flatten(compiled()))
     custom = [Custom(), Custom()]
-    for each in custom:
-        each(np.ones((1, 4), "float32"))
-    out["custom"] = [list(flatten(each)) for each in custom]
+    for network in custom:
+        network(np.ones((1, 4), "float32"))
+    out["custom"] = [list(flatten(model)) for model in custom]
     with_functional = keras.Input((4,))
     functional = keras.Model(with_functional, keras.layers.Dense(2, name="head")(with_functional))
     out["functional"] = list(flatten(functional))
@@ -156,9 +156,9 @@ def main(where: Path) -> None:
 
     # Across backends: whoever comes first saves, the other restores.
     if (where / "checkpoints").is_dir():
-        found = compiled()
-        found.restore(where)
-        out["shared"] = bits(found)
+        restored = compiled()
+        restored.restore(where)
+        out["shared"] = bits(restored)
     else:
         straight.save(where, 4)
         out["shared"] = bits(straight)

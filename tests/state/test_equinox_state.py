@@ -120,10 +120,10 @@ def test_a_module_in_a_strategy_and_its_checkpoint_without_one(tmp_path: Any) ->
             state, _ = train_step(state, strategy.batch(data, step))
         manager.save(2, state)
     fresh = eqx.filter(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(9)), eqx.is_array)
-    found = Checkpoint(model=fresh, opt=adam.init(fresh))
-    assert found.restore(tmp_path) == 2
-    assert bits(found) == bits(state)
-    assert bits(eqx.combine(found.model, static)) != bits(eqx.combine(params, static))
+    checkpoint = Checkpoint(model=fresh, opt=adam.init(fresh))
+    assert checkpoint.restore(tmp_path) == 2
+    assert bits(checkpoint) == bits(state)
+    assert bits(eqx.combine(checkpoint.model, static)) != bits(eqx.combine(params, static))
 
 
 def test_a_whole_module_in_a_strategy_is_told_to_be_partitioned() -> None:

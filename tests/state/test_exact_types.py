@@ -298,13 +298,13 @@ def masked(mask: Any, fill: float, hard: bool = False) -> Any:
 @pytest.mark.parametrize("mask", [np.ma.nomask, [False, True, False], [False] * 3])
 def test_a_masked_array_keeps_its_mask_and_fill_value(mask: Any, target_mask: Any) -> None:
     saved = masked(mask, 5.0, hard=True)
-    found = restore({"a": masked(target_mask, 9.0)}, snapshot({"a": saved}))["a"]
-    assert type(found) is np.ma.MaskedArray
-    assert found.data.tolist() == saved.data.tolist(), "also below the mask"
-    assert (found.mask is np.ma.nomask) == (saved.mask is np.ma.nomask)
-    assert np.ma.getmaskarray(found).tolist() == np.ma.getmaskarray(saved).tolist()
-    assert (found.fill_value, found.hardmask) == (5.0, True)
-    found[0] = 1.0  # it can be written to, as the one saved could
+    restored = restore({"a": masked(target_mask, 9.0)}, snapshot({"a": saved}))["a"]
+    assert type(restored) is np.ma.MaskedArray
+    assert restored.data.tolist() == saved.data.tolist(), "also below the mask"
+    assert (restored.mask is np.ma.nomask) == (saved.mask is np.ma.nomask)
+    assert np.ma.getmaskarray(restored).tolist() == np.ma.getmaskarray(saved).tolist()
+    assert (restored.fill_value, restored.hardmask) == (5.0, True)
+    restored[0] = 1.0  # it can be written to, as the one saved could
 
 
 def test_numpy_keeps_64_bits_and_the_memory_order_of_the_target() -> None:
@@ -315,11 +315,11 @@ def test_numpy_keeps_64_bits_and_the_memory_order_of_the_target() -> None:
             "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3) + k),
         }
 
-    saved, found = round_trip(make)
+    saved, restored = round_trip(make)
     for name in saved:
-        assert found[name].dtype == saved[name].dtype
-        assert found[name].tolist() == saved[name].tolist()
-    assert found["fortran"].flags.f_contiguous
+        assert restored[name].dtype == saved[name].dtype
+        assert restored[name].tolist() == saved[name].tolist()
+    assert restored["fortran"].flags.f_contiguous
 
 
 # ---------------------------------------------------------------- JAX
@@ -343,11 +343,11 @@ def test_64_bits_come_back_with_x64_and_into_an_array_that_has_them() -> None:
         target = jax.tree.map(lambda x: x * 0, saved)
         abstract = jax.eval_shape(lambda: target)
         inside = restore(abstract, snapshot(saved))
-    for found in (inside, restore(target, snapshot(saved))):
+    for restored in (inside, restore(target, snapshot(saved))):
         for name, array in saved.items():
-            assert found[name].dtype == array.dtype
-            assert np.asarray(found[name]).tobytes() == np.asarray(array).tobytes()
-            assert found[name].weak_type == array.weak_type
+            assert restored[name].dtype == array.dtype
+            assert np.asarray(restored[name]).tobytes() == np.asarray(array).tobytes()
+            assert restored[name].weak_type == array.weak_type
     assert saved["n"].weak_type, "a case of a weak type of 64 bits"
 
 
@@ -369,9 +369,9 @@ def test_a_weak_type_is_that_of_the_array_saved(make: Any, strong_target: bool) 
     assert saved.weak_type, "the control"
     like = jnp.zeros(saved.shape, saved.dtype) if strong_target else saved * 0
     assert like.weak_type != strong_target
-    found = restore({"a": like}, snapshot({"a": saved}))["a"]
-    assert (found.weak_type, found.dtype) == (True, saved.dtype)
-    assert np.asarray(found).tobytes() == np.asarray(saved).tobytes()
+    restored = restore({"a": like}, snapshot({"a": saved}))["a"]
+    assert (restored.weak_type, restored.dtype) == (True, saved.dtype)
+    assert np.asarray(restored).tobytes() == np.asarray(saved).tobytes()
     strong = saved.astype(saved.dtype)
     assert not restore({"a": saved}, snapshot({"a": strong}))["a"].weak_type
     assert snapshot({"a": strong})["a"].dtype == saved.dtype.name
@@ -381,8 +381,8 @@ def test_a_weak_type_survives_a_placement_and_reaches_numpy_and_torch_as_the_pla
     mesh = Mesh(np.array(jax.devices()[:1]), "x")
     like = jax.device_put(jnp.zeros(4), NamedSharding(mesh, PartitionSpec("x")))
     leaves = snapshot({"a": jnp.full(4, 0.1)})
-    found = restore({"a": like}, leaves)["a"]
-    assert (found.weak_type, found.sharding) == (True, like.sharding)
+    restored = restore({"a": like}, leaves)["a"]
+    assert (restored.weak_type, restored.sharding) == (True, like.sharding)
     for target in (np.zeros(4, np.float32), torch.zeros(4)):
         other = restore({"a": target}, leaves)["a"]
         assert (type(other), str(other.dtype)) == (type(target), str(target.dtype))
@@ -405,10 +405,10 @@ def test_a_weak_type_is_restored_under_settings_that_forbid_what_is_careless() -
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
-        found = restore({"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": 0.0}, leaves)
-    assert found["a"].weak_type
-    assert found["b"].weak_type
-    assert snapshot(found)["a"].data == leaves["a"].data
+        restored = restore({"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": 0.0}, leaves)
+    assert restored["a"].weak_type
+    assert restored["b"].weak_type
+    assert snapshot(restored)["a"].data == leaves["a"].data
 
 
 def test_a_learning_rate_that_a_hook_lowers_stays_weakly_typed() -> None:
@@ -435,15 +435,15 @@ def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any)
     for _ in range(4):
         expected = step(expected)
     count = len(traces)
-    for at in range(4):
+    for stop in range(4):
         state = fresh()
-        for _ in range(at):
+        for _ in range(stop):
             state = step(state)
-        with CheckpointManager(tmp_path / str(at)) as manager:
-            manager.save(at, state)
-        with CheckpointManager(tmp_path / str(at)) as manager:
-            state, found = manager.restore(like=fresh())
-        for _ in range(found, 4):
+        with CheckpointManager(tmp_path / str(stop)) as manager:
+            manager.save(stop, state)
+        with CheckpointManager(tmp_path / str(stop)) as manager:
+            state, start = manager.restore(like=fresh())
+        for _ in range(start, 4):
             state = step(state)
         assert jax.tree.map(lambda a, b: (a.aval == b.aval, a.tobytes() == b.tobytes()),
                             state, expected) == jax.tree.map(lambda _: (True, True), state)  # fmt: skip
@@ -463,9 +463,9 @@ def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
     target = Checkpoint(**make(2))
     assert target.restore(tmp_path) == 5
     for name, saved in make(1).items():
-        found = getattr(target, name)
-        assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
-        assert jax.random.key_data(found).tolist() == jax.random.key_data(saved).tolist()
+        restored = getattr(target, name)
+        assert (restored.dtype, restored.shape) == (saved.dtype, saved.shape)
+        assert jax.random.key_data(restored).tolist() == jax.random.key_data(saved).tolist()
     plain = load_checkpoint(tmp_path)
     assert plain["some"].shape == (2, 3, 2)
     assert plain["none"].size == plain["rbg"].size == 0
@@ -476,9 +476,9 @@ def test_a_key_is_restored_onto_a_mesh_of_one_device() -> None:
     words = jax.device_put(jnp.zeros(2, jnp.uint32), NamedSharding(mesh, PartitionSpec(None)))
     like = jax.random.wrap_key_data(words)
     assert len(like.sharding.spec) > like.ndim, "the case: the spec of the words"
-    found = restore({"key": like}, snapshot({"key": jax.random.key(7)}))["key"]
-    assert jax.random.key_data(found).tolist() == [0, 7]
-    assert found.sharding.mesh == mesh
+    restored = restore({"key": like}, snapshot({"key": jax.random.key(7)}))["key"]
+    assert jax.random.key_data(restored).tolist() == [0, 7]
+    assert restored.sharding.mesh == mesh
 
 
 def test_a_donated_array_is_refused_by_path_and_serves_as_a_target() -> None:
@@ -540,8 +540,8 @@ def test_keys_of_a_dict_in_a_module_that_share_a_path_are_refused() -> None:
 
 
 class Iterator:
-    def __init__(self, at: Any) -> None:
-        self.at = at
+    def __init__(self, place: Any) -> None:
+        self.at = place
 
     def __next__(self) -> Any:
         raise StopIteration
@@ -549,12 +549,12 @@ class Iterator:
     def get_state(self) -> Any:
         return self.at
 
-    def set_state(self, at: Any) -> None:
-        self.at = at
+    def set_state(self, place: Any) -> None:
+        self.at = place
 
 
 @pytest.mark.parametrize(
-    "at",
+    "place",
     [
         {1: (2, 3)},
         {"1": [2, 3], "nested": {"a": (1, [b"\xff", None]), 2: {}}},
@@ -568,12 +568,12 @@ class Iterator:
         7,
     ],
 )
-def test_the_position_of_an_iterator_comes_back_as_it_was(at: Any) -> None:
-    iterator = Iterator(at)
+def test_the_position_of_an_iterator_comes_back_as_it_was(place: Any) -> None:
+    iterator = Iterator(place)
     restored = reposition(Iterator(None), position(iterator)).at
-    assert restored == at
-    assert repr(restored) == repr(at) or isinstance(at, dict)
-    assert restore({"it": Iterator(None)}, snapshot({"it": iterator}))["it"].at == at
+    assert restored == place
+    assert repr(restored) == repr(place) or isinstance(place, dict)
+    assert restore({"it": Iterator(None)}, snapshot({"it": iterator}))["it"].at == place
     assert position(Iterator(restored)) == position(iterator)
 
 
@@ -581,9 +581,9 @@ def test_a_position_that_would_come_back_as_something_else_is_refused_by_path() 
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
-    for at in ({1, 2}, {"a": np.int64(3)}, object(), 10**5000, Colour.RED, deep):
+    for place in ({1, 2}, {"a": np.int64(3)}, object(), 10**5000, Colour.RED, deep):
         with pytest.raises(StateError, match=r"^data: the position of a Iterator has no exact"):
-            flatten({"data": Iterator(at)})
+            flatten({"data": Iterator(place)})
 
 
 def test_a_position_of_an_older_checkpoint_is_read() -> None:
@@ -599,11 +599,11 @@ def ended(
 ) -> Any:
     """The state after four steps of a run that is opened again after each step in `stops`."""
     state: Any = None
-    for at in range(1, 5):
-        if state is None or at - 1 in stops:
+    for step_number in range(1, 5):
+        if state is None or step_number - 1 in stops:
             with CheckpointManager(directory) as manager:
                 state, start = manager.restore_or_initialize(init)
-                assert start == at - 1
+                assert start == step_number - 1
                 while True:
                     state = step(state)
                     start += 1

@@ -166,7 +166,7 @@ def gone_back(run: Run) -> None:
     assert run.steps()[-1] in (2, 3, 4), "the newest one is of the old line"
     run.rollback(2)
     assert run.steps() == [1, 2]
-    assert {each.manifest.step for each in run.rolled_back()} == {3, 4}
+    assert {checkpoint.manifest.step for checkpoint in run.rolled_back()} == {3, 4}
     run.save(2, sharing_states()[2])
     all_back(run)
     for step, leaves in sharing_states().items():

@@ -454,9 +454,9 @@ def foreign(server: ObjectServer, url: str) -> bytes:
     """Make the lock look like one of another host."""
     data = server.read(url, "lock")
     assert data is not None
-    told = json.loads(data)
-    told["process"] = ["elsewhere", "boot", "space", 1, "1"]
-    server.write(url, "lock", json.dumps(told).encode())
+    lock = json.loads(data)
+    lock["process"] = ["elsewhere", "boot", "space", 1, "1"]
+    server.write(url, "lock", json.dumps(lock).encode())
     return data
 
 
@@ -497,8 +497,8 @@ def test_the_age_of_a_lock_is_told_by_the_clock_of_the_store(s3: ObjectServer) -
         with pytest.raises(LockedError):
             run_on_url(s3, url).begin_writing()
         with run_on_url(s3, url, lease_seconds=30.0) as successor:
-            told = json.loads(s3.read(url, "lock") or b"")
-            s3.write(url, "lock", json.dumps({**told, "lease_seconds": -5.0}).encode())
+            lock = json.loads(s3.read(url, "lock") or b"")
+            s3.write(url, "lock", json.dumps({**lock, "lease_seconds": -5.0}).encode())
             successor.save(1, make_leaves(1))
     assert not [name for name in s3.names(url) if name.startswith("lock")]
     check_run(s3.storage(url))

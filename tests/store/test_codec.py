@@ -142,11 +142,11 @@ def test_a_sealed_chunk_that_is_wrong_is_said_and_bounded(body: bytes, message: 
     stored = sealed(body, HASH)
     tracemalloc.start()
     try:
-        found = decode(stored, HASH, memoryview(bytearray(8000)))
+        problem = decode(stored, HASH, memoryview(bytearray(8000)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert re.search(message, found or "")
+    assert re.search(message, problem or "")
     assert peak < 100_000
 
 
@@ -154,9 +154,9 @@ def test_a_frame_with_a_window_larger_than_a_chunk_is_refused() -> None:
     """The header alone says how much memory the decompressor takes."""
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 25})
     body = b"\x01" + compressor.compress(bytes(4000)) + compressor.compress(bytes(4000), 2)
-    found = decode(sealed(body, HASH), HASH, memoryview(bytearray(8000)))
-    assert found is not None
-    assert "cannot be decompressed" in found
+    problem = decode(sealed(body, HASH), HASH, memoryview(bytearray(8000)))
+    assert problem is not None
+    assert "cannot be decompressed" in problem
 
 
 def test_no_flipped_bit_raises_and_some_pass_where_the_seal_is_not_looked_at(
@@ -332,14 +332,14 @@ def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
     (pack,) = (tmp_path / "here" / "packs").iterdir()
     with monkeypatch.context() as patched:
         without_zstd(patched)
-        copy_run(tmp_path / "here", there := MemoryStorage())
+        copy_run(tmp_path / "here", target := MemoryStorage())
         whole = pack.read_bytes()
         pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
         (damaged,) = copy_run(tmp_path / "here", MemoryStorage())
     assert (damaged.outcome, "do not match their seal" in damaged.reason) == ("damaged", True)
-    (copied,) = [data for name, data in there.objects.items() if name.startswith("packs/")]
+    (copied,) = [data for name, data in target.objects.items() if name.startswith("packs/")]
     assert copied == whole
-    assert contents(Run(there).load(1).leaves) == contents(state)
+    assert contents(Run(target).load(1).leaves) == contents(state)
 
 
 OPTIONS = ManagerOptions(codec=CODEC, save_random_state=False)
@@ -350,8 +350,8 @@ def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "m", options=OPTIONS) as manager:
         manager.save(1, state)
         manager.wait_until_finished()
-        found = manager.restore(1)
-        assert found.state["zeros"].tobytes() == bytes(400_000)
+        restored = manager.restore(1)
+        assert restored.state["zeros"].tobytes() == bytes(400_000)
     group = Checkpoint(**state)
     assert group.save(tmp_path / "c", 1, CODEC) == Run(tmp_path / "m").manifest(1).fingerprint
     for place in ("m", "c"):

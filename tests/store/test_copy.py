@@ -56,9 +56,9 @@ def packs(place: Any) -> set[str]:
     return set(LocalStorage(place).list("packs/"))
 
 
-def flip(path: Path, at: int = 100) -> None:
+def flip(path: Path, offset: int = 100) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -89,11 +89,11 @@ def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(origin: Path, tmp_p
 
 def test_a_copy_reads_past_compactions_and_writes_no_chunk_twice(origin: Path) -> None:
     squeeze(origin, 1, 2)
-    there = MemoryStorage()
-    copy_run(origin, there, [3])
-    (four,) = copy_run(origin, there, [4])
+    target = MemoryStorage()
+    copy_run(origin, target, [3])
+    (four,) = copy_run(origin, target, [4])
     assert four.nbytes == 100
-    assert check_run(there).good == (3, 4)
+    assert check_run(target).good == (3, 4)
 
 
 def test_large_chunks_begin_on_a_block_and_small_ones_are_read_together(tmp_path: Path) -> None:
@@ -134,15 +134,15 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
 
 
 def test_a_repeated_copy_changes_nothing_and_adds_later_metrics(origin: Path) -> None:
-    there = MemoryStorage()
-    copy_run(origin, there)
-    before = dict(there.objects)
-    assert set(outcomes(copy_run(origin, there)).values()) == {"present"}
-    assert there.objects == before
+    target = MemoryStorage()
+    copy_run(origin, target)
+    before = dict(target.objects)
+    assert set(outcomes(copy_run(origin, target)).values()) == {"present"}
+    assert target.objects == before
     with Run(origin) as run:
         run.save(2, sharing_states()[2], metrics={"accuracy": 0.5})
-    copy_run(origin, there)
-    assert Run(there).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
+    copy_run(origin, target)
+    assert Run(target).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
 
 
 def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_what_would_break_the_history_there_is_not_copied(origin: Path, tmp_path
 def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(origin: Path) -> None:
     pack = Run(origin).manifest(2).packs[-1].name
     flip(origin / "packs" / pack)
-    there = MemoryStorage()
-    copied = copy_run(origin, there)
+    target = MemoryStorage()
+    copied = copy_run(origin, target)
     assert outcomes(copied) == {1: "copied", 2: "damaged", 3: "copied", 4: "copied"}
     assert f"{pack} at offset 0: expected hash" in copied[1].reason
-    assert check_run(there).good == (1, 3, 4)
+    assert check_run(target).good == (1, 3, 4)
 
 
 class Moving(LocalStorage):
@@ -205,16 +205,19 @@ class Moving(LocalStorage):
 
 
 def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(origin: Path) -> None:
-    there = MemoryStorage()
+    target = MemoryStorage()
     moving = Moving(origin, 1)
-    assert outcomes(copy_run(moving, there, [4])) == {4: "copied"}
+    assert outcomes(copy_run(moving, target, [4])) == {4: "copied"}
     assert moving.moved
-    assert contents(Run(there).load(4).leaves) == contents(sharing_states()[4])
+    assert contents(Run(target).load(4).leaves) == contents(sharing_states()[4])
     pruned = Moving(origin, 2)
-    assert outcomes(copy_run(pruned, there2 := MemoryStorage(), [2, 3])) == {2: "gone", 3: "copied"}
+    assert outcomes(copy_run(pruned, repaired := MemoryStorage(), [2, 3])) == {
+        2: "gone",
+        3: "copied",
+    }
     assert pruned.moved
-    assert check_run(there).good == (4,)
-    assert check_run(there2).good == (3,)
+    assert check_run(target).good == (4,)
+    assert check_run(repaired).good == (3,)
 
 
 def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
@@ -224,15 +227,15 @@ def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
         def read_into(self, name: str, offset: int, target: memoryview) -> int:
             raise self.error
 
-    there = MemoryStorage()
+    destination = MemoryStorage()
     source = Failing(origin)
     with pytest.raises(StoreError, match="too many open files") as caught:
-        copy_run(source, there)
+        copy_run(source, destination)
     assert not isinstance(caught.value, CorruptionError)
     source.error = ConnectionError(errno.EHOSTUNREACH, "nobody answers")
     with pytest.raises(UnreachableError, match=r"step 1: .*nobody answers"):
-        copy_run(source, there)
-    assert check_run(there).good == ()
+        copy_run(source, destination)
+    assert check_run(destination).good == ()
 
 
 def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
@@ -255,10 +258,10 @@ def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path
 
 
 def test_a_copy_that_is_stopped_commits_nothing(origin: Path) -> None:
-    there = MemoryStorage()
-    with Run(there, create=True) as run, pytest.raises(CopyStoppedError):
+    target = MemoryStorage()
+    with Run(target, create=True) as run, pytest.raises(CopyStoppedError):
         copy_checkpoint(Run(origin), 4, run, stopped=lambda: True)
-    assert check_run(there).good == ()
+    assert check_run(target).good == ()
 
 
 def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) -> None:
@@ -333,10 +336,10 @@ def test_a_fork_where_there_are_no_links_copies(
         LocalStorage(tmp_path / "x").link_from(LocalStorage(origin), "perdure.json", "y") is False
     )
     monkeypatch.undo()
-    for there in (MemoryStorage(), MemoryStorage()):
-        fork_run(origin, 2, there)
-        assert check_run(there).good == (2,)
-        assert fork_run(there, 2, MemoryStorage()).step == 2
+    for target in (MemoryStorage(), MemoryStorage()):
+        fork_run(origin, 2, target)
+        assert check_run(target).good == (2,)
+        assert fork_run(target, 2, MemoryStorage()).step == 2
 
 
 def test_a_fork_verifies_what_it_links(origin: Path, tmp_path: Path) -> None:
@@ -374,31 +377,31 @@ def perdure(*arguments: object) -> Any:
 
 
 def test_perdure_copy(origin: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    done = perdure("copy", f"{origin}@2,4", there, "--dry-run")
+    target = tmp_path / "there"
+    done = perdure("copy", f"{origin}@2,4", target, "--dry-run")
     assert done.exit_code == 0
     assert "nothing was changed" in done.output
-    assert not there.exists()
-    done = perdure("copy", f"{origin}@2,4", there)
+    assert not target.exists()
+    done = perdure("copy", f"{origin}@2,4", target)
     assert done.output.splitlines() == [
         "step 2  copied  4.9 KiB",
         "step 4  copied  3.0 KiB",
-        f"2 of 2 checkpoints are in {there}",
+        f"2 of 2 checkpoints are in {target}",
     ]
-    done = perdure("copy", origin, there)
+    done = perdure("copy", origin, target)
     assert done.exit_code == 1
     assert "step 3  refused: " in done.output
-    document = json.loads(perdure("copy", origin, there, "--json").output)
+    document = json.loads(perdure("copy", origin, target, "--json").output)
     assert [row["outcome"] for row in document["steps"]] == [
         "refused",
         "present",
         "refused",
         "present",
     ]
-    assert perdure("copy", f"{origin}@9", there).exit_code == 2
-    at = tmp_path / "run@2"
-    assert perdure("copy", origin, at).exit_code == 0
-    assert perdure("copy", at, tmp_path / "again").exit_code == 0, "a directory's own name"
+    assert perdure("copy", f"{origin}@9", target).exit_code == 2
+    path = tmp_path / "run@2"
+    assert perdure("copy", origin, path).exit_code == 0
+    assert perdure("copy", path, tmp_path / "again").exit_code == 0, "a directory's own name"
     assert check_run(tmp_path / "again").good == (1, 2, 3, 4)
 
 

@@ -122,7 +122,7 @@ def test_the_crash_test_sees_a_rollback_that_begins_with_the_oldest(
     """Negative control: then a crash in the middle leaves a line with a gap."""
     monkeypatch.setattr(
         "perdure.store.rollback.sorted",
-        lambda each, key=None, **_: sorted(each, key=key),
+        lambda items, key=None, **_: sorted(items, key=key),
         raising=False,
     )
     seen = 0

@@ -54,9 +54,9 @@ def filled(path: Path) -> Path:
 def files(path: Path) -> dict[str, bytes]:
     """Every file but the lock, which names its last holder."""
     return {
-        str(at.relative_to(path)): at.read_bytes()
-        for at in path.rglob("*")
-        if at.is_file() and at.name != "lock"
+        str(file.relative_to(path)): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "lock"
     }
 
 
@@ -64,9 +64,9 @@ def pack_of(path: Path, step: int) -> Path:
     return next((path / "packs").glob(f"{step:012d}-*"))
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -390,7 +390,7 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
     with CheckpointManager(path) as manager:
         save(1)
         happens(path)
-        there = sorted(path.rglob("*")) if path.exists() else None
+        before = sorted(path.rglob("*")) if path.exists() else None
         with pytest.raises(SaveError, match=f"moved, deleted, unmounted or replaced.*{path}"):
             save(2)
         for attempt in (
@@ -406,7 +406,7 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
                 attempt()
         with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
             manager.delete(1)
-        assert (sorted(path.rglob("*")) if path.exists() else None) == there
+        assert (sorted(path.rglob("*")) if path.exists() else None) == before
     assert verify_run(Run(tmp_path / "elsewhere")).good == (1,)
 
 

@@ -39,8 +39,8 @@ def test_bytes_without_a_codec_never_change(monkeypatch: pytest.MonkeyPatch) -> 
         run.save(1, make_leaves(1))
         run.save(2, {**make_leaves(1), "large": make_leaves(2, (5_000_000,))["model/layer0"]})
     objects = sorted((n, data) for n, data in storage.objects.items() if n != "lock")
-    found = hash_bytes(b"".join(name.encode() + b"\0" + data for name, data in objects))
-    assert found == GOLDEN_RUN
+    digest = hash_bytes(b"".join(name.encode() + b"\0" + data for name, data in objects))
+    assert digest == GOLDEN_RUN
 
 
 def test_every_single_flipped_bit_of_packs_and_manifests_is_found(saved: MemoryStorage) -> None:
@@ -62,7 +62,7 @@ def test_every_single_flipped_bit_of_encoded_packs_is_found() -> None:
 
 def flip_every_bit(saved: MemoryStorage) -> None:
     """Flip each bit by itself: the checker must find all of them."""
-    found = tried = 0
+    detected = tried = 0
     for name in [n for n in saved.objects if n.startswith(("packs/", "checkpoints/"))]:
         whole = saved.objects[name]
         for bit in range(len(whole) * 8):
@@ -70,10 +70,10 @@ def flip_every_bit(saved: MemoryStorage) -> None:
             damaged[bit // 8] ^= 1 << bit % 8
             saved.objects[name] = bytes(damaged)
             tried += 1
-            found += not verify_run(Run(saved)).ok
+            detected += not verify_run(Run(saved)).ok
         saved.objects[name] = whole
     assert tried > 5_000
-    assert found == tried
+    assert detected == tried
     assert verify_run(Run(saved)).ok, "the control: without a flip there is nothing to find"
 
 
@@ -152,5 +152,5 @@ def test_a_manifest_with_another_date_is_damage(saved: MemoryStorage, created: s
 
 
 def test_metrics_that_json_cannot_hold_read_back_as_nothing() -> None:
-    found = plain_metrics({"a": 1, "b": float("nan"), "c": float("-inf"), "d": 0.1})
-    assert found == {"a": 1.0, "b": None, "c": None, "d": 0.1}
+    plain = plain_metrics({"a": 1, "b": float("nan"), "c": float("-inf"), "d": 0.1})
+    assert plain == {"a": 1.0, "b": None, "c": None, "d": 0.1}

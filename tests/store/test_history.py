@@ -105,9 +105,9 @@ def test_a_step_whose_writer_was_killed_before_the_sync_is_made_durable_by_a_rep
     done = Operations()
     with run_on(tmp_path, done) as run:
         run.save(2, make_leaves(2))
-        at = done.done.index(("rename", "000000000002.json"))
-        assert ("fsync", "000000000002.json.tmp") in done.done[:at]
-        assert ("fsync_dir", "checkpoints") in done.done[at:]
+        position = done.done.index(("rename", "000000000002.json"))
+        assert ("fsync", "000000000002.json.tmp") in done.done[:position]
+        assert ("fsync_dir", "checkpoints") in done.done[position:]
         count = len(done.done)
         run.save(2, make_leaves(2))
         run.save(3, make_leaves(3))
@@ -212,7 +212,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
     monkeypatch.setattr("perdure.checkpoint.pruning.decide", none_stay)
     with filled(tmp_path, 1, 2, 3) as run:
         plan = plan_prune(run, 1, Retention(), saved=2)
-        assert [(each.step, each.keep) for each in plan.verdicts] == [
+        assert [(verdict.step, verdict.keep) for verdict in plan.verdicts] == [
             (1, False),
             (2, True),
             (3, True),
@@ -233,14 +233,14 @@ def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
         assert run.rollback(20) == [30, 40]
         assert run.rollback(20) == []
         assert run.steps() == [10, 20]
-        assert [each.note.rolled_back_to for each in run.rolled_back()] == [20, 20]
+        assert [checkpoint.note.rolled_back_to for checkpoint in run.rolled_back()] == [20, 20]
         run.save(25, make_leaves(25))
         assert verify_run(run).ok
         with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
             run.load(30)
         execute_prune(run, plan_prune(run, 1, Retention()))
-        for each in run.rolled_back():
-            for pack in each.manifest.packs:
+        for checkpoint in run.rolled_back():
+            for pack in checkpoint.manifest.packs:
                 assert run.storage.size(f"packs/{pack.name}") == pack.size
 
 
@@ -344,7 +344,7 @@ def test_the_command_goes_back_and_forth_and_the_lists_say_so(tmp_path: Path) ->
     done = perdure("rollback", tmp_path, 10)
     assert (done["executed"], done["set_aside"], done["newest"]) == (True, [20, 30], 10)
     listed = perdure("ls", tmp_path)
-    assert [(each["step"], each["rolled_back_to"]) for each in listed["rolled_back"]] == [
+    assert [(row["step"], row["rolled_back_to"]) for row in listed["rolled_back"]] == [
         (20, 10),
         (30, 10),
     ]

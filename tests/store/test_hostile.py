@@ -58,9 +58,9 @@ def saved(*, large: bool) -> MemoryStorage:
 
 def document(storage: MemoryStorage) -> Document:
     """A manifest as JSON, without its digest."""
-    found = json.loads(storage.objects[manifest_name(STEP)])
-    del found["digest"]
-    return found
+    manifest = json.loads(storage.objects[manifest_name(STEP)])
+    del manifest["digest"]
+    return manifest
 
 
 def seal(storage: MemoryStorage, changed: Document, *, fit: bool = True) -> None:
@@ -259,14 +259,14 @@ def assert_consistent(storage: MemoryStorage) -> None:
         loaded.leaves
     ) == [record.path for record in manifest.leaves]
     for record in manifest.leaves:
-        found = loaded.leaves[record.path]
-        assert (found.dtype, found.shape) == (record.dtype, record.shape)
-        assert found.hashes() == record.hashes()
+        leaf = loaded.leaves[record.path]
+        assert (leaf.dtype, leaf.shape) == (record.dtype, record.shape)
+        assert leaf.hashes() == record.hashes()
         if record.text is None and not record.dtype.startswith("key<"):
             count = 1
             for size in record.shape:
                 count *= size
-            assert len(found.data) == count * (item_bytes(record.dtype) or -1)
+            assert len(leaf.data) == count * (item_bytes(record.dtype) or -1)
 
 
 VALUES: list[Any] = [

@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rollback(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        newer = [at for at in sorted(self.model) if at > step]
+        newer = [other for other in sorted(self.model) if other > step]
         assert self.run.rollback(step) == newer
         self.put_aside(step)
 
@@ -253,7 +253,9 @@ class Machine(RuleBasedStateMachine):
             return set()
         name, good, _ = self.undo
         objects = self.raw()
-        at = next(i for i, (a, b) in enumerate(zip(good, objects[name], strict=True)) if a != b)
+        flipped = next(
+            i for i, (a, b) in enumerate(zip(good, objects[name], strict=True)) if a != b
+        )
         steps = set()
         for step in self.model:
             manifest = f"checkpoints/{step:012d}.json"
@@ -264,7 +266,7 @@ class Machine(RuleBasedStateMachine):
             for leaf in document["leaves"]:
                 for _, pack, offset, length in leaf.get("chunks", ()):
                     if f"packs/{document['packs'][pack]['name']}" == name and (
-                        offset <= at < offset + length
+                        offset <= flipped < offset + length
                     ):
                         steps.add(step)
         return steps
@@ -294,12 +296,15 @@ class LocalMachine(Machine):
         (self.place / name).write_bytes(data)
 
     @precondition(lambda self: self.undo is None)
-    @rule(ahead=AHEAD, seed=SEEDS, at=st.integers(0, 16))
-    def crash_in_a_save(self, ahead: int, seed: int, at: int) -> None:
+    @rule(ahead=AHEAD, seed=SEEDS, operation=st.integers(0, 16))
+    def crash_in_a_save(self, ahead: int, seed: int, operation: int) -> None:
         leaves = state_of(seed)
         step = self.step(ahead)
         with contextlib.suppress(HistoryError):
-            if self.crashed(at, lambda run: run.save(step, leaves)) and step not in self.model:
+            if (
+                self.crashed(operation, lambda run: run.save(step, leaves))
+                and step not in self.model
+            ):
                 if step not in Run(self.place).steps():
                     return
             elif step in self.model:
@@ -307,27 +312,29 @@ class LocalMachine(Machine):
             self.model[step] = contents(leaves)
 
     @precondition(lambda self: self.undo is None and self.model)
-    @rule(data=st.data(), at=st.integers(0, 8))
-    def crash_in_a_delete(self, data: st.DataObject, at: int) -> None:
+    @rule(data=st.data(), operation=st.integers(0, 8))
+    def crash_in_a_delete(self, data: st.DataObject, operation: int) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        if not self.crashed(at, lambda run: run.delete([step])) or (
+        if not self.crashed(operation, lambda run: run.delete([step])) or (
             step not in Run(self.place).steps()
         ):
             del self.model[step]
 
     @precondition(lambda self: self.undo is None and self.model)
-    @rule(data=st.data(), at=st.integers(0, 20))
-    def crash_in_a_rollback(self, data: st.DataObject, at: int) -> None:
+    @rule(data=st.data(), operation=st.integers(0, 20))
+    def crash_in_a_rollback(self, data: st.DataObject, operation: int) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        if self.crashed(at, lambda run: run.rollback(step)):
-            assert set(Run(self.place).steps()) >= {at for at in self.model if at <= step}
+        if self.crashed(operation, lambda run: run.rollback(step)):
+            assert set(Run(self.place).steps()) >= {
+                operation for operation in self.model if operation <= step
+            }
             self.run.rollback(step)
         self.put_aside(step)
 
-    def crashed(self, at: int, action: Any) -> bool:
+    def crashed(self, operation: int, action: Any) -> bool:
         """Whether `action` was cut off ahead of its operation number `at`; then opens afresh."""
         self.run.close()
-        operations = Operations(crash_at=at)
+        operations = Operations(crash_at=operation)
         dying = self.opened(operations)
         try:
             action(dying)

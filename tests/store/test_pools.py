@@ -32,8 +32,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_child_made_by_fork_saves_with_threads_of_its_own(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SAVES, str(tmp_path)], check=True, timeout=60)
-    found = [(tmp_path / run / "checkpoints").iterdir() for run in ("parent", "child")]
-    assert [[at.name for at in each] for each in found] == [["000000000001.json"]] * 2
+    listings = [(tmp_path / run / "checkpoints").iterdir() for run in ("parent", "child")]
+    assert [[file.name for file in listing] for listing in listings] == [["000000000001.json"]] * 2
 
 
 def test_an_error_leaves_no_job_running() -> None:

@@ -130,14 +130,14 @@ def check_pack(path: Path) -> None:
     length = int.from_bytes(raw[-56:-48], "little")
     index = raw[-56 - length : -56]
     assert blake3(index).digest() == raw[-48:-16]
-    at = 0
+    offset = 0
     header = json.loads(index)
     for digest, stored, *size in header["chunks"]:
         assert len(size) == header["format"] - 1
-        part = decoded(raw[at : at + stored], digest, *size or [stored])
+        part = decoded(raw[offset : offset + stored], digest, *size or [stored])
         assert blake3(part).hexdigest() == digest
-        at += stored
-    assert at == len(raw) - 56 - length
+        offset += stored
+    assert offset == len(raw) - 56 - length
 
 
 def test_a_reader_written_from_the_document_agrees_about_encoded_chunks(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def filled(path: Path, steps: int = 3) -> Path:
     return path
 
 
-def flip(path: Path, at: int = 10) -> None:
+def flip(path: Path, offset: int = 10) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -328,8 +328,8 @@ def test_an_array_that_changes_between_hash_and_write_leaves_a_readable_checkpoi
     tmp_path: Path, size: int, codec: str | None
 ) -> None:
     memory = bytearray(make_leaves(5, (4096,))["model/layer0"].data) * (size // 4096 + 1)
-    for at in range(0, len(memory), 4096):  # no two chunks alike
-        memory[at : at + 8] = at.to_bytes(8, "little")
+    for offset in range(0, len(memory), 4096):  # no two chunks alike
+        memory[offset : offset + 8] = offset.to_bytes(8, "little")
     storage = Changing(tmp_path, memory)
     leaf = Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)
     with Run(storage, create=True, codec=codec) as run:
@@ -373,7 +373,10 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
 
     monkeypatch.setattr("perdure.store.writer.hash_each", late)
     view = memoryview(memory)
-    leaves = {f"part{at}": Leaf("uint8", (64,), view[at : at + 64]) for at in range(0, 4096, 64)}
+    leaves = {
+        f"part{offset}": Leaf("uint8", (64,), view[offset : offset + 64])
+        for offset in range(0, 4096, 64)
+    }
     with run_on(tmp_path) as run:
         run.save(1, leaves)
     assert fired == [64]

@@ -104,10 +104,10 @@ def test_metrics_that_come_later_are_added_to_a_step(place: Path | MemoryStorage
         first = run.save(1, make_leaves(1), metrics={"loss": 0.5})
         again = run.save(1, make_leaves(1), metrics={"loss": 7.0, "eval/error": 2.0})
     assert again.metrics == {"loss": 0.5, "eval/error": 2.0}, "what was there stays"
-    found = Run(place).load(1)
-    assert found.manifest == again
-    assert found.manifest.fingerprint == first.fingerprint
-    assert contents(found.leaves) == contents(make_leaves(1))
+    loaded = Run(place).load(1)
+    assert loaded.manifest == again
+    assert loaded.manifest.fingerprint == first.fingerprint
+    assert contents(loaded.leaves) == contents(make_leaves(1))
 
 
 def test_saving_a_step_again_with_other_bits_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def trainer(where: Any, hooks: Any = (), **options: Any) -> Trainer:
     return Trainer(step_fn, fresh(), source, config(where, **options), hooks, eval_fn=eval_fn)
 
 
-def said(of: Trainer) -> str:
+def console_text(of: Trainer) -> str:
     return of.config.output.console.getvalue()
 
 

@@ -100,15 +100,15 @@ def train(
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        here, (engine,) = Path(directory), sys.argv[1:]
-        found = {
-            "1 device": train(engine, here / "1", 1),
-            "2 devices": train(engine, here / "2", 2),
-            "from a function": train(engine, here / "fn", 2, batches=pipelines),
-            "interrupted": train(engine, here / "resumed", 2, fail_after=3),
-            "resumed": train(engine, here / "resumed", 1),
+        work, (engine,) = Path(directory), sys.argv[1:]
+        fingerprints = {
+            "1 device": train(engine, work / "1", 1),
+            "2 devices": train(engine, work / "2", 2),
+            "from a function": train(engine, work / "fn", 2, batches=pipelines),
+            "interrupted": train(engine, work / "resumed", 2, fail_after=3),
+            "resumed": train(engine, work / "resumed", 1),
         }
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(fingerprints) + "\n")
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def test_a_directory_that_is_taken_is_refused_in_all_processes(tmp_path: Path) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local.LocalStorage, "lock", taken)
-        found = play(2, lambda processes: member(tmp_path, processes))
-    assert [type(each) for each in found] == [LockedError] * 2
-    assert all("another process writes here: host x, pid 1" in str(each) for each in found)
+        errors = play(2, lambda processes: member(tmp_path, processes))
+    assert [type(error) for error in errors] == [LockedError] * 2
+    assert all("another process writes here: host x, pid 1" in str(error) for error in errors)
 
 
 def test_an_iterator_is_refused_under_a_strategy(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def test_steps_are_counted_from_the_checkpoint(tmp_path: Path) -> None:
     assert again.step == 12
     trainer(tmp_path / "max").train(12)
     expected = prints(tmp_path / "max")
-    found = prints(tmp_path / "steps")
-    assert found[12] == expected[12]
+    fingerprints = prints(tmp_path / "steps")
+    assert fingerprints[12] == expected[12]
     assert Run(tmp_path / "steps").steps()[-1] == 12
 
 

@@ -107,11 +107,11 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     made = At("nowhere", 0).run(where, keep_checkpoint_max=None)
     assert f"resuming after step {saved}" in said(made)
-    found, expected = prints(where), prints(tmp_path / "whole")
-    assert {step: expected[step] for step in found if step in expected} == {
-        step: found[step] for step in found if step in expected
+    fingerprints, expected = prints(where), prints(tmp_path / "whole")
+    assert {step: expected[step] for step in fingerprints if step in expected} == {
+        step: fingerprints[step] for step in fingerprints if step in expected
     }
-    assert found[STEPS] == expected[STEPS]
+    assert fingerprints[STEPS] == expected[STEPS]
     assert rows(where) == rows(tmp_path / "whole")
     metrics, all_metrics = metrics_of(where), metrics_of(tmp_path / "whole")
     assert metrics.items() >= {step: all_metrics[step] for step in expected}.items()
@@ -159,10 +159,10 @@ def test_a_forked_worker_is_still_ended_by_sigterm(tmp_path: Path) -> None:
     flag = PreemptionFlag()
     flag.install()
     try:
-        ready, told = os.pipe()
+        ready, started = os.pipe()
         child = os.fork()
         if not child:
-            os.write(told, b"x")
+            os.write(started, b"x")
             while True:  # not a wait, which a signal that comes just before it would not end
                 pass
         os.read(ready, 1)  # a signal that comes during the fork itself is lost

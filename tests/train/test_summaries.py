@@ -23,33 +23,33 @@ from perdure.train.summaries import METRICS, cut, read
 
 def fields(data: bytes) -> dict[int, list[Any]]:
     """The fields of a protocol buffer, as far as events use them: a reader of the test's own."""
-    found: dict[int, list[Any]] = {}
-    at = 0
+    by_number: dict[int, list[Any]] = {}
+    offset = 0
 
     def number() -> int:
-        nonlocal at
+        nonlocal offset
         value = shift = 0
         while True:
-            byte = data[at]
-            at += 1
+            byte = data[offset]
+            offset += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(data):
+    while offset < len(data):
         key = number()
         size = {1: 8, 5: 4}.get(key & 7)
         if key & 7 == 0:
-            found.setdefault(key >> 3, []).append(number())
+            by_number.setdefault(key >> 3, []).append(number())
             continue
         if size is None:
             assert key & 7 == 2
             size = number()
-        found.setdefault(key >> 3, []).append(data[at : at + size])
-        at += size
-    assert at == len(data)
-    return found
+        by_number.setdefault(key >> 3, []).append(data[offset : offset + size])
+        offset += size
+    assert offset == len(data)
+    return by_number
 
 
 def bitwise_crc(data: bytes) -> int:
@@ -62,20 +62,20 @@ def bitwise_crc(data: bytes) -> int:
 
 
 def events(path: Path) -> list[dict[int, list[Any]]]:
-    data, at, found = path.read_bytes(), 0, []
+    data, offset, listed = path.read_bytes(), 0, []
 
     def masked(part: bytes) -> int:
         crc = bitwise_crc(part)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        assert struct.unpack_from("<I", data, at + 8) == (masked(data[at : at + 8]),)
-        body = data[at + 12 : at + 12 + length]
-        assert struct.unpack_from("<I", data, at + 12 + length) == (masked(body),)
-        found.append(fields(body))
-        at += 16 + length
-    return found
+    while offset < len(data):
+        (length,) = struct.unpack_from("<Q", data, offset)
+        assert struct.unpack_from("<I", data, offset + 8) == (masked(data[offset : offset + 8]),)
+        body = data[offset + 12 : offset + 12 + length]
+        assert struct.unpack_from("<I", data, offset + 12 + length) == (masked(body),)
+        listed.append(fields(body))
+        offset += 16 + length
+    return listed
 
 
 def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
@@ -89,7 +89,7 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
                 assert event[3] == [b"brain.Event:2"]
             if 7 in event:
                 assert fields(event[7][0]) == {1: [1]}
-                points = {tag: [p for p in each if p[0] < step] for tag, each in points.items()}
+                points = {tag: [p for p in tagged if p[0] < step] for tag, tagged in points.items()}
             for summary in event.get(5, []):
                 for value in fields(summary)[1]:
                     parts = fields(value)
@@ -145,11 +145,9 @@ def test_texts_and_numbers_of_any_size_are_written(tmp_path: Path) -> None:
     assert fields(value[8][0]) == {1: [7], 2: [b""], 8: ["größer".encode()]}
     assert fields(fields(fields(value[9][0])[1][0])[1][0] and value[9][0])[1] == [b"\n\x04text"]
     assert numbers[2] == [2**40]
-    found = {
-        p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])
-    }
-    assert (found[b"big"], found[b"less"]) == (float("inf"), float("-inf"))
-    assert found[b"nan"] != found[b"nan"]
+    seen = {p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])}
+    assert (seen[b"big"], seen[b"less"]) == (float("inf"), float("-inf"))
+    assert seen[b"nan"] != seen[b"nan"]
     assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": None, "less": -1e300}
 
 
@@ -316,8 +314,8 @@ def test_on_a_terminal_there_is_a_bar() -> None:
 
 
 def test_durations() -> None:
-    found = [duration(seconds) for seconds in (5, 245, 3723, 183600)]
-    assert found == ["0:05", "4:05", "1:02:03", "2d 03:00:00"]
+    texts = [duration(seconds) for seconds in (5, 245, 3723, 183600)]
+    assert texts == ["0:05", "4:05", "1:02:03", "2d 03:00:00"]
 
 
 def test_summaries_are_told_about_once_where_there_are_none(tmp_path: Path) -> None:

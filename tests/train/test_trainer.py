@@ -65,9 +65,11 @@ def hooks() -> list[Hook]:
     return [plateau, EarlyStopping("distance", patience=9), ReduceLROnPlateau("rate", every=5)]
 
 
-@pytest.mark.parametrize("each", [1, 4, 5])
-def test_an_error_behind_any_step_changes_no_bit_and_no_row(tmp_path: Path, each: int) -> None:
-    options: Any = {"steps_per_execution": each, "keep_checkpoint_max": None}
+@pytest.mark.parametrize("fail_after", [1, 4, 5])
+def test_an_error_behind_any_step_changes_no_bit_and_no_row(
+    tmp_path: Path, fail_after: int
+) -> None:
+    options: Any = {"steps_per_execution": fail_after, "keep_checkpoint_max": None}
 
     def run(where: Path, spy: Spy, stop: int = STEPS) -> Any:
         made = trainer(where, [spy, *hooks()], **options)
@@ -436,10 +438,10 @@ def test_an_evaluation_of_its_own_looks_at_the_newest_checkpoint(tmp_path: Path)
     made = trainer(tmp_path)
     before = made.evaluate(data(16))
     assert before == {"distance": 3.0}
-    found = trainer(tmp_path).train_and_evaluate(data(16), STEPS, every=5)
-    assert made.evaluate(data(16)) == found != before
+    metrics = trainer(tmp_path).train_and_evaluate(data(16), STEPS, every=5)
+    assert made.evaluate(data(16)) == metrics != before
     assert made.step == STEPS
-    assert made.evaluate(data(16), steps=1) == found
+    assert made.evaluate(data(16), steps=1) == metrics
     with pytest.raises(TrainError, match="an evaluation needs a function for the metrics"):
         Trainer(step_fn, fresh(), data(), config(tmp_path)).evaluate(data())
 

@@ -1,7 +1,7 @@
-"""The life of one run directory as a random sequence of what people and machines do to it.
+"""Random sequences of what users and machines do to one run directory.
 
-Invariant that every walk checks after every act: a checkpoint that was reported as committed and was
-not asked to go is restored bit for bit. Shared by a test and by `make proof-store`.
+Every walk checks after every act: a checkpoint that was reported as committed and was
+not deleted on request is restored bit for bit. Shared by a test and by `make proof-store`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = dict[str, bytes]
 
 
 def make_state(step: int, seed: int) -> dict[str, Any]:
-    """A part that never changes, one that changes at times, and one of its own."""
+    """A leaf that never changes, one that changes at times, and one that every step changes."""
     return {
         "frozen": np.random.default_rng(1).integers(0, 256, 3000, np.uint8),
         "model": {"slow": np.random.default_rng(seed // 3).normal(size=200)},
@@ -62,9 +62,9 @@ def bits(state: Any, path: str = "") -> State:
 
 
 class Place(Protocol):
-    """Where a run directory lies, and how to reach its bytes without the store.
+    """The storage of a run directory, with access to its bytes that bypasses the store.
 
-    A crash is put ahead of one of the first `crash_within` operations of an act.
+    A crash happens before one of the first `crash_within` operations of an act.
     """
 
     crash_within: int
@@ -104,7 +104,7 @@ class Disk:
 
 
 class CrashingStorage:
-    """Another storage, with `before` called ahead of each change."""
+    """A new storage object on the same place that calls `before` before each change."""
 
     def __init__(self, storage: Any, before: Operations) -> None:
         self._storage, self._before = storage, before
@@ -133,7 +133,7 @@ class _CrashingSink:
         self._before("committed", self._name)
 
     def abort(self) -> None:
-        if not self._before.fired:  # a process that is gone tidies nothing up
+        if not self._before.fired:  # a killed process cleans nothing up
             self._sink.abort()
 
 
@@ -195,10 +195,10 @@ class Walk:
         self.expected: dict[int, State] = {}
         self.pinned: set[int] = set()
         self.aside: list[tuple[int, State]] = []  # by rollbacks, in any line
-        self.undo_gives: dict[int, State] = {}  # what an undo right now must bring back
+        self.undo_gives: dict[int, State] = {}  # what an undo must restore at this moment
         self.damage: tuple[str, bytes, int] | None = None  # pack, its good bytes, offset
         self.skipped: set[int] = set()  # damaged steps that a restore skipped
-        self.scarred = False  # a flipped bit may stay in what no checkpoint here needs
+        self.scarred = False  # a flipped bit may stay in bytes that no checkpoint of this run needs
         self.seen: Counter[str] = Counter()
         self.manager = self.open()
 
@@ -243,7 +243,7 @@ class Walk:
             state = self.manager.restore(step).state
             self.manager.save(step, state, force=True)
             self.manager.wait_until_finished()
-            if self.keep is not None:  # a step that was unpinned since goes now
+            if self.keep is not None:  # a step that was unpinned meanwhile is deleted now
                 self.retain(self.keep)
             self.seen["saved again"] += 1
 
@@ -261,7 +261,7 @@ class Walk:
         raise AssertionError(f"step {step} was saved although {max(self.expected)} is committed")
 
     def restore(self) -> None:
-        """By step, and the newest good one; damaged ones that are newer may be set aside."""
+        """Restore the newest good checkpoint. Newer, damaged ones may be set aside."""
         damaged = self.damaged()
         if not set(self.expected) - damaged:
             return
@@ -315,7 +315,7 @@ class Walk:
         fork_run(self.place.storage(), step, other.storage())
         with Run(other.storage()) as forked:
             assert forked.steps() == [step]
-            # A hard link may bring damage along in chunks that only other steps need.
+            # A hard-linked pack may contain damage in chunks that only other steps need.
             assert verify_run(forked).good == (step,)
         self.seen["fork"] += 1
         if self.random.random() < 0.5:
@@ -364,7 +364,7 @@ class Walk:
         self.seen["pin"] += 1
 
     def copy_directory(self) -> None:
-        """A plain copy while the manager is open: it reads like the original, and costs it nothing."""
+        """A copy by plain file operations while the manager is open reads like the original."""
         if not isinstance(self.place, Disk) or not self.expected:
             return
         copy = self.place.another()
@@ -440,7 +440,7 @@ class Walk:
         self.manager = self.open()
 
     def crash(self) -> None:
-        """The process is gone ahead of a random operation of something that it does."""
+        """The process is killed before a random operation of a random action."""
         if self.damage is not None:
             return
         self.manager.close()
@@ -478,7 +478,7 @@ class Walk:
         self.manager = self.open()
 
     def crashing_act(self, kind: str, manager: CheckpointManager) -> tuple[Any, Any]:
-        """What must and may be there once it has ended without a crash."""
+        """Do the action; the states that must and that may exist if it ends without a crash."""
         self.planned: Any = None
         if kind == "save":
             step, state = self.new_state()
@@ -517,7 +517,7 @@ class Walk:
         return self.expected, self.expected
 
     def survivors(self, kind: str) -> tuple[dict[int, State], dict[int, State]]:
-        """What must and may be there after a crash in the middle."""
+        """The states that must and that may exist after a crash in the middle of the action."""
         if kind == "save":
             step, state = self.planned
             may = {**self.expected, step: state}
@@ -582,7 +582,7 @@ class Walk:
         del self.expected[step]  # a pin stays until `unpin`, also without its checkpoint
 
     def present(self, known: dict[int, State] | None = None) -> dict[int, State]:
-        """The committed steps, each with the bits that it is known to have."""
+        """The committed states by step. Each must have bits that were saved as that step."""
         run = Run(self.place.storage(), create=True)
         every = [*self.expected.items(), *self.aside, *(known or {}).items()]
         states: dict[int, State] = {}
@@ -629,7 +629,7 @@ def quiet() -> Iterator[None]:
 
 
 def walk(place: Place, seed: int, acts: int = ACTS) -> Counter[str]:
-    """One walk; what happened in it, by name. Raises `AssertionError` when the invariant is broken."""
+    """Walk once; return how often each kind of act happened. Asserts the invariant after each."""
     life = Walk(place, seed)
     with quiet():
         for _ in range(acts):

@@ -77,7 +77,7 @@ def test_every_asynchronous_save_of_a_donated_state_equals_a_synchronous_copy() 
 
 
 def test_the_state_is_really_donated() -> None:
-    """The control: without a save that looks at it, the buffer is used again and the array is gone."""
+    """Control: without a save that reads it, the buffer is reused and the array is deleted."""
     state = initial()
     donating(state)
     assert state["w"].is_deleted()

@@ -1,4 +1,4 @@
-"""A mirror: what reaches it, what a restore takes from it, and that it never harms the run."""
+"""A mirror: what it receives, what a restore reads from it, and that it never harms the run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def save(manager: CheckpointManager, *steps: int, noise: int = 0) -> None:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The texts of all warnings of the block, once it has ended."""
+    """Collects the texts of all warnings of the block."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,7 +200,7 @@ def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(
     assert prints(remote) == prints(run_path)
 
 
-def test_what_a_rollback_set_aside_here_does_not_come_back_from_the_mirror(
+def test_a_rolled_back_checkpoint_does_not_come_back_from_the_mirror(
     run_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(run_path, mirror=remote) as manager:
@@ -223,7 +223,7 @@ def notes_of_removed(run_path: Path) -> list[int]:
     return [note.step for note in Run(run_path).removed()]
 
 
-def test_what_was_rolled_back_and_pruned_does_not_come_back_from_the_mirror(
+def test_a_rolled_back_and_pruned_checkpoint_does_not_come_back_from_the_mirror(
     run_path: Path, remote: Remote
 ) -> None:
     with CheckpointManager(run_path, mirror=remote) as manager:
@@ -242,7 +242,7 @@ def test_what_was_rolled_back_and_pruned_does_not_come_back_from_the_mirror(
     assert notes_of_removed(run_path) == [], "nothing holds them any more"
 
 
-def test_what_was_deleted_while_the_mirror_did_not_answer_does_not_come_back(
+def test_a_checkpoint_deleted_during_an_outage_of_the_mirror_does_not_come_back(
     run_path: Path, remote: Remote
 ) -> None:
     with CheckpointManager(run_path, mirror=remote) as manager:
@@ -267,7 +267,7 @@ def test_a_removed_checkpoint_that_is_saved_again_stays_in_the_mirror(
     with Run(run_path) as run:
         run.rollback(1)
         execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
-    with CheckpointManager(run_path) as manager:  # without the mirror, and with the same bits
+    with CheckpointManager(run_path) as manager:  # without the mirror, with the same bits
         manager.save(2, state(2))
     assert notes_of_removed(run_path) == [3]
     with Run(run_path) as run:
@@ -282,14 +282,14 @@ def test_a_removed_checkpoint_that_is_saved_again_stays_in_the_mirror(
 # ---------------------------------------------------------------- the three scenarios
 
 
-def test_3a_a_machine_that_comes_back_takes_the_other_ones_checkpoints(
+def test_a_machine_that_comes_back_restores_the_checkpoints_of_the_other(
     tmp_path: Path, remote: Remote
 ) -> None:
     """A commits step 2 and dies before its copy; B continues from 1 elsewhere; A comes back."""
     a, b = tmp_path / "a", tmp_path / "b"
     with CheckpointManager(a, mirror=remote) as manager:
         save(manager, 1)
-    with CheckpointManager(a) as manager:  # what A had done when it died
+    with CheckpointManager(a) as manager:  # A had done this when it died
         save(manager, 2)
     with CheckpointManager(b, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="step 1 is restored from the mirror .* not hold it"):
@@ -313,7 +313,7 @@ def test_3a_a_machine_that_comes_back_takes_the_other_ones_checkpoints(
     check_run(a)
 
 
-def test_3b_prune_and_compaction_of_the_mirror_do_not_matter_to_a_run_that_resumes(
+def test_prune_and_compaction_of_the_mirror_do_not_affect_a_resume(
     run_path: Path, remote: Remote
 ) -> None:
     shared = {"frozen": np.arange(50_000, dtype=np.int64)}
@@ -335,7 +335,7 @@ def test_3b_prune_and_compaction_of_the_mirror_do_not_matter_to_a_run_that_resum
     assert prints(remote) == {step: prints(run_path)[step] for step in (3, 4, 5)}
 
 
-def test_3c_compaction_does_not_race_the_copies(run_path: Path, remote: Remote) -> None:
+def test_compaction_does_not_race_the_copies(run_path: Path, remote: Remote) -> None:
     """4 MB frozen and 12 MB changing leaves, three kept, and a mirror much slower than the saves."""
     frozen = np.arange(MIB, dtype=np.int32)
     remote.gate = threading.Event()
@@ -375,7 +375,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("cause", FAILURES)
-def test_a_failing_mirror_is_one_warning_and_catches_up(
+def test_a_failing_mirror_warns_once_and_catches_up(
     run_path: Path, remote: Remote, cause: str
 ) -> None:
     with CheckpointManager(run_path, mirror=remote) as manager:
@@ -384,7 +384,7 @@ def test_a_failing_mirror_is_one_warning_and_catches_up(
         manager.save(2, state(2))
         with pytest.warns(UserWarning, match="could not be brought up to date") as caught:
             manager.wait_until_finished(mirror=True)
-        save(manager, 3, 4)  # an error if it warned again
+        save(manager, 3, 4)  # a second warning would be an error
         assert len(caught) == 1
         assert str(FAILURES[cause].strerror) in str(caught[0].message)
         assert manager.all_steps() == [1, 2, 3, 4]
@@ -418,7 +418,7 @@ def test_an_outage_at_the_end_names_the_missing_steps_and_the_next_run_copies_th
     assert check_run(remote).good == (1, 2, 3, 4)
 
 
-def test_close_waits_for_a_bounded_time(run_path: Path, remote: Remote) -> None:
+def test_close_waits_for_the_mirror_for_a_bounded_time(run_path: Path, remote: Remote) -> None:
     remote.gate = threading.Event()
     manager = CheckpointManager(run_path, mirror=remote, options=ManagerOptions(mirror_wait=0.0))
     manager.save(1, state(1))
@@ -451,7 +451,7 @@ def test_another_writer_of_the_mirror_is_a_warning(run_path: Path, remote: Remot
     assert check_run(remote).good == (1, 2)
 
 
-def test_any_error_of_the_mirror_leaves_the_run_alone(
+def test_no_error_of_the_mirror_affects_the_run(
     run_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> int:
@@ -466,7 +466,7 @@ def test_any_error_of_the_mirror_leaves_the_run_alone(
     assert check_run(remote).good == (1, 2)
 
 
-def test_what_is_damaged_here_is_not_copied(run_path: Path, remote: Remote) -> None:
+def test_a_damaged_checkpoint_is_not_copied(run_path: Path, remote: Remote) -> None:
     with CheckpointManager(run_path) as manager:
         save(manager, 1, 2)
     flip(sorted((run_path / "packs").iterdir())[0])
@@ -478,7 +478,7 @@ def test_what_is_damaged_here_is_not_copied(run_path: Path, remote: Remote) -> N
     assert check_run(remote).good == (2, 3)
 
 
-def test_save_and_exit_waits_for_the_mirror_and_logs_what_it_lacks(
+def test_save_and_exit_waits_for_the_mirror_and_logs_missing_steps(
     run_path: Path, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CheckpointManager(run_path, mirror=remote)
@@ -496,7 +496,7 @@ def test_save_and_exit_waits_for_the_mirror_and_logs_what_it_lacks(
     assert "lacks steps 1, 2" in caplog.text
 
 
-def test_a_place_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> None:
     for place in (tmp_path / "run", tmp_path / "run" / "mirror", tmp_path):
         with pytest.raises(StoreError, match="expected a directory apart from"):
             CheckpointManager(tmp_path / "run", mirror=place)
@@ -519,7 +519,7 @@ def test_a_manager_that_only_reads_never_writes_to_the_mirror(
             assert manager.restore().step == 1
 
 
-def test_a_manager_that_nobody_closed_gives_its_locks_back(run_path: Path, tmp_path: Path) -> None:
+def test_a_manager_that_is_never_closed_releases_its_locks(run_path: Path, tmp_path: Path) -> None:
     manager = CheckpointManager(run_path, mirror=tmp_path / "mirror")
     save(manager, 1)
     del manager
@@ -570,7 +570,7 @@ def mirrored(run_path: Path, remote: Any, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("lost", ["disk", "chunk", "manifest", "pack"])
-def test_what_is_lost_or_damaged_here_comes_from_the_mirror(
+def test_lost_and_damaged_checkpoints_are_restored_from_the_mirror(
     run_path: Path, remote: Remote, lost: str
 ) -> None:
     mirrored(run_path, remote, 1, 2)
@@ -639,7 +639,7 @@ def test_damage_in_both_is_an_older_step_or_an_error(run_path: Path, remote: Rem
         manager.restore_or_initialize(lambda: state(0))
 
 
-def test_a_mirror_that_does_not_answer_is_a_warning_unless_nothing_is_here(
+def test_a_mirror_that_does_not_answer_is_an_error_only_if_the_run_is_empty(
     tmp_path: Path, remote: Remote
 ) -> None:
     mirrored(tmp_path / "run", remote, 1)
@@ -661,7 +661,7 @@ def test_a_mirror_that_does_not_answer_is_a_warning_unless_nothing_is_here(
             manager.restore()
 
 
-def test_a_mirror_with_a_newer_history_is_a_warning_when_it_could_not_be_asked(
+def test_a_mirror_with_a_newer_history_is_a_warning_if_nothing_was_restored(
     tmp_path: Path, remote: Remote
 ) -> None:
     mirrored(tmp_path / "a", remote, 1, 3)
@@ -740,15 +740,15 @@ def test_a_trainer_continues_from_the_mirror(tmp_path: Path, remote: Remote) -> 
 # ---------------------------------------------------------------- kills
 
 
-def test_kills_of_either_side_lose_nothing() -> None:
+def test_kills_during_saves_and_copies_lose_nothing() -> None:
     stories = [Story(seed).play() for seed in range(15)]
     assert [lost for story in stories for lost in story.lost] == []
     assert sum(story.kills for story in stories) > 20
     assert sum(story.moved for story in stories) > 50
 
 
-def test_the_kills_find_a_manifest_that_is_there_before_its_pack() -> None:
-    """Negative control."""
+def test_control_kills_find_a_manifest_that_is_written_before_its_pack() -> None:
+    """Negative control of the test above."""
     assert any(Story(seed, manifest_first).play().lost for seed in range(15))
 
 

@@ -1,4 +1,4 @@
-"""One recipe for a checkpoint and who resumes it, and for all processes of a group."""
+"""A resume and all processes of a group must have the recipe of the checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_field_that_differs_is_named_with_both_values(tmp_path: Path) -> N
     assert Run(tmp_path).manifest(2).recipe == RECIPE
 
 
-def test_what_was_allowed_is_a_warning_and_the_rest_is_still_refused(
+def test_an_allowed_difference_is_a_warning_and_others_are_still_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, RECIPE)
@@ -73,7 +73,7 @@ def test_a_checkpoint_or_a_run_without_a_recipe_is_not_compared(tmp_path: Path) 
     assert resume(tmp_path / "other", None) == 2
 
 
-def test_a_field_that_one_side_lacks_cannot_be_compared_and_is_told() -> None:
+def test_a_field_that_one_side_lacks_is_a_warning() -> None:
     note = check_resume("run: step 2", {**RECIPE, "old": 1}, {**RECIPE, "new": "x"}, frozenset())
     assert note is not None
     assert note.splitlines()[1:] == [
@@ -88,13 +88,13 @@ def test_a_flag_is_not_a_number() -> None:
         check_resume("", {"x": True}, {"x": 1}, frozenset())
 
 
-def test_names_from_the_environment() -> None:
+def test_perdure_allow_names_fields_in_the_environment() -> None:
     assert allowed(("a",), {"PERDURE_ALLOW": " b, c,"}) == {"a", "b", "c"}
     assert allowed((), {}) == frozenset()
 
 
-def test_the_topology_of_a_resume_is_free(tmp_path: Path) -> None:
-    """Positive control: another number of processes, the same recipe, no word about it."""
+def test_another_number_of_processes_resumes_without_a_warning(tmp_path: Path) -> None:
+    """Positive control: the recipe is the same."""
     save(tmp_path, RECIPE)
 
     def program(processes: Pretend) -> int:
@@ -106,7 +106,7 @@ def test_the_topology_of_a_resume_is_free(tmp_path: Path) -> None:
         assert play(3, program) == [2, 2, 2]
 
 
-def test_a_worker_with_another_recipe_is_told_to_all_before_anything_is_saved(
+def test_a_worker_with_another_recipe_raises_in_all_before_anything_is_saved(
     tmp_path: Path,
 ) -> None:
     def program(processes: Pretend) -> None:
@@ -124,7 +124,7 @@ def test_a_worker_with_another_recipe_is_told_to_all_before_anything_is_saved(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_group_may_be_allowed_to_differ() -> None:
+def test_processes_of_a_group_may_be_allowed_to_differ() -> None:
     def program(processes: Pretend) -> str | None:
         recipe = dict(RECIPE) if processes.index else {**RECIPE, "instruction_set": "avx2"}
         return check_group(processes, recipe, frozenset({"instruction_set"}))

@@ -1,4 +1,4 @@
-"""Counting what an epoch shows, over all workers and through changes of topology."""
+"""Counts the examples of an epoch over all workers, through changes of topology."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def counted(
     parts: Iterable[tuple[tuple[int, ...], int, int]],
     number: Callable[[Any], Any] = lambda batch: batch["n"],
 ) -> dict[int, Counter[int]]:
-    """How often each example was seen in each epoch, over (topology, first step, last step) parts.
+    """How often each example was seen in each epoch of (topology, first step, last step) parts.
 
-    Every worker of every part has a dataset of its own, as a process that was just started has.
+    Every worker of every part makes its own dataset, as a new process does.
     """
     seen: dict[int, Counter[int]] = {}
     for topology, start, stop in parts:
@@ -47,7 +47,7 @@ def once(seen: dict[int, Counter[int]], examples: int, epochs: int) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bitwise."""
+    """Whether two batches are equal bit by bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype
         and one[name].shape == other[name].shape

@@ -1,4 +1,4 @@
-"""What happens to an example is a function of (seed, epoch, index)."""
+"""The change of an example is a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def by_example(data: Any, epoch: int, replicas: int = 1) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("fn", [jitter, Augment(keys_only, batched=True)])
-def test_it_does_not_depend_on_batch_replica_order_or_source(fn: Any) -> None:
+def test_a_change_does_not_depend_on_batch_replica_order_or_source(fn: Any) -> None:
     wanted = by_example(arrays(10, fn), 1)
     assert len(set(wanted.values())) == N
     assert by_example(arrays(16, fn), 1, 4) == wanted
@@ -79,7 +79,7 @@ def test_keys_are_threefry_keys_of_jax() -> None:
     )
 
 
-def test_the_recipe_names_it() -> None:
+def test_the_recipe_names_the_change() -> None:
     assert "augment" not in arrays(10, None).recipe()
     assert arrays(10).recipe()["augment"] == "jitter"
     assert arrays(10).recipe()["numpy"] == np.__version__
@@ -88,7 +88,7 @@ def test_the_recipe_names_it() -> None:
     assert "numpy" not in named
 
 
-def test_an_error_names_step_and_example() -> None:
+def test_an_error_names_the_step_and_the_example() -> None:
     def broken(example: Any, rng: Any) -> Any:
         if example["n"] == 12:
             raise ValueError("no such angle")

@@ -1,4 +1,4 @@
-"""Every indexed source gives what arrays give: each example once, by step, in any topology."""
+"""Every indexed source gives the batches of arrays: each example once, on any topology."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = [{"x": X[n], "n": n} for n in range(N)]
 
 
 class Lazy:
-    """Examples made when asked for."""
+    """Examples that are made when they are read."""
 
     def __init__(self, length: int = N) -> None:
         self.length = length
@@ -81,7 +81,7 @@ def test_every_example_once_through_seven_topologies(kind: str, tmp_path: Path) 
     data = make(kind, tmp_path)
     parts = [(t, 2 * i, 2 * i + 2) for i, t in enumerate(TOPOLOGIES)] + [((1,), 14, 15)]
     assert once(counted(lambda: data, parts), N, 3)
-    # The control: a worker that starts its iterator anew after a change of topology.
+    # The control: a worker that restarts its iterator after a change of topology.
     again = [*parts[:2], ((1, 1), 3, 6), *parts[3:]]
     assert not once(counted(lambda: data, again), N, 3)
 
@@ -107,14 +107,14 @@ def test_an_example_is_a_tree_of_arrays_and_numbers(example: Any, shapes: list[A
     assert batch[-1].dtype == np.float32
 
 
-def test_trees_nest_and_keys_may_come_in_any_order() -> None:
+def test_trees_nest_and_keys_may_have_any_order() -> None:
     examples = [{"a": {"b": (0, 0)}, "c": 0}, {"c": 1, "a": {"b": (1, -1)}}]
     batch = Dataset(examples, 2, shuffle=False).batch(0)
     assert batch["a"]["b"][1].tolist() == [0, -1]
     assert batch["c"].tolist() == [0, 1]
 
 
-def test_grain_keeps_its_own_transformations_and_draws_anew_in_each_epoch() -> None:
+def test_grain_keeps_its_transformations_and_draws_new_numbers_in_each_epoch() -> None:
     def noise(example: Any, rng: np.random.Generator) -> Any:
         return {**example, "noise": rng.integers(2**32)}
 
@@ -135,7 +135,7 @@ def test_grain_keeps_its_own_transformations_and_draws_anew_in_each_epoch() -> N
     assert same(Dataset(source, 24).batch(7), data.batch(7))
 
 
-def test_an_endless_grain_dataset_is_refused_and_a_filtered_one_at_its_hole() -> None:
+def test_an_endless_grain_dataset_is_refused_and_a_filtered_one_at_its_first_gap() -> None:
     source = grain.MapDataset.range(10)
     with pytest.raises(DataError) as error:
         Dataset(source.repeat(), 5)
@@ -158,10 +158,10 @@ def test_a_billion_examples_cost_no_more_memory_than_ten_thousand() -> None:
         tracemalloc.stop()
         return nbytes
 
-    peak(100)  # what is made once
+    peak(100)  # allocations that happen once in a process
     small, large = peak(10**4), peak(10**9)
     assert large < small + 1024
-    # The control: a table of the order would be seen.
+    # The control: a table of the order would be measured.
     tracemalloc.start()
     np.random.default_rng(0).permutation(10**5)
     assert tracemalloc.get_traced_memory()[1] > small + 1024
@@ -191,7 +191,7 @@ def test_a_large_array_is_fingerprinted_by_a_fixed_choice_of_rows(
         assert (other != fingerprint) == (row in chosen)
 
 
-def test_examples_are_fingerprinted_by_a_fixed_choice_of_them() -> None:
+def test_a_list_is_fingerprinted_by_a_fixed_choice_of_examples() -> None:
     fingerprint = Dataset(EXAMPLES, 4).fingerprint
     assert fingerprint == Dataset(Torch(), 4).fingerprint
     assert fingerprint != Dataset(EXAMPLES[:-1], 4).fingerprint
@@ -202,7 +202,7 @@ def test_examples_are_fingerprinted_by_a_fixed_choice_of_them() -> None:
     assert Dataset(EXAMPLES, 4, fingerprint="digits v2").recipe()["dataset"] == "digits v2"
 
 
-def test_a_source_that_draws_by_itself_is_refused() -> None:
+def test_a_source_with_random_numbers_of_its_own_is_refused() -> None:
     rng = np.random.default_rng(0)
 
     class Random(Lazy):
@@ -218,7 +218,7 @@ def test_a_source_that_draws_by_itself_is_refused() -> None:
 # ---------------------------------------------------------------- errors
 
 
-def test_an_empty_source_and_things_that_are_no_source() -> None:
+def test_an_empty_source_and_unsupported_objects_are_refused() -> None:
     with pytest.raises(DataError) as error:
         Dataset([], 4)
     assert "the dataset is empty" in str(error.value)
@@ -228,7 +228,7 @@ def test_an_empty_source_and_things_that_are_no_source() -> None:
         assert "Use ArrayDataset for arrays, StreamDataset for iterators." in str(error.value)
 
 
-def test_a_dataset_that_changes_its_length_during_a_run() -> None:
+def test_a_dataset_that_changes_its_length_during_a_run_is_refused() -> None:
     source = list(EXAMPLES)
     data = Dataset(source, 24)
     data.batch(0)
@@ -252,7 +252,7 @@ def test_a_dataset_that_changes_its_length_during_a_run() -> None:
         ({"x": object(), "n": 1}, ", leaf x", None, "object"),
     ],
 )
-def test_an_example_of_another_form_is_named(
+def test_an_example_of_another_structure_is_named(
     bad: Any, leaf: str, expected: str | None, actual: str
 ) -> None:
     examples = [*EXAMPLES[:5], bad, *EXAMPLES[6:]]
@@ -266,7 +266,7 @@ def test_an_example_of_another_form_is_named(
     )
 
 
-def test_a_first_example_that_is_none_of_it() -> None:
+def test_a_first_example_of_an_unsupported_type_is_refused() -> None:
     with pytest.raises(DataError) as error:
         Dataset([{"text": "cat"}], 1).batch(0)
     assert str(error.value).startswith("step 0: the first example, leaf text: expected an array")

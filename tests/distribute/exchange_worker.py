@@ -1,4 +1,4 @@
-"""Adds known contributions over a group, by either exchange, and writes the digests as JSON."""
+"""Adds known contributions over a group with both exchanges and writes the digests as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPLICAS = 5
 
 
 def contribution(replica: int) -> dict[str, Any]:
-    """Types of three widths, sizes that no number of processes divides, an empty leaf and -0.0."""
+    """Dtypes of three widths, sizes that no number of processes divides, an empty leaf and -0.0."""
     rng = np.random.default_rng(replica)
     return {
         "a": rng.normal(size=(13, 7)).astype(np.float32),

@@ -166,12 +166,12 @@ def nnx_update(state: Any, total: Any) -> Any:
     return new, {"loss": loss / weight}
 
 
-# --- small, for what needs no network ---
+# --- a small model, for tests that need no network ---
 
 
 def tiny_grad(state: Any, batch: Any, key: Any) -> Any:
     weight = batch["weight"].sum()
-    # What the sums of several devices could make other bits of: -0.0, NaNs of two kinds, a bool, an
+    # Values that sums over several devices could change: -0.0, NaNs of two kinds, a bool, an
     # integer that wraps.
     edges = {"zero": -0.0 * weight, "any": weight > 1, "wraps": (97 * weight).astype(jnp.int8)}
     edges["nan"] = jnp.where(jax.random.bernoulli(key), jnp.nan, jnp.sqrt(-1 - weight))
@@ -182,7 +182,7 @@ def tiny_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] + total["sum"]}, total
 
 
-# --- attention, for which XLA's partitioner removes a common subexpression, and one program for
+# --- attention: XLA's partitioner removes a common subexpression, so that one program for
 # several devices is other arithmetic than the program for one ---
 
 
@@ -230,7 +230,7 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
 
 
 def by_comparison() -> dict[str, Any]:
-    """Which models run on all devices together, what they give, and what without the comparison."""
+    """Which models run on all devices together, and their digests with and without the comparison."""
     compare, answers = jax_hlo.same_program, []
 
     def noted(one: Any, other: Any) -> bool:
@@ -265,7 +265,7 @@ def of_generated_functions(devices: int) -> str:
 
 
 def train_in_parts() -> str:
-    """The same run, on another number of devices at every step; the state goes through numpy."""
+    """The same run on another number of devices at every step; NumPy carries the state over."""
     init, grad, update = MODELS["cnn"]
     state, logs, data = init(), {}, dataset()
     for step, devices in zip(range(FIRST, FIRST + STEPS), (4, 3, 8), strict=True):
@@ -275,11 +275,11 @@ def train_in_parts() -> str:
     return digest((state, logs))
 
 
-# --- negative controls: each takes one guard out, and has to depend on the topology ---
+# --- negative controls: each removes one guard, and its result must depend on the topology ---
 
 
 class Psum(Reduction):
-    """Adds in the order in which the work happens to lie, then with XLA's own collective."""
+    """Adds the replicas of a device one after the other, then all devices with XLA's collective."""
 
     def __init__(self, plan: Any) -> None:
         super().__init__(plan)
@@ -313,7 +313,7 @@ def _psum(devices: tuple[Any, ...]) -> Any:
 
 
 class DeviceRng(JaxEngine):
-    """Numbers the random streams by the place within a device."""
+    """Numbers the random streams by the position on the device."""
 
     def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
         return None
@@ -324,7 +324,7 @@ class DeviceRng(JaxEngine):
 
 
 class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the devices in turn."""
+    """Gives the rows of a batch to the devices in turn."""
 
     devices = 1
 
@@ -339,7 +339,7 @@ def controls(devices: int) -> dict[str, str]:
     strategy = MirroredStrategy(devices, REPLICAS)
     plan = strategy._plan
     plan.reduction = lambda: Psum(plan)
-    # Neither of the two happens where all devices are dispatched together.
+    # Neither of the two happens if all devices are dispatched together.
     vars(strategy._engine)["fused_step"] = lambda *_: None
     out["psum"] = train(strategy, "cnn")
     engine = DeviceRng(devices, SingleProcess(), 8)

@@ -1,4 +1,4 @@
-"""Trains with an optimizer inside of `strategy.run` and writes digests of the weights as JSON."""
+"""Trains with an optimizer inside `strategy.run` and writes digests of the weights as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two exchanges give the same total, whatever the sizes, types and the number of processes."""
+"""The two exchanges give the same total for all sizes, dtypes and numbers of processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_slices_and_wholes_have_one_total(engine: str, processes: int) -> None:
+def test_both_exchanges_give_one_total(engine: str, processes: int) -> None:
     reports: list[Any] = group.results("exchange_worker.py", processes, "--engine", engine)
     expected = reports[0]["expected"]
     for report in reports:

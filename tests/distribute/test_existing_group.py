@@ -1,4 +1,4 @@
-"""A group that the program made in the framework is joined, and nobody takes itself for alone."""
+"""A strategy joins a group that the program initialized in the framework."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def group(count: int, index: int = 1) -> Any:
     return lambda engine: FrameworkGroup(engine, index, count, "host:99")
 
 
-def test_who_described_nothing_belongs_to_the_group_of_the_framework(
+def test_without_a_description_the_group_of_the_framework_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
@@ -53,7 +53,7 @@ def test_a_description_that_contradicts_the_framework_is_an_error(
         with_existing(SimpleClusterResolver(*given).cluster(), "torch")
 
 
-def test_half_a_description_is_none_where_the_framework_has_the_group(
+def test_an_incomplete_description_is_ignored_if_the_framework_has_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}

@@ -1,4 +1,4 @@
-"""Batches to iterate over: where they start, where they end, what a function may make them from."""
+"""Distributed datasets: where iteration starts and ends, and datasets made by a function."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def rows(batches: Any) -> list[tuple[int | None, bytes]]:
     return [(b.step, b"".join(share.tobytes() for share, _ in b.values)) for b in batches]
 
 
-def test_for_goes_to_the_end_of_the_epoch_and_the_next_one_goes_on() -> None:
+def test_a_for_loop_runs_one_epoch_and_the_next_loop_the_next() -> None:
     strategy = make_strategy()
     every = rows(strategy.batch(data(), step) for step in range(8))
     assert [share for _, share in every[:4]] != [share for _, share in every[4:]], (
-        "epochs are shuffled anew"
+        "each epoch has its own order"
     )
     batches = strategy.distribute_dataset(data())
     assert len(batches) == batches.steps_per_epoch == 4
@@ -68,7 +68,7 @@ def test_the_position_is_a_member_of_a_checkpoint(tmp_path: Any) -> None:
     assert rows(other) == rows(batches) == rows(strategy.batch(data(), step) for step in (2, 3))
 
 
-def test_it_trains() -> None:
+def test_a_distributed_dataset_trains_a_step() -> None:
     strategy = make_strategy()
     step = strategy.step(
         lambda _, batch, __: (batch[0] * batch[1]).sum(), lambda s, total: (s + total, total)
@@ -79,7 +79,7 @@ def test_it_trains() -> None:
     assert float(state) == sum(range(20))
 
 
-def test_policies() -> None:
+def test_auto_shard_policies() -> None:
     strategy = make_strategy()
     whole = strategy.distribute_dataset(data(), AutoShardPolicy.OFF)
     expected = data().batch(0)[0].tobytes()
@@ -94,7 +94,7 @@ def test_policies() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_without_shards_a_batch_is_made_once(ahead: bool) -> None:
+def test_without_sharding_a_batch_is_made_once(ahead: bool) -> None:
     made: list[int] = []
 
     class Counting(ArrayDataset):
@@ -108,7 +108,7 @@ def test_without_shards_a_batch_is_made_once(ahead: bool) -> None:
         batches = make_strategy().distribute_dataset(dataset, AutoShardPolicy.OFF)
         for batch in batches.take(4):
             first, *others = (share for share, _ in batch.values)
-            first[:] = -1  # in place, as PyTorch does: nobody else's
+            first[:] = -1  # in place, as PyTorch may do; no other replica sees it
             assert all((other >= 0).all() for other in others)
     assert sorted(set(made)) == sorted(made), "no step twice"
     assert set(made) >= set(range(4))
@@ -155,7 +155,7 @@ def test_pipelines_with_a_length_have_epochs() -> None:
     assert np.concatenate(again[0].values).tolist() == list(range(6))
 
 
-def test_what_a_function_may_not_make() -> None:
+def test_unusable_pipelines_are_refused() -> None:
     strategy = make_strategy()
     make = strategy.distribute_datasets_from_function
     with pytest.raises(TopologyError) as share:
@@ -194,7 +194,7 @@ def test_what_a_function_may_not_make() -> None:
     assert 'distribute_datasets_from_function(fn, recipe={"dataset": ' in str(recipe.value)
 
 
-def test_a_function_whose_data_are_named_has_a_recipe() -> None:
+def test_a_function_with_a_fingerprint_has_a_recipe() -> None:
     strategy = make_strategy(seed=3)
     named = {"dataset": "numbers", "batch_size": 6, "seed": 9}
     batches = strategy.distribute_datasets_from_function(pipeline, named)
@@ -202,12 +202,15 @@ def test_a_function_whose_data_are_named_has_a_recipe() -> None:
     assert strategy.recipe(batches) == strategy.recipe(batches.from_step(2)) == expected
 
 
-def test_pipelines_of_other_lengths_in_another_process() -> None:
+def test_pipelines_of_other_lengths_in_another_process_are_refused() -> None:
     class Two:
         index, count, is_chief = 0, 2, True
 
         def gather(self, data: bytes) -> list[bytes]:
-            return [data, b"9" if data.isdigit() else data]  # else it is about the recipe
+            return [
+                data,
+                b"9" if data.isdigit() else data,
+            ]  # otherwise the error is about the recipe
 
     engine: Any = NumpyEngine(1)
     engine.processes, engine.devices_per_process = Two(), (1, 1)
@@ -216,7 +219,7 @@ def test_pipelines_of_other_lengths_in_another_process() -> None:
     assert "an epoch has 4 steps in process 0 and 9 in process 1" in str(error.value)
 
 
-def test_values_from_a_function() -> None:
+def test_distribute_values_from_function() -> None:
     values = make_strategy(2).distribute_values_from_function(
         lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
     )

@@ -1,4 +1,4 @@
-"""Leaves that a strategy takes bit for bit, and those that it refuses by path."""
+"""Leaves that a strategy carries bit for bit, and leaves that it refuses by path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_elements_that_share_a_byte_on_1_2_and_8_devices(report: Any) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_what_a_strategy_on_jax_refuses_by_path(report: Any, devices: int) -> None:
+def test_a_strategy_on_jax_refuses_sharded_leaves_and_added_keys_by_path(
+    report: Any, devices: int
+) -> None:
     assert report[f"keys {devices}"].startswith(
         "a/k: values of the replicas are added, and random keys"
     )
@@ -57,7 +59,7 @@ def test_keys_in_reduce_are_refused_by_path() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of one process; a DTensor with Shard is sharded all the same."""
+    """A mesh of one process, on which a DTensor with `Shard` still counts as sharded."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Losses that add up: TensorFlow's worked figures, on every kind of array."""
+"""Loss helpers: TensorFlow's worked figures, on every kind of array."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_strategy(replicas: int = 2) -> Strategy:
     return Strategy(NumpyEngine(1), replicas)
 
 
-def test_the_figures_of_the_tutorial(array: Any) -> None:
+def test_losses_of_the_tutorial_have_its_figures(array: Any) -> None:
     strategy = make_strategy()
     losses = PerReplica((array([2.0, 3.0]), array([4.0, 5.0])), strategy.local_replicas)
     for size in (None, 4):
@@ -48,7 +48,7 @@ def test_the_figures_of_the_tutorial(array: Any) -> None:
         assert float(strategy.reduce("sum", numbers)) == 3.5
 
 
-def test_weights_and_regularization(array: Any) -> None:
+def test_sample_weights_and_regularization(array: Any) -> None:
     strategy = make_strategy()
     results = strategy.run(
         lambda: (
@@ -62,7 +62,7 @@ def test_weights_and_regularization(array: Any) -> None:
     assert [float(x) for x in results[0]] == [0.5, 22 / 4, 0.625, 3.5, 2.5]
 
 
-def test_gradients_pass_through() -> None:
+def test_gradients_pass_through_average_loss() -> None:
     strategy = make_strategy()
 
     def torch_gradient() -> list[float]:
@@ -78,13 +78,13 @@ def test_gradients_pass_through() -> None:
     assert gradients.values[0].tolist() == [1.0, 1.5]
 
 
-def test_under_no_strategy_there_is_one_replica(array: Any) -> None:
+def test_without_a_strategy_there_is_one_replica(array: Any) -> None:
     assert float(compute_average_loss(array([2.0, 3.0]))) == 2.5
     assert float(scale_regularization_loss(array(5.0))) == 5.0
 
 
-def test_in_grad_the_number_of_replicas_is_that_of_the_strategy() -> None:
-    """The compiled program of a function must not be that of another number of replicas."""
+def test_grad_divides_by_the_replicas_of_the_strategy() -> None:
+    """A compiled function must not be used for another number of replicas."""
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         return compute_average_loss(batch)
@@ -99,7 +99,7 @@ def test_in_grad_the_number_of_replicas_is_that_of_the_strategy() -> None:
         assert float(loss) == 2.5
 
 
-def test_what_is_refused() -> None:
+def test_calls_outside_a_replica_and_bad_arguments_are_refused() -> None:
     strategy = make_strategy()
     with strategy.scope(), pytest.raises(TopologyError) as error:
         compute_average_loss(np.ones(2))

@@ -1,4 +1,4 @@
-"""Metrics: figures worked by hand, bits on every topology and engine, and exact restores."""
+"""Metrics: results worked out by hand, equal bits on every topology and engine, exact restores."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_accumulators_have_the_same_bits_on_every_engine(dtype: str) -> None:
 # ---------------------------------------------------------------- figures
 
 
-def test_means_and_sums(array: Any) -> None:
+def test_mean_and_sum(array: Any) -> None:
     assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0])) == 4.0
     weights = array([1.0, 1.0, 0.0, 0.5])
     assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0]), weights) == 7.5 / 2.5
@@ -105,7 +105,7 @@ def test_means_and_sums(array: Any) -> None:
     assert (total, total.dtype) == (7, np.int64)
 
 
-def test_accuracies(array: Any) -> None:
+def test_accuracy(array: Any) -> None:
     scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [0.4, 0.4, 0.2]])
     labels, mask = array([1, 2, 2, 0]), array([1.0, 1.0, 0.0, 1.0])
     one_hot = array(np.eye(3)[[1, 2, 2, 0]])
@@ -121,20 +121,20 @@ def test_accuracies(array: Any) -> None:
     assert once(metrics.BinaryAccuracy(), truth.reshape(2, 2), guess.reshape(2, 2)) == 0.75
 
 
-def test_top_k(array: Any) -> None:
+def test_top_k_accuracy(array: Any) -> None:
     scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [np.nan, 0.4, 0.2]])
     labels = array([0, 2, 0, 0])
     accuracies = [
         once(metrics.SparseTopKCategoricalAccuracy(k=k), labels, scores) for k in (1, 2, 3)
     ]
-    # Of equal scores all are in; a score of NaN never is.
+    # Of equal scores all count as in the top k; a NaN never does.
     assert accuracies == [0.0, 0.5, 0.75]
     one_hot = array(np.eye(3)[[0, 2, 0, 0]])
     assert once(metrics.TopKCategoricalAccuracy(k=2), one_hot, scores) == 0.5
     assert once(metrics.SparseTopKCategoricalAccuracy(k=2), array([9, -1]), scores[:2]) == 0.0
 
 
-def test_confusion(array: Any) -> None:
+def test_confusion_matrix(array: Any) -> None:
     labels, guess = array([0, 1, 2, 2, 2]), array([0, 2, 2, 2, 0])
     matrix = once(metrics.ConfusionMatrix(3), labels, guess)
     assert matrix.tolist() == [[1, 0, 0], [0, 0, 1], [1, 0, 2]]
@@ -150,7 +150,7 @@ def test_confusion(array: Any) -> None:
     assert "4 labels or predictions were outside of 0 to 1" in str(error.value)
 
 
-def test_auc_by_hand(array: Any) -> None:
+def test_auc_worked_by_hand(array: Any) -> None:
     """The example of keras.metrics.AUC: thresholds -e, 0.5, 1 + e."""
     labels, guess = array([0, 0, 1, 1]), array([0.0, 0.5, 0.3, 0.9])
     # above each threshold: tp [2, 1, 0], fp [2, 0, 0]
@@ -176,7 +176,7 @@ def test_auc_has_the_counts_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("true_positives", "false_positives"):
             expected = np.asarray(getattr(theirs, name).value)
             assert read[name].tolist() == expected.astype(int).tolist()
-        # Keras integrates in float32, so that only its first digits can agree.
+        # Keras integrates in float32, so only its first digits can agree.
         assert round(area, 5) == round(float(theirs.result()), 5)
 
 
@@ -197,16 +197,16 @@ def test_auc_is_the_sum_of_trapezoids() -> None:
     assert once(metric, labels, guess) == float(exact)
 
 
-def test_auc_of_fine_bins_is_that_of_scikit_learn() -> None:
+def test_auc_with_fine_bins_equals_scikit_learn() -> None:
     sklearn = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(3)
-    # Each in a bin of its own, and as many of each kind as make every rate exact.
+    # Each guess has its own bin, and 128 of each label make every rate exact.
     labels, guess = np.repeat([0, 1], 128), (rng.permutation(256) + 0.5) / 256
     expected = sklearn.roc_auc_score(labels, guess)
     assert once(metrics.AUC(num_thresholds=257), labels, guess) == expected
 
 
-def test_what_a_metric_says_of_its_arguments() -> None:
+def test_bad_arguments_of_a_metric_are_refused() -> None:
     scores = np.eye(3)
     for metric, args, says in [
         (metrics.SparseCategoricalAccuracy(), (np.zeros(2, int), scores), "labels have the shape"),
@@ -301,7 +301,7 @@ def _hex(state: dict[str, Any]) -> str:
     return ",".join(f"{key}:{np.asarray(state[key]).tobytes().hex()}" for key in sorted(state))
 
 
-def test_objects_have_the_same_bits_on_any_devices() -> None:
+def test_metric_objects_have_the_same_bits_on_any_devices() -> None:
     runs = [by_objects(make_strategy(devices, 6), range(9)) for devices in (1, 2, 5, 6)]
     assert len({json.dumps(digest(one)) for one in runs}) == 1
     results = {name: metric.result() for name, metric in runs[0].items()}
@@ -314,7 +314,7 @@ def test_objects_have_the_same_bits_on_any_devices() -> None:
     )
 
 
-def test_reading_in_between_changes_nothing() -> None:
+def test_reading_a_result_changes_nothing() -> None:
     strategy = make_strategy(2, 6)
     by_name = by_objects(strategy, range(4))
     before = [metric.result() for metric in by_name.values()]
@@ -324,8 +324,8 @@ def test_reading_in_between_changes_nothing() -> None:
     )
 
 
-def test_seven_restores_as_seven(tmp_path: Any) -> None:
-    """A counter of 7 on 3 replicas: a mean over replicas, in integers, would make 6 of it."""
+def test_a_counter_of_seven_restores_as_seven_on_any_replicas(tmp_path: Any) -> None:
+    """On 3 replicas, an integer mean over replicas would turn a counter of 7 into 6."""
     strategy = make_strategy(replicas=3)
     assert 7 // strategy.num_replicas_in_sync * strategy.num_replicas_in_sync == 6, (
         "negative control"
@@ -348,7 +348,7 @@ def test_seven_restores_as_seven(tmp_path: Any) -> None:
     assert alone.result() == 7
 
 
-def test_interrupted_and_moved_is_the_same(tmp_path: Any) -> None:
+def test_metrics_resume_on_another_topology_with_the_same_bits(tmp_path: Any) -> None:
     whole = by_objects(make_strategy(1, 6), range(9))
     perdure.Checkpoint(**by_objects(make_strategy(4, 6), range(5))).save(tmp_path, 5)
     other = make_strategy(3, 6)
@@ -395,7 +395,7 @@ def test_both_styles_and_all_engines_have_the_same_counts() -> None:
 
 
 @pytest.mark.parametrize("make", [JaxStrategy, TorchStrategy])
-def test_objects_on_the_engines(make: Any) -> None:
+def test_metric_objects_have_the_same_counts_on_the_engines(make: Any) -> None:
     expected = digest(by_objects(make_strategy(1, 6), range(3)))
     digests = digest(by_objects(make(replicas=6), range(3)))
     assert digests.keys() == expected.keys()
@@ -406,7 +406,7 @@ def test_objects_on_the_engines(make: Any) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_a_metric_outside_of_its_scope() -> None:
+def test_a_metric_outside_its_scope_is_refused() -> None:
     strategy, other = make_strategy(), make_strategy()
     with strategy.scope():
         inside = metrics.Mean("loss")
@@ -429,7 +429,7 @@ def test_a_metric_outside_of_its_scope() -> None:
     assert inside.result() == outside.result() == 2.0
 
 
-def test_what_a_replica_may_not_do_with_a_metric() -> None:
+def test_reads_resets_and_uneven_updates_in_a_replica_are_refused() -> None:
     strategy = make_strategy()
     with strategy.scope():
         mean = metrics.Mean("loss")
@@ -475,7 +475,7 @@ def test_what_a_replica_may_not_do_with_a_metric() -> None:
     assert "update_state was called inside of jit" in str(error.value)
 
 
-def test_accumulators_that_do_not_fit(tmp_path: Any) -> None:
+def test_accumulators_that_do_not_fit_are_refused(tmp_path: Any) -> None:
     counts = metrics.ConfusionMatrix(3)
     perdure.Checkpoint(m=counts).save(tmp_path, 1)
     with pytest.raises(StateError) as error:
@@ -503,7 +503,7 @@ def test_metrics_import_no_framework() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_counts_of_another_threshold_or_k_are_not_taken() -> None:
+def test_counts_of_another_threshold_or_k_are_refused() -> None:
     pairs = [
         (metrics.SparseTopKCategoricalAccuracy(k=2), metrics.SparseTopKCategoricalAccuracy(k=1)),
         (metrics.BinaryAccuracy(), metrics.BinaryAccuracy(threshold=0.7)),

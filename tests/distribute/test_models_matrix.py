@@ -42,5 +42,5 @@ def test_one_fingerprint_for_each_model(engine: str) -> None:
         MODELS[engine], cases
     )
     assert [model for model, prints in by_model.items() if len(set(prints)) > 1] == []
-    # They could have differed: no two models have the same one.
+    # The control: no two models have the same fingerprint.
     assert len({prints[0] for prints in by_model.values()}) == len(MODELS[engine])

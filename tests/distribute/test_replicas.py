@@ -1,4 +1,4 @@
-"""The function of `run`: what each replica sees, and how replicas meet in the middle of it."""
+"""`strategy.run`: what each replica sees, and collectives in the middle of the function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replica_context() -> Any:
     return context
 
 
-def test_where_code_stands() -> None:
+def test_scope_and_replica_context() -> None:
     def stands() -> tuple[bool, bool, bool]:
         return has_strategy(), get_replica_context() is not None, in_cross_replica_context()
 
@@ -84,13 +84,13 @@ def test_random_numbers_of_a_replica_follow_the_step_of_an_argument() -> None:
     assert streams[V:] == [Stream(3, 7, replica) for replica in range(V)] + [None] * V
 
 
-def test_without_a_collective_there_is_no_thread() -> None:
+def test_without_a_collective_no_thread_is_started() -> None:
     threads = set(make_strategy(2).run(threading.current_thread).values)
     assert threads == {threading.main_thread()}
 
 
 @pytest.mark.parametrize("op", ["sum", "MEAN", ReduceOp.MEAN])
-def test_all_reduce_is_reduce(op: Any) -> None:
+def test_all_reduce_equals_reduce(op: Any) -> None:
     def fn(key: Any) -> Any:
         values = {"a": key.normal(size=3), "b": key.normal(size=())}
         first = replica_context().all_reduce(op, values)
@@ -116,7 +116,7 @@ def replica_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "perdure-replica"]
 
 
-def test_replicas_run_in_turns_between_meetings() -> None:
+def test_replicas_run_in_turns_between_collectives() -> None:
     seen: list[tuple[str, int]] = []
 
     threads: set[int] = set()
@@ -173,7 +173,7 @@ def test_merge_call_sees_all_replicas_at_once() -> None:
 
 
 def assert_clean(strategy: Strategy) -> None:
-    """No thread and no context is left behind, and the strategy still works."""
+    """Assert that no thread and no context is left, and that the strategy still works."""
     assert not replica_threads()
     assert not has_strategy()
     assert strategy.run(lambda: replica_context().all_reduce("sum", np.ones(()))).values == (V,) * V
@@ -186,7 +186,7 @@ def assert_clean(strategy: Strategy) -> None:
         (3, 'replicas 0, 1, 2, 4, 5 reached all_reduce("sum"); replica 3 reached the end'),
     ],
 )
-def test_a_replica_that_leaves_out_a_later_collective(who: int, says: str) -> None:
+def test_a_replica_that_skips_a_later_collective_is_named(who: int, says: str) -> None:
     strategy = make_strategy(2)
 
     def uneven() -> Any:
@@ -203,7 +203,7 @@ def test_a_replica_that_leaves_out_a_later_collective(who: int, says: str) -> No
     assert_clean(strategy)
 
 
-def test_a_first_replica_that_calls_no_collective() -> None:
+def test_a_first_replica_that_calls_no_collective_is_named() -> None:
     strategy = make_strategy()
 
     def uneven() -> Any:
@@ -216,7 +216,7 @@ def test_a_first_replica_that_calls_no_collective() -> None:
     assert_clean(strategy)
 
 
-def test_replicas_that_call_different_collectives() -> None:
+def test_replicas_that_call_different_collectives_are_named() -> None:
     strategy = make_strategy()
 
     def uneven() -> Any:
@@ -231,7 +231,7 @@ def test_replicas_that_call_different_collectives() -> None:
     assert_clean(strategy)
 
 
-def test_structures_that_differ_in_a_collective() -> None:
+def test_structures_that_differ_in_a_collective_are_refused() -> None:
     strategy = make_strategy()
 
     def fn(call: Any) -> Any:
@@ -265,7 +265,7 @@ def test_an_exception_in_one_replica_ends_the_others(who: int, meetings: int) ->
                 raise KeyError("lost")
             replica_context().all_reduce("sum", np.ones(()))
         except Exception:
-            # What another replica did is no business of this handler.
+            # The error of another replica must not reach this handler.
             assert number == who
             raise
         finally:
@@ -274,7 +274,7 @@ def test_an_exception_in_one_replica_ends_the_others(who: int, meetings: int) ->
     with pytest.raises(KeyError) as error:
         strategy.run(fn)
     assert error.value.__notes__ == [f"in logical replica {who}"]
-    # Those after it have not begun where nobody waits for them.
+    # Replicas after it have not started if no collective waits for them.
     assert sorted(ended) == list(range(V if meetings else who + 1))
     assert_clean(strategy)
 
@@ -310,7 +310,7 @@ def test_collectives_for_all_replicas_are_refused_in_one() -> None:
         assert "all_reduce" in str(error.value)
 
 
-def test_what_gather_refuses() -> None:
+def test_gather_refuses_values_that_are_not_per_replica() -> None:
     strategy = make_strategy()
     for value, says in [
         (np.ones(2), "gather expects a PerReplica, such as strategy.run returns, got ndarray"),
@@ -340,7 +340,7 @@ def test_what_gather_refuses() -> None:
 
 
 class Two:
-    """Process 0 of two, where the other one answers what `answer` makes of the message."""
+    """Process 0 of two; `answer(message)` is what the other one sends."""
 
     index, count, is_chief = 0, 2, True
 
@@ -367,7 +367,7 @@ def in_a_group(replicas: int, answer: Any) -> tuple[Strategy, Two]:
 
 
 @pytest.mark.parametrize("replicas", [2, 6])
-def test_processes_agree_on_every_meeting_and_on_the_end(replicas: int) -> None:
+def test_processes_agree_on_every_collective_and_on_the_end(replicas: int) -> None:
     strategy, processes = in_a_group(replicas, lambda message: message)
 
     def count(_: Strategy) -> int:
@@ -378,7 +378,7 @@ def test_processes_agree_on_every_meeting_and_on_the_end(replicas: int) -> None:
             replica_context().merge_call(count)
 
     strategy.run(meets, (0,))
-    assert processes.said == [], "without a meeting nobody waits for anybody"
+    assert processes.said == [], "without a collective no process waits"
     strategy.run(meets, (2,))
     assert [message["call"] for message in processes.said] == [
         "merge_call(count) with 0 arguments (meeting 0 of meets)",
@@ -387,7 +387,7 @@ def test_processes_agree_on_every_meeting_and_on_the_end(replicas: int) -> None:
     ]
 
 
-def test_what_another_process_says_ends_the_run() -> None:
+def test_an_error_of_another_process_ends_the_run() -> None:
     strategy, processes = in_a_group(
         6, lambda _: {"call": "the end (meeting 0 of fn)", "error": None}
     )
@@ -404,7 +404,7 @@ def test_what_another_process_says_ends_the_run() -> None:
     with pytest.raises(StateError) as error:
         strategy.run(fn)
     assert str(error.value) == "fn failed in process 1: ValueError: odd"
-    assert len(processes.said) == 1, "it need not be told what it said"
+    assert len(processes.said) == 1, "the other process knows its own error"
     strategy, processes = in_a_group(6, lambda message: message)
 
     def odd() -> None:
@@ -422,7 +422,7 @@ def test_what_another_process_says_ends_the_run() -> None:
 # ---------------------------------------------------------------- inside of a step
 
 
-def test_the_context_in_grad_and_update() -> None:
+def test_the_replica_context_in_grad_and_update() -> None:
     strategy = make_strategy()
     data = ArrayDataset(np.arange(24.0), 12)
     seen: dict[str, Any] = {}
@@ -461,7 +461,7 @@ def test_the_context_in_grad_and_update() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_contributions_that_are_not_finite(devices: int) -> None:
+def test_contributions_that_are_not_finite_are_refused(devices: int) -> None:
     strategy = make_strategy(devices)
     data = ArrayDataset(np.arange(24.0), 12, shuffle=False)
 
@@ -488,8 +488,8 @@ def test_contributions_that_are_not_finite(devices: int) -> None:
     assert watched(state, strategy.batch(data, 0))[0] == after
 
 
-def test_a_step_that_failed_and_is_tried_again_is_looked_at() -> None:
-    """Whatever failed before it, and in whatever order."""
+def test_a_step_that_is_repeated_after_an_error_is_checked_for_nan() -> None:
+    """Whatever the error was, and in whatever order steps failed."""
     strategy = make_strategy()
     data = ArrayDataset(np.arange(24.0), 12, shuffle=False)
     fails = True
@@ -497,7 +497,9 @@ def test_a_step_that_failed_and_is_tried_again_is_looked_at() -> None:
     def grad(state: Any, batch: Any, key: Any) -> Any:
         if fails and batch[0][0] == 14.0:  # in the middle of step 1
             raise RuntimeError("on purpose")
-        if fails and batch[0][-1] == 11.0:  # in the last replica of step 0: it is found behind it
+        if (
+            fails and batch[0][-1] == 11.0
+        ):  # in the last replica of step 0, which is found after the replica has run
             return {"sum": state, "more": state}
         return {"sum": np.where(batch[0] == 0.0, np.nan, batch[0]).sum() * state}
 

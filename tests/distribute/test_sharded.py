@@ -1,4 +1,4 @@
-"""Arrays whose shards lie in several processes: saved by all, restored on other processes, cut anew."""
+"""Arrays sharded over processes: saved by all, restored on other processes with other shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def worker(processes: int, devices: int, directory: Path, action: str) -> list[d
     return results("sharded_worker.py", processes, *arguments, env=env)
 
 
-def test_shards_of_two_processes_come_back_in_three_and_without_jax(tmp_path: Path) -> None:
+def test_shards_of_two_processes_are_restored_in_three_and_without_jax(tmp_path: Path) -> None:
     import sharded_worker
 
     worker(2, 2, tmp_path, "save")

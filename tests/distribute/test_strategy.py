@@ -1,4 +1,4 @@
-"""The strategy on a numpy engine: what it calls, in which order, and what it refuses."""
+"""The strategy on a NumPy engine: what it calls, in which order, and what it refuses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_seed_and_replicas_are_in_the_result() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_each_replica_once_each_device_once(devices: int) -> None:
+def test_each_replica_and_each_device_is_used_once(devices: int) -> None:
     strategy = make_strategy(devices, seed=5)
     engine: Any = strategy._engine
     strategy.step(grad, update)({"w": np.ones(3)}, strategy.batch(dataset(), 3))
@@ -79,7 +79,7 @@ def test_recipe_is_flat_json_without_topology() -> None:
     assert make_strategy(3, seed=4).recipe(dataset()) == recipe
 
 
-def test_replicas_are_the_devices_unless_said() -> None:
+def test_replicas_default_to_the_devices() -> None:
     assert make_strategy(3, None).num_replicas_in_sync == 3
     strategy = make_strategy(3)
     assert (strategy.num_replicas_in_sync, strategy.local_replicas) == (V, tuple(range(V)))
@@ -87,7 +87,7 @@ def test_replicas_are_the_devices_unless_said() -> None:
     assert strategy.processes.count == 1
 
 
-def test_run_splits_what_is_per_replica_and_passes_the_rest() -> None:
+def test_run_splits_per_replica_values_and_passes_other_arguments() -> None:
     strategy = make_strategy(2)
     batch = strategy.batch(dataset(), 0)
     out = strategy.run(
@@ -98,7 +98,7 @@ def test_run_splits_what_is_per_replica_and_passes_the_rest() -> None:
     assert strategy.local_results(5) == (5,)
 
 
-def test_reduce() -> None:
+def test_reduce_has_the_same_bits_on_any_devices() -> None:
     class Pair(NamedTuple):
         total: Any
         weight: Any
@@ -125,7 +125,7 @@ def test_reduce() -> None:
     assert strategy.reduce("sum", pairs) == Pair(15.0, 12)
 
 
-def test_a_replica_with_another_structure_is_named_with_its_paths() -> None:
+def test_a_replica_with_another_structure_is_named_with_the_paths() -> None:
     strategy = make_strategy(3)
     odd = [{"a": np.ones(2), "b": (1.0,)} for _ in range(V)]
     odd[4] = {"a": np.ones(3), "c": 1.0}  # type: ignore[dict-item]
@@ -150,21 +150,21 @@ def test_a_replica_with_another_structure_is_named_with_its_paths() -> None:
     assert "extra: nothing in replica 0, float64[1] in replica 2" in str(error.value)
 
 
-def test_a_batch_that_v_does_not_divide() -> None:
+def test_a_batch_that_v_does_not_divide_is_refused() -> None:
     with pytest.raises(TopologyError) as error:
         make_strategy().batch(dataset(20), 0)
     assert "a global batch of 20 does not divide into 6 logical replicas" in str(error.value)
     assert "18 and 24" in str(error.value)
 
 
-def test_more_devices_than_replicas() -> None:
+def test_more_devices_than_replicas_are_refused() -> None:
     with pytest.raises(TopologyError) as error:
         make_strategy(V + 1)
     assert "6 logical replicas cannot occupy 7 devices" in str(error.value)
     assert "Use at most 6 devices" in str(error.value)
 
 
-def test_other_refusals() -> None:
+def test_values_of_other_types_and_strategies_are_refused() -> None:
     strategy = make_strategy()
     train_step = strategy.step(grad, update)
     for batch in ({"x": 1}, strategy.run(lambda: 1), make_strategy(replicas=3).batch(dataset(), 0)):
@@ -203,12 +203,12 @@ def test_a_mean_over_an_axis_is_over_all_elements() -> None:
         ({"seed": None}, "seed must be an integer"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
+def test_arguments_of_another_type_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         make_strategy(**given)
 
 
-def test_data_and_arguments_that_are_none_are_refused() -> None:
+def test_objects_that_are_no_dataset_or_no_tuple_are_refused() -> None:
     strategy: Any = make_strategy()
     for wrong in (lambda: strategy.batch([1, 2], 0), lambda: strategy.distribute_dataset([1, 2])):
         with pytest.raises(
@@ -225,7 +225,7 @@ def test_data_and_arguments_that_are_none_are_refused() -> None:
         strategy.run(print, args=strategy.batch(dataset(), 0))
 
 
-def test_policies_go_by_their_names_too() -> None:
+def test_policies_may_be_given_by_name() -> None:
     strategy = make_strategy()
     by_name = next(iter(strategy.distribute_dataset(dataset(), "off")))
     by_value = next(iter(strategy.distribute_dataset(dataset(), AutoShardPolicy.OFF)))
@@ -234,7 +234,7 @@ def test_policies_go_by_their_names_too() -> None:
         assert len(one["x"]) == 2 * V
 
 
-def test_what_replicas_return_is_unpacked_as_in_tensorflow() -> None:
+def test_results_of_replicas_are_unpacked_as_in_tensorflow() -> None:
     strategy = make_strategy(2, replicas=3)
     batch = strategy.batch(ArrayDataset({"x": np.arange(3.0)}, 3, shuffle=False), 0)
 
@@ -247,7 +247,7 @@ def test_what_replicas_return_is_unpacked_as_in_tensorflow() -> None:
     assert strategy.reduce("sum", logs["double"]) == 6.0
     assert batch["x"].step == 0
     assert strategy.local_results(strategy.run(step, args=(batch,))[0]) == (0.0, 1.0, 2.0)
-    # An array of two numbers is not a pair: replicas and rows must not be mistaken for each other.
+    # An array of two numbers is not a pair; rows must not be mistaken for replicas.
     arrays = strategy.run(lambda _: np.zeros(2), args=(batch,))
     with pytest.raises(TypeError, match="local_results"):
         _, _ = arrays

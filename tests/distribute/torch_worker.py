@@ -107,11 +107,11 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
     return digest(state, logs)
 
 
-# --- negative controls: each takes one guard out, and has to depend on the topology ---
+# --- negative controls: each removes one guard, and its result must depend on the topology ---
 
 
 class AllReduce(Reduction):
-    """Adds in the order in which the work happens to lie, then with gloo's own collective."""
+    """Adds the replicas of a process one after the other, then all processes with gloo's collective."""
 
     _sum: Any = None
 
@@ -126,7 +126,7 @@ class AllReduce(Reduction):
 
 
 class ProcessRng(TorchEngine):
-    """Numbers the random streams by the place within a process."""
+    """Numbers the random streams by the position in the process."""
 
     first = 0
 
@@ -136,7 +136,7 @@ class ProcessRng(TorchEngine):
 
 
 class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the processes in turn."""
+    """Gives the rows of a batch to the processes in turn."""
 
     processes = 1
 

@@ -1,4 +1,4 @@
-"""Keras 3 as state, on the backend that the environment names; prints what came out as JSON.
+"""Keras 3 objects as state, on the backend that the environment names; prints the results as JSON.
 
 Run as a program: a process has one Keras backend.
 """
@@ -67,7 +67,7 @@ def refused(work: Any, kind: type[Exception]) -> str:
 
 
 class Custom(keras.Model):
-    """Layers as attributes, in a list, and one used by name."""
+    """A model with layers as attributes and in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def main(where: Path) -> None:
     functional = keras.Model(with_functional, keras.layers.Dense(2, name="head")(with_functional))
     out["functional"] = list(flatten(functional))
 
-    # Exact resume of Keras' own training, dropout included.
+    # Exact resume of Keras's own training, dropout included.
     straight = compiled()
     train(straight, 2)
     saved = {path: leaf.copy() for path, leaf in flatten(straight).items()}
@@ -142,7 +142,7 @@ def main(where: Path) -> None:
     Stateless(other.model, other.optimizer).write(net.state())
     out["written equal"] = bits(other) == bits(straight)
 
-    # What layers without a seed draw from, outside of `fit`.
+    # The generator that layers without a seed draw from, outside `fit`.
     def drawn() -> list[float]:
         numbers: Any = keras.random.uniform((3,))
         return numbers.tolist()
@@ -154,7 +154,7 @@ def main(where: Path) -> None:
         manager.restore(1)
         out["drawn again"] = [drawn(), drawn()]
 
-    # Across backends: whoever comes first saves, the other restores.
+    # Across backends: the first process saves, the other restores.
     if (where / "checkpoints").is_dir():
         restored = compiled()
         restored.restore(where)

@@ -1,4 +1,4 @@
-"""Every leaf comes back with its type, not only with its bits, or the save refuses it by path."""
+"""Every leaf is restored with its exact type, or the save refuses it by path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def round_trip(make: Callable[[int], Any]) -> tuple[Any, Any]:
-    """What was saved, and what a target made in the same way becomes."""
+    """A saved state, and the restored one, whose target was made in the same way."""
     saved, target = make(1), make(2)
     leaves = snapshot({"state": saved})
     assert {path: bytes(leaf.data) for path, leaf in leaves.items()} != {
@@ -91,7 +91,7 @@ class Needs:
         self.x += how
 
 
-def test_fields_that_init_does_not_take_are_saved_and_post_init_does_not_run_again() -> None:
+def test_fields_with_init_false_are_saved_and_post_init_does_not_run_again() -> None:
     def make(k: int) -> Counted:
         state = Counted(float(k))
         if k == 1:
@@ -107,7 +107,7 @@ def test_fields_that_init_does_not_take_are_saved_and_post_init_does_not_run_aga
     assert restored.twice == 2.0, "not what the target had computed from its own value"
 
 
-def test_frozen_slotted_inherited_and_generic_dataclasses() -> None:
+def test_frozen_slotted_inherited_and_generic_dataclasses_are_restored() -> None:
     def frozen(k: int) -> Frozen:
         state = Frozen(k)
         object.__setattr__(state, "y", 10 * k)
@@ -125,7 +125,7 @@ def test_frozen_slotted_inherited_and_generic_dataclasses() -> None:
     assert restored.x == 6, "an InitVar has no value left to save, and is not asked for again"
 
 
-def test_an_attribute_beside_the_fields_is_refused_by_path_if_it_has_no_exact_form() -> None:
+def test_an_attribute_that_is_no_field_is_refused_by_path_if_it_has_no_exact_form() -> None:
     state = Counted(1.0)
     state.beside = {1}  # type: ignore[assignment]
     with pytest.raises(UnsupportedLeafError, match=r"^a/beside: a value of type builtins.set"):
@@ -242,13 +242,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
-def test_a_value_comes_back_with_its_type(make: Callable[[int], Any]) -> None:
+def test_a_value_is_restored_with_its_type(make: Callable[[int], Any]) -> None:
     saved, restored = round_trip(make)
     assert same(restored, saved)
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
-def test_a_value_that_would_come_back_as_something_else_is_refused_by_path(
+def test_a_value_that_would_change_its_type_is_refused_by_path(
     make: Callable[[], Any],
 ) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"^outer/inner: "):
@@ -262,13 +262,13 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         flatten(state)
 
 
-def test_a_mapped_file_is_refused_by_path(tmp_path: Any) -> None:
+def test_a_memory_mapped_file_is_refused_by_path(tmp_path: Any) -> None:
     mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
     with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.memmap would come back as"):
         flatten({"a": mapped})
 
 
-def test_a_registered_subclass_of_dict_is_taken_apart_as_it_was_registered() -> None:
+def test_a_registered_subclass_of_dict_is_flattened_as_registered() -> None:
     class Config(dict):  # type: ignore[type-arg]
         pass
 
@@ -304,7 +304,7 @@ def test_a_masked_array_keeps_its_mask_and_fill_value(mask: Any, target_mask: An
     assert (restored.mask is np.ma.nomask) == (saved.mask is np.ma.nomask)
     assert np.ma.getmaskarray(restored).tolist() == np.ma.getmaskarray(saved).tolist()
     assert (restored.fill_value, restored.hardmask) == (5.0, True)
-    restored[0] = 1.0  # it can be written to, as the one saved could
+    restored[0] = 1.0  # it is writable, as the saved one was
 
 
 def test_numpy_keeps_64_bits_and_the_memory_order_of_the_target() -> None:
@@ -337,7 +337,7 @@ def test_64_bits_are_refused_by_jax_without_x64_and_nothing_is_changed() -> None
             restore({**target, "a": jnp.zeros(2)}, leaves)
 
 
-def test_64_bits_come_back_with_x64_and_into_an_array_that_has_them() -> None:
+def test_64_bits_are_restored_with_x64_and_into_arrays_of_64_bits() -> None:
     with jax.enable_x64(True):
         saved = {"a": jnp.full(3, 1 / 3), "n": jnp.asarray(2**40), "z": jnp.ones(2) * 1j}
         target = jax.tree.map(lambda x: x * 0, saved)
@@ -364,7 +364,7 @@ WEAK = [
 
 @pytest.mark.parametrize("make", WEAK)
 @pytest.mark.parametrize("strong_target", [True, False])
-def test_a_weak_type_is_that_of_the_array_saved(make: Any, strong_target: bool) -> None:
+def test_the_weak_type_of_the_saved_array_is_restored(make: Any, strong_target: bool) -> None:
     saved = make()
     assert saved.weak_type, "the control"
     like = jnp.zeros(saved.shape, saved.dtype) if strong_target else saved * 0
@@ -377,7 +377,7 @@ def test_a_weak_type_is_that_of_the_array_saved(make: Any, strong_target: bool) 
     assert snapshot({"a": strong})["a"].dtype == saved.dtype.name
 
 
-def test_a_weak_type_survives_a_placement_and_reaches_numpy_and_torch_as_the_plain_dtype() -> None:
+def test_a_weak_type_survives_placement_and_is_a_plain_dtype_in_numpy_and_torch() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), "x")
     like = jax.device_put(jnp.zeros(4), NamedSharding(mesh, PartitionSpec("x")))
     leaves = snapshot({"a": jnp.full(4, 0.1)})
@@ -398,7 +398,7 @@ def test_a_weak_type_of_64_bits_is_not_given_to_a_number_without_x64() -> None:
         restore({"n": 0}, leaves)
 
 
-def test_a_weak_type_is_restored_under_settings_that_forbid_what_is_careless() -> None:
+def test_a_weak_type_is_restored_under_strict_promotion_and_debug_nans() -> None:
     leaves = snapshot({"a": jnp.full(3, 0.1) * float("nan"), "b": jnp.asarray(0.1)})
     with (
         jax.debug_nans(True),
@@ -451,7 +451,7 @@ def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any)
     assert load_checkpoint(tmp_path / "3", leaves="lr")["lr"].dtype == np.float32
 
 
-def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
+def test_an_empty_array_of_typed_keys_is_restored(tmp_path: Any) -> None:
     def make(k: int) -> Any:
         return {
             "none": jax.random.split(jax.random.key(k), 0),
@@ -492,7 +492,7 @@ def test_a_donated_array_is_refused_by_path_and_serves_as_a_target() -> None:
     assert restore(state, snapshot(new))["w"].tolist() == [1.0] * 1000
 
 
-def test_a_dtype_that_drifted_away_from_the_target_is_refused_with_the_way_out() -> None:
+def test_a_dtype_that_changed_since_the_target_is_refused_with_the_remedy() -> None:
     like = {"w": jnp.zeros(3), "n": jnp.int32(0)}
     leaves = snapshot({"w": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(1)})
     with pytest.raises(MismatchError, match=r"w: expected float32\[3\], found bfloat16") as caught:
@@ -568,7 +568,7 @@ class Iterator:
         7,
     ],
 )
-def test_the_position_of_an_iterator_comes_back_as_it_was(place: Any) -> None:
+def test_the_position_of_an_iterator_is_restored_exactly(place: Any) -> None:
     iterator = Iterator(place)
     restored = reposition(Iterator(None), position(iterator)).at
     assert restored == place
@@ -577,7 +577,7 @@ def test_the_position_of_an_iterator_comes_back_as_it_was(place: Any) -> None:
     assert position(Iterator(restored)) == position(iterator)
 
 
-def test_a_position_that_would_come_back_as_something_else_is_refused_by_path() -> None:
+def test_a_position_without_an_exact_form_is_refused_by_path() -> None:
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
@@ -597,7 +597,7 @@ def test_a_position_of_an_older_checkpoint_is_read() -> None:
 def ended(
     directory: Any, init: Callable[[], Any], step: Callable[[Any], Any], stops: set[int]
 ) -> Any:
-    """The state after four steps of a run that is opened again after each step in `stops`."""
+    """The state after four steps of a run that is restarted after each step in `stops`."""
     state: Any = None
     for step_number in range(1, 5):
         if state is None or step_number - 1 in stops:
@@ -619,12 +619,14 @@ def bits(value: Any) -> bytes:
 
 def eager_product(state: Any) -> Any:
     rows = np.random.default_rng(0).normal(size=(64, 337)).astype(np.float32)
-    residual = rows @ state["w"] - 1  # NumPy adds up in another order than XLA does
+    residual = rows @ state["w"] - 1  # NumPy adds in another order than XLA
     return {"w": state["w"] - 1e-3 * jnp.asarray(rows).T @ residual}
 
 
 def eager_rate(state: Any) -> Any:
-    rate = 0.05 / (1 + 0.037 * state["step"])  # float64 of an int32 of NumPy, float32 of one of JAX
+    rate = 0.05 / (
+        1 + 0.037 * state["step"]
+    )  # float64 from an int32 of NumPy, float32 from one of JAX
     return {"step": state["step"] + jnp.int32(1), "sum": state["sum"] * 0.9 + rate * jnp.float32(3)}
 
 
@@ -636,7 +638,7 @@ def eager_rate(state: Any) -> Any:
     ],
     ids=["array", "numbers"],
 )
-def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
+def test_a_run_that_began_with_numpy_resumes_with_the_arrays_that_it_had(
     tmp_path: Any, init: Callable[[], Any], step: Callable[[Any], Any]
 ) -> None:
     undisturbed = ended(tmp_path / "undisturbed", init, step, set())
@@ -646,7 +648,7 @@ def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
     assert flatten(load_checkpoint(tmp_path / "resumed")).keys() == flatten(init()).keys()
 
 
-def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_path: Any) -> None:
+def test_a_program_that_catches_no_checkpoint_resumes_with_the_same_arrays(tmp_path: Any) -> None:
     target = {"w": np.zeros(3, np.float32)}
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(StepNotFoundError):
@@ -657,7 +659,7 @@ def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_
     assert isinstance(state["w"], jax.Array)
 
 
-def test_a_number_that_became_a_tensor_comes_back_as_a_tensor(tmp_path: Any) -> None:
+def test_a_number_that_became_a_tensor_is_restored_as_a_tensor(tmp_path: Any) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"mean": 0.0})
         manager.save(1, {"mean": torch.tensor(0.1)})
@@ -675,7 +677,7 @@ def test_a_target_of_another_framework_keeps_its_class(tmp_path: Any) -> None:
     assert torch.equal(state["w"], torch.ones(3))
 
 
-def test_a_wide_array_of_jax_comes_back_as_numpy_where_jax_would_cut_it(tmp_path: Any) -> None:
+def test_a_64_bit_array_of_jax_is_restored_as_numpy_if_jax_would_truncate_it(tmp_path: Any) -> None:
     wide = np.array([0.1, 0.2])
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"w": np.zeros(2)})
@@ -700,8 +702,10 @@ def test_a_host_copy_of_the_state_does_not_replace_the_arrays_of_the_target(tmp_
     assert isinstance(state["w"], jax.Array)
 
 
-def test_a_type_of_ml_dtypes_is_not_taken_for_the_type_of_numpy_with_its_letter() -> None:
-    value = np.arange(-4, 5).astype(ml_dtypes.float8_e4m3b11fnuz)  # "L", as uint64 is
+def test_a_dtype_of_ml_dtypes_is_not_confused_with_the_numpy_dtype_of_its_letter() -> None:
+    value = np.arange(-4, 5).astype(
+        ml_dtypes.float8_e4m3b11fnuz
+    )  # its letter is "L", as that of uint64
     leaves = snapshot({"a": value})
     assert leaves["a"].dtype == "float8_e4m3b11fnuz"
     assert restore({"a": value[::-1]}, leaves)["a"].tobytes() == value.tobytes()
@@ -712,7 +716,7 @@ class Tables(eqx.Module):
 
 
 @pytest.mark.parametrize("container", [dict, collections.OrderedDict, Tables])
-def test_a_key_that_is_no_unicode_is_refused_by_path(container: Any) -> None:
+def test_a_dict_key_that_is_not_valid_unicode_is_refused_by_path(container: Any) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"^outer.*: .*'\\ud800'.*not valid Unicode"):
         snapshot({"outer": container({"\ud800": 1, "é": 2})})
 

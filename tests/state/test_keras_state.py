@@ -1,4 +1,4 @@
-"""Keras 3 on both backends: stable paths, exact resume, errors, and a checkpoint that crosses over."""
+"""Keras 3 on both backends: stable paths, exact resume, errors, and restores on the other backend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_paths_do_not_depend_on_what_was_built_before(reports: Any, backend: str) -> None:
+def test_paths_do_not_depend_on_earlier_models(reports: Any, backend: str) -> None:
     expected = [f"model/{path}" for path in MODEL]
     expected += ["optimizer/iteration", "optimizer/learning_rate"]
     slots = {f"optimizer/{slot}/{path}" for slot in ("momentum", "velocity") for path in TRAINED}
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_one_backend_restores_on_the_other(reports: Any) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_errors(reports: Any, backend: str) -> None:
+def test_mismatches_and_unbuilt_objects_are_named(reports: Any, backend: str) -> None:
     out = reports[backend]
     assert "dense_1/kernel: expected float32[4,4], found float32[4,3]" in out["misfit"]
     assert out["unbuilt model"].startswith("m: the Keras object 'sequential_")
@@ -107,13 +107,13 @@ def test_errors(reports: Any, backend: str) -> None:
     assert out["no optimizer"] == "apply needs an optimizer: Stateless(model, optimizer)"
 
 
-def test_buffers_of_a_wrapped_torch_module_are_not_lost_in_silence(reports: Any) -> None:
+def test_buffers_of_a_wrapped_torch_module_are_refused(reports: Any) -> None:
     assert "wraps a torch module with buffers" in reports["torch"]["buffers"]
     assert "running_mean" in reports["torch"]["buffers"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_manager_restores_the_generator_that_seeds_come_from(
+def test_a_manager_restores_the_generator_of_keras_seeds(
     reports: dict[str, Any], backend: str
 ) -> None:
     first, second = reports[backend]["drawn"]

@@ -23,7 +23,7 @@ def data() -> ArrayDataset:
 
 
 def pipelines(strategy: Any) -> Any:
-    """The same batches, from a function."""
+    """The same batches from `distribute_datasets_from_function`."""
     source = data()
 
     def dataset_fn(context: Any) -> Any:
@@ -86,7 +86,7 @@ ENGINES = {"jax": on_jax, "torch": on_torch}
 def train(
     engine: str, where: Path, devices: int, *, fail_after: int | None = None, batches: Any = None
 ) -> Any:
-    """Fingerprints by step. A run that fails is seen by its last one."""
+    """Train and return the fingerprints by step; those of a failed run end at its last checkpoint."""
     strategy, step, state = ENGINES[engine](devices)
     config = RunConfig(where, save_checkpoints_steps=SAVES, output=OutputConfig(progress="off"))
     source = data() if batches is None else batches(strategy)

@@ -1,4 +1,4 @@
-"""SIGTERM and notices: the run saves wherever they come, leaves with 75, goes on with equal bits."""
+"""SIGTERM and notices at any place: the run saves, exits with 75 and resumes with equal bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from problem import STEPS, Spy, config, data, eval_fn, fresh, prints, rows, said, step_fn, trainer
+from problem import (
+    STEPS,
+    Spy,
+    config,
+    console_text,
+    data,
+    eval_fn,
+    fresh,
+    prints,
+    rows,
+    step_fn,
+    trainer,
+)
 
 import perdure
 from perdure import CheckpointManager, Trainer, load_checkpoint
@@ -24,7 +36,7 @@ from perdure.train import CheckpointConfig, Hook
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """A preempted run leaves SIGTERM ignored, for its last moments; this process lives on."""
+    """A preempted run ignores SIGTERM until its process ends; this process continues."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -35,7 +47,7 @@ def sigterm() -> None:
 
 
 class At(Hook):
-    """Sends SIGTERM at one place, twice if asked: a second one must change nothing."""
+    """Sends SIGTERM at one place, and a second one if asked, which must change nothing."""
 
     def __init__(self, place: str, step: int, times: int = 1) -> None:
         self.place, self.step, self.times, self.fired = place, step, times, 0
@@ -59,7 +71,7 @@ class At(Hook):
         self._at("after_evaluate", trainer.step)
 
     def data(self, step: int) -> Any:
-        """A source that does not answer where the signal comes."""
+        """A source that hangs at the step at which the signal comes."""
         if (self.place, self.step) == ("data", step) and not self.fired:
             self._at("data", step)
             threading.Event().wait(60)
@@ -82,7 +94,7 @@ PLACES = [
     ("begin", 0, 0),
     ("before_step", 4, 5),
     ("after_step", 5, 5),
-    ("after_step", 8, 8),  # with a save under way
+    ("after_step", 8, 8),  # with a save in progress
     ("data", 5, 5),
     ("data", 8, 8),
     ("evaluate", 6, 6),
@@ -93,7 +105,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("place", "step", "saved"), PLACES)
-def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
+def test_sigterm_anywhere_saves_the_step_and_exits_with_75(
     tmp_path: Path, place: str, step: int, saved: int
 ) -> None:
     At("nowhere", 0).run(tmp_path / "whole", keep_checkpoint_max=None)
@@ -106,7 +118,7 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
     assert check_run(where).good[-1] == saved
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     made = At("nowhere", 0).run(where, keep_checkpoint_max=None)
-    assert f"resuming after step {saved}" in said(made)
+    assert f"resuming after step {saved}" in console_text(made)
     fingerprints, expected = prints(where), prints(tmp_path / "whole")
     assert {step: expected[step] for step in fingerprints if step in expected} == {
         step: fingerprints[step] for step in fingerprints if step in expected
@@ -119,12 +131,12 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
 
 
 def metrics_of(where: Path) -> dict[int, Any]:
-    """What the manifests say."""
+    """The metrics in the manifests, by step."""
     run = Run(where)
     return {step: run.manifest(step).metrics for step in run.steps()}
 
 
-def test_an_evaluation_at_a_last_step_out_of_turn_is_done_anew(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_of_the_last_step_is_repeated(tmp_path: Path) -> None:
     At("nowhere", 0).run(tmp_path / "whole", STEPS - 1, save_summary_steps=1)
     where = tmp_path / "parts"
     with pytest.raises(SystemExit):
@@ -135,8 +147,10 @@ def test_an_evaluation_at_a_last_step_out_of_turn_is_done_anew(tmp_path: Path) -
     assert metrics_of(where)[STEPS - 1] == metrics_of(tmp_path / "whole")[STEPS - 1]
 
 
-def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
-    """Negative control: the tests above see a loop that does not listen while it waits."""
+def test_control_without_the_handler_a_stall_is_not_interrupted(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The tests above fail for a loop that does not handle SIGTERM while it waits."""
     monkeypatch.setattr(threading.Event, "wait", lambda *_: None)
     real = PreemptionFlag._on_signal
 
@@ -149,7 +163,7 @@ def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypa
         At("data", 5).run(tmp_path)
 
 
-def test_sigterm_keeps_its_meaning_before_and_behind_a_run(tmp_path: Path) -> None:
+def test_sigterm_keeps_its_meaning_before_and_after_a_run(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     trainer(tmp_path).train(2)
     assert signal.getsignal(signal.SIGTERM) == before
@@ -163,9 +177,9 @@ def test_a_forked_worker_is_still_ended_by_sigterm(tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             os.write(started, b"x")
-            while True:  # not a wait, which a signal that comes just before it would not end
+            while True:  # no blocking wait, because a signal just before it would not end it
                 pass
-        os.read(ready, 1)  # a signal that comes during the fork itself is lost
+        os.read(ready, 1)  # a signal during the fork itself would be lost
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
@@ -180,7 +194,7 @@ class Clock:
         return self.now
 
 
-def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None:
+def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
     clock = Clock()
     config = perdure.TerminationConfig(grace_period=5.0)
     flag = PreemptionFlag(config, lambda: "The newest committed checkpoint is step 4.", clock)
@@ -211,7 +225,7 @@ def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None
         perdure.TerminationConfig(grace_period=0)
 
 
-def test_a_save_that_fits_is_not_talked_about(capsys: Any) -> None:
+def test_a_save_within_the_grace_period_is_silent(capsys: Any) -> None:
     clock = Clock()
     flag = PreemptionFlag(perdure.TerminationConfig(grace_period=5.0), str, clock)
     flag.grace.timed(lambda: None)()
@@ -220,11 +234,11 @@ def test_a_save_that_fits_is_not_talked_about(capsys: Any) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_termination_watcher_ends_a_wait_for_data_too(tmp_path: Path) -> None:
+def test_a_termination_watcher_ends_a_wait_for_data(tmp_path: Path) -> None:
     asked = []
 
     class Poll(Hook):
-        """What the watching thread does every second, at a known place."""
+        """Polls at a known place, as the watching thread does every second."""
 
         def before_step(self, trainer: Trainer) -> None:
             assert trainer.manager is not None

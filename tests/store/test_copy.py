@@ -1,4 +1,4 @@
-"""Copies and forks: the same bits in another run directory, which depends on nothing of the first."""
+"""Copies and forks: the same bits in another run directory that does not depend on the first."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def squeeze(place: Any, *steps: int) -> None:
 # ---------------------------------------------------------------- copies
 
 
-def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_checkpoints_in_its_own_packs(origin: Path, tmp_path: Path) -> None:
     copied = copy_run(origin, tmp_path / "there")
     assert outcomes(copied) == dict.fromkeys((1, 2, 3, 4), "copied")
     assert check_run(tmp_path / "there").problems == ()
@@ -126,7 +126,7 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
     one, other = (Run(tmp_path / name).manifest(1) for name in ("here", "there"))
     assert (one.format, one.stored_nbytes) == (other.format, other.stored_nbytes)
     assert one.stored_nbytes < one.nbytes
-    with run_on(tmp_path / "plain") as run:  # the same chunks are there in their plain form
+    with run_on(tmp_path / "plain") as run:  # the target holds the same chunks in plain form
         run.save(0, repeated(make_leaves(1, (5000, 40))))
     (copied,) = copy_run(tmp_path / "here", tmp_path / "plain")
     assert copied.nbytes == 0
@@ -145,7 +145,7 @@ def test_a_repeated_copy_changes_nothing_and_adds_later_metrics(origin: Path) ->
     assert Run(target).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
 
 
-def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_path: Path) -> None:
+def test_a_repeated_copy_writes_missing_chunks_again(origin: Path, tmp_path: Path) -> None:
     copy_run(origin, tmp_path / "there")
     newest = Run(tmp_path / "there").manifest(4).packs
     for pack in newest:
@@ -154,7 +154,7 @@ def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_pa
     assert contents(Run(tmp_path / "there").load(4).leaves) == contents(sharing_states()[4])
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(origin: Path, tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_same_and_changes_nothing(origin: Path, tmp_path: Path) -> None:
     planned = copy_run(origin, tmp_path / "there", dry_run=True)
     assert not (tmp_path / "there").exists()
     assert copy_run(origin, tmp_path / "there") == planned
@@ -163,7 +163,9 @@ def test_a_dry_run_says_the_same_and_changes_nothing(origin: Path, tmp_path: Pat
     )
 
 
-def test_what_would_break_the_history_there_is_not_copied(origin: Path, tmp_path: Path) -> None:
+def test_steps_that_break_the_history_of_the_target_are_not_copied(
+    origin: Path, tmp_path: Path
+) -> None:
     with run_on(tmp_path / "there") as run:
         run.save(2, make_leaves(2))
     before = Run(tmp_path / "there").manifest(2)
@@ -190,7 +192,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(origin: Path
 
 
 class Moving(LocalStorage):
-    """A run directory that another process prunes and compacts during a read."""
+    """A run directory that another process prunes and compacts during a read of it."""
 
     def __init__(self, path: Path, *steps: int) -> None:
         super().__init__(path)
@@ -204,7 +206,7 @@ class Moving(LocalStorage):
         return super().read_into(name, offset, target)
 
 
-def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(origin: Path) -> None:
+def test_a_copy_follows_a_concurrent_compaction_and_skips_pruned_steps(origin: Path) -> None:
     target = MemoryStorage()
     moving = Moving(origin, 1)
     assert outcomes(copy_run(moving, target, [4])) == {4: "copied"}
@@ -220,7 +222,7 @@ def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(or
     assert check_run(repaired).good == (3,)
 
 
-def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
+def test_read_errors_of_the_source_are_not_damage(origin: Path) -> None:
     class Failing(LocalStorage):
         error: OSError = OSError(errno.EMFILE, "too many open files")
 
@@ -238,7 +240,7 @@ def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
     assert check_run(destination).good == ()
 
 
-def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_onto_a_full_disk_raises_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
     class Full(LocalStorage):
         def free_bytes(self) -> int | None:
             return 100_000
@@ -257,14 +259,14 @@ def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path
     assert check_run(tmp_path / "there").problems == ()
 
 
-def test_a_copy_that_is_stopped_commits_nothing(origin: Path) -> None:
+def test_an_interrupted_copy_commits_nothing(origin: Path) -> None:
     target = MemoryStorage()
     with Run(target, create=True) as run, pytest.raises(CopyStoppedError):
         copy_checkpoint(Run(origin), 4, run, stopped=lambda: True)
     assert check_run(target).good == ()
 
 
-def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_locks_only_the_target(origin: Path, tmp_path: Path) -> None:
     with Run(origin) as writer:
         writer.begin_writing()
         copy_run(origin, tmp_path / "there")
@@ -279,7 +281,7 @@ def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) 
             copy_run(origin, place)
 
 
-def test_between_a_directory_and_an_object_store_and_back(
+def test_a_copy_to_an_object_store_and_back_has_the_same_bits(
     s3: ObjectServer, origin: Path, tmp_path: Path
 ) -> None:
     url = s3.new_url()
@@ -293,7 +295,7 @@ def test_between_a_directory_and_an_object_store_and_back(
 # ---------------------------------------------------------------- forks
 
 
-def test_a_fork_is_a_run_of_its_own_that_takes_little_room(origin: Path, tmp_path: Path) -> None:
+def test_a_fork_is_an_independent_run_that_takes_little_space(origin: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in origin.rglob("*.pack")}
     fork = tmp_path / "fork"
     assert fork_run(origin, 3, fork).step == 3
@@ -319,7 +321,7 @@ def test_a_fork_outlives_its_origin(origin: Path, tmp_path: Path) -> None:
     assert contents(Run(tmp_path / "fork").load(1).leaves) == contents(sharing_states()[1])
 
 
-def test_a_fork_where_there_are_no_links_copies(
+def test_a_fork_copies_if_it_cannot_link(
     origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
@@ -376,7 +378,7 @@ def perdure(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_perdure_copy(origin: Path, tmp_path: Path) -> None:
+def test_the_command_copies_and_reports(origin: Path, tmp_path: Path) -> None:
     target = tmp_path / "there"
     done = perdure("copy", f"{origin}@2,4", target, "--dry-run")
     assert done.exit_code == 0
@@ -405,7 +407,7 @@ def test_perdure_copy(origin: Path, tmp_path: Path) -> None:
     assert check_run(tmp_path / "again").good == (1, 2, 3, 4)
 
 
-def test_perdure_fork(origin: Path, tmp_path: Path) -> None:
+def test_the_command_forks_and_reports(origin: Path, tmp_path: Path) -> None:
     done = perdure("fork", f"{origin}@3", tmp_path / "fork")
     assert (done.exit_code, done.output) == (
         0,

@@ -1,4 +1,4 @@
-"""A reader written from docs/FORMAT.md alone, without a line of the store: both must agree."""
+"""A reader written from docs/FORMAT.md alone, without code of the store, must agree with the store."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read(
 
 
 def rebuild(root: Path, step: int, path: str) -> Any:
-    """The state of the object at `path`, arrays as (class, dtype, shape, bytes)."""
+    """The state of the object at `path`, with arrays as (class, dtype, shape, bytes)."""
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["format"] == 3

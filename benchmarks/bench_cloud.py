@@ -1,12 +1,12 @@
-"""Saving to and loading from S3, beside the same bytes through s3fs, on one server on loopback.
+"""Saves to and loads from S3, compared with the same bytes through s3fs, on a local server.
 
-s3fs gets the bytes as they are, in one object, and hashes nothing; what runs here hashes every
-chunk, and the load verifies. `--s3fs-python` names an interpreter with s3fs 2026.9.0, which is asked
-for by its exact version: boto3 beside s3fs resolves to an s3fs of 2020 otherwise.
+s3fs writes the bytes as they are, in one object, and hashes nothing; perdure hashes every chunk, and
+its loads verify. `--s3fs-python` names an interpreter with s3fs 2026.9.0, which must be asked for by
+its exact version: with boto3, s3fs otherwise resolves to a release of 2020.
 
 Two servers: moto, and s3rver (npm install s3rver; `--s3rver` or PATH). moto reads a whole object for
-every range that it is asked for; the cost of one range is measured beside, and says what is moto's
-part of each request of a load. s3rver serves ranges from a file.
+every range request; the cost of one range is measured as well, and shows moto's
+part of the time of a load. s3rver serves ranges from a file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "version": s3fs.__vers
 
 @dataclass(frozen=True)
 class Place:
-    """A bucket of a server that runs."""
+    """A bucket of a running server."""
 
     server: str
     endpoint: str
@@ -95,7 +95,7 @@ def on_s3rver(program: str) -> Iterator[Place]:
 
 
 def ours(place: Place, mib: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each save and of each load of a state in leaves of 64 MiB, all bytes new."""
+    """Seconds of each save and each load of a state in leaves of 64 MiB with new bytes."""
     saves, loads = [], []
     for number in range(rounds):
         with open("/dev/urandom", "rb") as noise:
@@ -111,7 +111,7 @@ def ours(place: Place, mib: int, rounds: int) -> tuple[list[float], list[float]]
 
 
 def of_one_range(place: Place) -> float:
-    """Seconds that the server needs for 4 KiB of the pack of a save."""
+    """Seconds that the server needs for 4 KiB of the pack of a save, at best."""
     storage = place.storage("ours-0")
     (pack,) = storage.list("packs/")
     return min(
@@ -120,7 +120,7 @@ def of_one_range(place: Place) -> float:
 
 
 def peer(place: Place, python: str, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of s3fs: a file written, the same file read in parts, and fetched whole."""
+    """Seconds of s3fs: to write a file, read it in parts, and fetch it whole."""
     series: dict[str, list[float]] = {"save": [], "load": [], "cat": []}
     for number in range(rounds):
         where = f"{place.bucket}/s3fs-{number}"
@@ -142,7 +142,7 @@ def timed(action: Callable[[], object]) -> float:
 def rate(
     place: Place, what: str, mib: int, times: list[float], peer_times: dict[str, list[float]]
 ) -> Row:
-    """Medians in MB/s; against the faster way of the peer."""
+    """The median in MB/s, compared with the faster way of s3fs."""
     mine = [mib * MIB / seconds / 1e6 for seconds in times]
     rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in peer_times.items()}
     best = max(rates, key=lambda how: rates[how])
@@ -154,7 +154,7 @@ def rate(
 def rows_on(
     start: Callable[[], AbstractContextManager[Place]], python: str, mib: int, rounds: int
 ) -> Iterator[Row]:
-    # A server of its own for each, because moto keeps in memory whatever it was given.
+    # A new server for each, because moto keeps all objects in memory.
     with start() as place:
         saves, loads = ours(place, mib, rounds)
         one = of_one_range(place)

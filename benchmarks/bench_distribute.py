@@ -1,11 +1,11 @@
-"""How long an exact step takes, beside TensorFlow, beside torch's DDP and beside plain JAX.
+"""The time of an exact step, compared with TensorFlow, torch's DDP and plain JAX.
 
     make bench-distribute     one table, and the same as JSON in build/bench-distribute.json
 
-What is the same for everybody: the model (TensorFlow's tutorial's, unless said), Adam, the global
-batch, one in memory, and that a step ends when its loss is a Python number. All subjects of a block
-are alive at once and take turns, a few steps each, round by round; figures are medians, `spread` is
-the lowest and highest median of a round. XLA's pool is pinned for the plain steps too.
+All subjects have the same model (that of TensorFlow's tutorial unless named), Adam, the global batch,
+which is in memory, and a step that ends when its loss is a Python number. All subjects of a block run
+at the same time and take turns, a few steps each, round by round. Figures are medians; `spread` is the
+lowest and highest median of a round. XLA's thread pool is pinned for the plain steps as well.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Subject:
         ]
 
     def ask(self, order: dict[str, Any]) -> Any:
-        """The answer of the first process; None, with its error, where one fails."""
+        """The answer of the first process; None, after printing the error, if a process fails."""
         for child in self._children:
             if child.poll() is None:
                 child.stdin.write(json.dumps(order) + "\n")
@@ -82,7 +82,7 @@ class Subject:
 def take_turns(
     subjects: dict[str, tuple[Subject, str]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Medians of every round, by subject."""
+    """The median of every round, by subject."""
     medians: dict[str, list[float]] = {}
     for turn in range(rounds):
         for name, (subject, what) in subjects.items():
@@ -100,7 +100,7 @@ def timed(text: str, series: list[float]) -> Row:
 
 
 def against(text: str, mine: list[float], name: str, peer: list[float], most: float | None) -> Row:
-    """The ratio is the median of the rounds' ratios: a machine changes while it is measured."""
+    """A row whose ratio is the median of the rounds' ratios, because the machine's speed varies."""
     ratio = statistics.median(a / b for a, b in zip(mine, peer, strict=True))
     compared_row = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
     met = None if most is None else ratio <= most
@@ -113,7 +113,7 @@ def against(text: str, mine: list[float], name: str, peer: list[float], most: fl
 
 
 def peers(rounds: int) -> list[Row]:
-    """Against TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
+    """Compare with TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
     torch1, torch2, ddp = Subject("torch"), Subject("torch", 2), Subject("torch", 2)
     subjects = {
         "exact": (torch1, "exact cnn 128 2 2"),
@@ -153,7 +153,7 @@ LARGE = (("mlp", 4096), ("cnn", 512), ("transformer", 256))
 
 
 def same_topology(rounds: int) -> list[Row]:
-    """V=D against plain data parallelism of the same engine."""
+    """Compare V=D with plain data parallelism of the same engine."""
     jax = Subject("jax", env={"JAX_NUM_CPU_DEVICES": "4"})
     torch = Subject("torch")
     rows = []
@@ -193,7 +193,7 @@ def _pair(
 
 
 def one_device(rounds: int) -> list[Row]:
-    """Eight replicas on one device against the whole batch at once."""
+    """Compare eight replicas on one device with the whole batch at once."""
     rows = []
     for engine in ("jax", "torch"):
         subject = Subject(engine)
@@ -234,7 +234,7 @@ def counted() -> list[Row]:
 
 
 def loader() -> Iterator[Row]:
-    import distribute_loader  # and with it perdure's PyTorch
+    import distribute_loader  # and with it perdure's step on PyTorch
 
     return distribute_loader.rows()
 
@@ -253,7 +253,7 @@ def main() -> int:
 
 
 def rows(wanted: list[str], rounds: int) -> Iterator[Row]:
-    """The rows of some blocks."""
+    """The rows of the chosen blocks."""
     for name in wanted:
         print(f"{name} ...", file=sys.stderr, flush=True)
         yield from BLOCKS[name](rounds) if name in BLOCKS else globals()[name]()

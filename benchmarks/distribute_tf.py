@@ -1,4 +1,4 @@
-"""Training steps on TensorFlow, written as its tutorials on custom training and workers do."""
+"""Training steps on TensorFlow, written as in its tutorials on custom training and workers."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 KIND: `jax` and `torch` save and restore by perdure; `plain` is PyTorch as its tutorials have it
 (torch.save, init_process_group, all_reduce of the gradients), for torchrun and Ray Train; `trainer` is
-perdure's Trainer on JAX, which saves at `auto`. Every worker appends `time pid rank step` to
-DIRECTORY/progress behind each step, once its result is there; times are of the monotonic clock.
+perdure's Trainer on JAX, with `save_interval_secs="auto"`. Every worker appends `time pid rank step` to
+DIRECTORY/progress after each step, when its result is computed; times are of the monotonic clock.
 """
 
 from __future__ import annotations

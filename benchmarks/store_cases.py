@@ -1,8 +1,8 @@
-"""The figures of perdure that need more than a save and a load: limits, stalls, memory, listing.
+"""The figures of perdure beyond a save and a load: limits, stalls, memory, listing.
 
-Each function runs in a process of its own (`python store_cases.py NAME DIRECTORY NBYTES`) and prints
-JSON. A limit (fio, memcpy, write+fsync) is measured in turn with what is held against it, because
-the disk and the processor of a shared machine change from second to second.
+Each function runs in a new process (`python store_cases.py NAME DIRECTORY NBYTES`) and prints
+JSON. A limit (fio, memcpy, write+fsync) is measured in turn with the figure compared with it, because
+the speed of a shared machine varies from second to second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAF = 64 * MIB
 
 
 def disk(path: Path, nbytes: int) -> dict[str, Any]:
-    """Durable writes and cold loads, each right after the disk's own limit."""
+    """GB/s of durable writes and cold loads, each measured right after the limit of the disk."""
     subject = Perdure()
     state = subject.make(nbytes // LEAF, LEAF)
     out: dict[str, list[float]] = {"write": [], "write limit": [], "load": [], "load limit": []}
@@ -52,7 +52,7 @@ def disk(path: Path, nbytes: int) -> dict[str, Any]:
 
 
 def stall_jax(path: Path, nbytes: int) -> dict[str, Any]:
-    """ms that `save` takes from the loop; the first one is apart, it makes the run directory."""
+    """ms that `save` stops the loop, without the first one, which makes the run directory."""
     subject = Perdure()
     state = subject.make(nbytes // LEAF, LEAF)
     stalls = []
@@ -95,7 +95,7 @@ def _stall_in_place(path: Path, state: Any, views: dict[str, Any]) -> dict[str, 
 
 
 def small(path: Path, _: int) -> dict[str, Any]:
-    """ms of a committed save of 5 MB in 12 leaves, and of one plain write and fsync of 5 MB."""
+    """ms of a committed save of 5 MB in 12 leaves, and of a plain write and fsync of 5 MB."""
     state = {f"layer{i}": np.zeros(5_000_000 // 12 // 4, np.float32) for i in range(12)}
     blob = os.urandom(5_000_000)
 
@@ -134,7 +134,7 @@ def _many_saves(path: Path, state: Any, limit: Any, rounds: int) -> dict[str, An
 
 
 def delta(path: Path, _: int) -> dict[str, Any]:
-    """Share of the bytes that a save writes when 90% of them are as before."""
+    """The fraction of the bytes that a save writes if 90% of them are unchanged."""
     from perdure import CheckpointManager
 
     state = {f"layer{i}": np.full(4 * MIB, i, np.float32) for i in range(20)}
@@ -153,7 +153,7 @@ def delta(path: Path, _: int) -> dict[str, Any]:
 
 
 def memory(path: Path, nbytes: int) -> dict[str, Any]:
-    """MiB that the process grew by, at the highest, while it saved immutable arrays."""
+    """Peak MiB by which the process grew while it saved immutable arrays."""
     import perdure
 
     subject = Perdure()

@@ -1,9 +1,9 @@
-"""Every example exactly once per epoch: counted over all workers, while the topology changes.
+"""Every example exactly once per epoch, counted over all workers while the topology changes.
 
-A part of the proof of the strategies; `python proofs/data_rows.py` runs it alone. Every worker is a
-process of its own, started for its part of the run: it builds its dataset anew, asks for the rows of
-its logical replicas, and says which examples they were. The length does not divide by the batch, and
-the topology changes in the middle of epochs.
+A part of `make proof-distribute`; `python proofs/data_rows.py` runs it alone. Every worker is a new
+process, started for its part of the run: it makes its dataset, asks for the rows of its logical
+replicas, and returns which examples they were. The batch size does not divide the length, and the
+topology changes in the middle of epochs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from perdure.errors import DataError
 
 REPLICAS = 8
 BATCH = 48
-EXAMPLES = 1009  # a prime: it divides by nothing
-STEPS = 44  # two epochs of 22 steps; streams need 25 and are counted for one
+EXAMPLES = 1009  # a prime, so that nothing divides it
+STEPS = 44  # two epochs of 22 steps; streams need 25 steps and are counted for one epoch
 # Devices in each process.
 TOPOLOGIES = [(1,), (3,), (8,), (1, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1)]
 # 16 shards of different lengths, one of them empty; together 1009.
@@ -36,7 +36,7 @@ SHARDS = [63, 0, 71, 74, 60, 55, 70, 66, 59, 73, 68, 72, 61, 75, 70, 72]
 
 
 class Made:
-    """Examples that are made when asked for, as a torch Dataset makes them."""
+    """Examples that are made when they are read, as a torch Dataset makes them."""
 
     def __len__(self) -> int:
         return EXAMPLES
@@ -74,11 +74,11 @@ def _streams(_: str) -> Any:
     return StreamDataset(_read, dict(enumerate(SHARDS)), BATCH)
 
 
-# ---------------------------------------------------------------- what must be counted wrong
+# ---------------------------------------------------------------- controls, which must be counted wrong
 
 
 class _Restarted(Dataset):
-    """Counts its steps from its own start, as an iterator without a saved position does."""
+    """Counts steps from its own start, as an iterator without a saved position does."""
 
     first: int | None = None
 
@@ -88,7 +88,7 @@ class _Restarted(Dataset):
 
 
 class _SeededByWorkers(Dataset):
-    """Each group shuffles by its own size: exact until the size changes in the middle of an epoch."""
+    """Seeded by the number of workers: right until that changes in the middle of an epoch."""
 
 
 def _restarted(_: str) -> Any:
@@ -105,7 +105,7 @@ def _streams_restarted(_: str) -> Any:
             shard._start(epoch, 0)
         shard._position = (epoch, example)
 
-    if parent_process() is not None:  # only in a worker, which nobody else shares
+    if parent_process() is not None:  # only in a worker process
         stream_module._Shard._seek = seek
     return _streams("")
 
@@ -116,7 +116,7 @@ def _streams_restarted(_: str) -> Any:
 def worker(
     make: Callable[[str], Any], folder: str, topology: tuple[int, ...], index: int, steps: range
 ) -> dict[int, Counter[int]]:
-    """What one worker sees in some steps, by epoch; only its own logical replicas."""
+    """The examples that one worker sees in its logical replicas, by epoch."""
     data = make(folder)
     if isinstance(data, _SeededByWorkers):
         data.seed = len(topology)
@@ -157,7 +157,7 @@ def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]
 
 
 def _context() -> Any:
-    """New processes from a server that has the imports done and nothing else."""
+    """New processes forked from a server that has only done the imports."""
     context = get_context("forkserver")
     context.set_forkserver_preload(
         ["numpy", "perdure.data", "perdure.distribute.topology", "report"]

@@ -1,6 +1,6 @@
-"""Negative controls: each takes out one thing that keeps the bits apart from the topology.
+"""Negative controls: each removes one thing that makes the bits independent of the topology.
 
-Trains the tutorial's CNN with Adam. Tells the fingerprint of the real thing and of each control.
+Trains the tutorial's CNN with Adam and prints the fingerprint of the real thing and of each control.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_al
 from perdure.distribute.reduction import Reduction
 
 MODEL = "tutorial's CNN"
-# 8 examples for each replica: with fewer, the size of the thread pool has not enough to cut up.
+# 8 examples per replica: with fewer, the size of the thread pool would change nothing.
 BATCH = 64
 
 
@@ -31,11 +31,11 @@ class Reversed(Reduction):
         self._values: dict[int, Any] = {}
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Keep it."""
+        """Keep the value."""
         self._values[replica] = value
 
     def total(self, *, check: bool) -> Any:
-        """The sum over all replicas, which are all here."""
+        """The sum over all replicas, all of which this process runs."""
         engine = self._plan.engine
         values = [engine.put(value, engine.devices[0]) for _, value in sorted(self._values.items())]
         while len(values) > 1:
@@ -45,7 +45,7 @@ class Reversed(Reduction):
 
 
 class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the devices in turn."""
+    """Gives the rows of a batch to the devices in turn."""
 
     devices = 1
 
@@ -66,7 +66,7 @@ def strided(devices: int) -> ArrayDataset:
 
 
 def vmapped(strategy: Any, cell: Any) -> str:
-    """JAX: the gradients of all replicas of a device in one batched program, then the same tree."""
+    """On JAX, the gradients of all replicas of a device in one vmapped program, then the same tree."""
     import jax
 
     plan = strategy._plan

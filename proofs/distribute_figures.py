@@ -1,6 +1,6 @@
 """TensorFlow's worked figures: per-example losses [2, 3] and [4, 5] on two replicas, global batch 4.
 
-The custom-training tutorial divides by the global batch size, not by that of the replica: 1.25 and
+The custom-training tutorial divides by the global batch size, not by the batch of a replica: 1.25 and
 2.25, and 3.5 in all.
 """
 

@@ -1,8 +1,8 @@
-"""The multi-worker tutorial's training: its network, RMSprop, 3 epochs of 70 steps, 2 workers.
+"""The training of the multi-worker tutorial: its network, RMSprop, 3 epochs of 70 steps, 2 workers.
 
-One worker of the group, on either engine. Tells the training accuracy of each epoch, taken while the
-network is trained, and the accuracy on the test part. The tutorial has 60,000 images; the file given
-here may have fewer, which are then seen more than once.
+One worker of the group, on either engine. Prints the training accuracy of each epoch, measured while
+the network trains, and the accuracy on the test images. The tutorial has 60,000 images; the given file
+may have fewer, which are then seen more than once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def torch_parts() -> Any:
         nn.Linear(32 * 26 * 26, 128), nn.ReLU(), nn.Linear(128, 10),
     )  # fmt: skip
     for layer in model:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # as Keras begins
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # as Keras initializes
             nn.init.xavier_uniform_(layer.weight)
             assert layer.bias is not None
             nn.init.zeros_(layer.bias)

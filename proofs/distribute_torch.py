@@ -1,4 +1,4 @@
-"""The models and optimizers of the matrix on PyTorch: small, and written as a user would write them."""
+"""Small models and the optimizers of the matrix on PyTorch, written as a user would write them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 1
 
 
 class Cell(NamedTuple):
-    """What `strategy.step` takes, and the state that it starts from."""
+    """The arguments of `strategy.step`, and the function that makes the first state."""
 
     init: Callable[[], Any]
     grad: Callable[..., Any]
@@ -46,7 +46,7 @@ def optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule(step: int) -> float:
-    """Warm-up and cosine decay, from the integer step."""
+    """Warm-up and cosine decay as a function of the integer step."""
     return 1e-4 * (step + 1) if step < 2 else 2e-3 * (1 + math.cos(math.pi * step / 10)) / 2
 
 
@@ -126,7 +126,7 @@ def batchnorm() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """The rows of an image as 28 tokens; two blocks of two heads."""
+    """A transformer on the rows of an image: 28 tokens, two blocks of two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ MODELS: dict[str, Callable[[int], dict[str, Cell]]] = {
 
 
 def make_strategy(devices: str, replicas: int, group: bool) -> Any:
-    """`devices`: how many of them, each a thread."""
+    """`devices` is the number of devices, each of which is a thread."""
     if group:
         return MultiWorkerMirroredStrategy(replicas=replicas, devices=int(devices))
     return MirroredStrategy(int(devices), replicas)

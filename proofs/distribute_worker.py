@@ -1,4 +1,4 @@
-"""One process of one topology: trains every cell, tells the fingerprint of each as a JSON line.
+"""One process of one topology: trains every cell and prints the fingerprint of each as a JSON line.
 
 Many cells share a process, because starting one costs more than training a small model.
 """
@@ -24,20 +24,20 @@ STEPS = 3
 
 
 def dataset(batch: int = BATCH) -> ArrayDataset:
-    """Noise as images. The last of the 5 batches of an epoch is padded, and is trained on."""
+    """Images of noise. The last of the 5 batches of an epoch is padded, and is trained on."""
     rng = np.random.default_rng(7)
     x = rng.integers(0, 256, (4 * batch + 9, 28, 28), dtype=np.uint8)
     return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, batch, seed=3)
 
 
 def fingerprint(state: Any) -> str:
-    """That of a checkpoint of the state."""
+    """The fingerprint of a checkpoint of the state."""
     with Run(MemoryStorage(), create=True) as run:
         return run.save(0, flatten(state)).fingerprint[:12]
 
 
 def train(strategy: Any, cell: Any, data: Any = None) -> str:
-    """A few steps, the first of them in the middle of an epoch."""
+    """Train a few steps, starting in the middle of an epoch; return the fingerprint."""
     state, train_step = cell.init(), strategy.step(cell.grad, cell.update)
     logs: Any = {}
     data = data or dataset()

@@ -1,6 +1,6 @@
 """The training program of the proof of the loop: a Trainer on JAX, alone or as a worker of a group.
 
-It says on standard output where it is, as JSON lines.
+It prints its progress as JSON lines.
 """
 
 from __future__ import annotations

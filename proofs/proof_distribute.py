@@ -1,4 +1,4 @@
-"""The same bits on any topology, proved cell by cell. About a quarter of an hour on two cores.
+"""Proves the same bits on any topology, for many models. About 15 minutes on two cores.
 
 Run by `make proof-distribute`; ARGS='--data PATH' adds the tutorials' training on MNIST,
 ARGS='--only matrix --engine torch' runs a part.
@@ -26,12 +26,12 @@ HERE = Path(__file__).parent
 ENGINES = ("jax", "torch")
 PARTS = ("figures", "matrix", "changes", "controls", "data", "mnist")
 
-# (processes, devices of each; by comma where one process runs several topologies)
+# (processes, devices of each; separated by commas if one process runs several topologies)
 TOPOLOGIES = {
     "jax": [(1, "1,2,3,4,5,8,reversed"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
     "torch": [(1, "1,2,3,8"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
 }
-# (processes, devices) of each stretch of ten steps.
+# (processes, devices) of every ten steps.
 CHANGES = {
     "jax": [(1, 1), (1, 4), (2, 1), (1, 3), (2, 2), (1, 8)],
     "torch": [(1, 1), (2, 1), (3, 1), (4, 1), (2, 1), (1, 1)],
@@ -41,14 +41,14 @@ EPOCHS = 10
 
 
 def script(name: str) -> list[str]:
-    """A program beside this one, as arguments of Python."""
+    """The command of a program in this folder, with these options."""
     return [str(HERE / f"{name}.py")]
 
 
 def run(
     program: list[str], arguments: list[str], processes: int = 1, devices: int = 1, kill_at: int = 0
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(worker, event) of a group, as they come; SIGKILL to all of it after step `kill_at`."""
+    """The (worker, event) pairs of a group; all workers get SIGKILL after step `kill_at`."""
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *program, *arguments]
     with WorkerGroup(command, processes, environment) as group:
@@ -60,7 +60,7 @@ def run(
 
 
 def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
-    """Line 1: models x optimizers x topologies, one fingerprint for each model and optimizer."""
+    """Models x optimizers x topologies: one fingerprint for each model and optimizer."""
     fingerprints: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for processes, devices in TOPOLOGIES[engine]:
         most = 8 if "8" in devices else int(devices)
@@ -69,14 +69,14 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
         def events(*more: str, p: int = processes, d: int = most, o: list[str] = options) -> Any:
             return list(run(script("distribute_worker"), [*o, *more], p, d))
 
-        # A single process keeps one core busy, mostly with compiling.
+        # A single process keeps one core busy, mostly with compilation.
         halves = [("--half", "0"), ("--half", "1")] if processes == 1 else [()]
         with ThreadPoolExecutor(len(halves)) as pool:
             parts = list(pool.map(lambda more, events=events: events(*more), halves))
         for worker, event in itertools.chain(*parts):
             name = f"P{processes} D{event['devices']} worker {worker}"
             fingerprints[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
-    # What the first topology gave is compared with, so it is not counted as a case.
+    # The fingerprint of the first topology is the reference, so it is not counted as a case.
     for (model, optimizer), cells in fingerprints.items():
         (_, first), *others = cells
         outcome = row(
@@ -95,7 +95,7 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
 
 
 def changes(engine: str) -> Iterator[bool]:
-    """Line 2: 60 steps, killed and continued on another topology after every tenth."""
+    """60 steps, killed and continued on another topology after every ten steps."""
     steps = CHANGE_STEPS * len(CHANGES[engine])
     program = ["-m", f"perdure.demo.train_{engine}"]
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
@@ -112,12 +112,12 @@ def changes(engine: str) -> Iterator[bool]:
             stretch("changed", processes, devices, kill_at=turn * CHANGE_STEPS)
         stretch("changed", *last)
         same = fingerprint(Path(work, "changed"), steps) == fingerprint(Path(work, "plain"), steps)
-    # A kill that did not fire has raised in `run`.
+    # A kill that does not fire raises in `run`.
     yield from [same] * len(changed)
 
 
 def controls(engine: str) -> Iterator[Row]:
-    """Line 3: what gives other bits, so that line 1 could have failed."""
+    """Negative controls: changes that give other bits, so that the matrix could have failed."""
     program = script("distribute_controls")
     options = ["--engine", engine]
     fingerprints: dict[str, set[str]] = defaultdict(set)
@@ -140,23 +140,23 @@ def controls(engine: str) -> Iterator[Row]:
         f"{engine}: the real thing under the controls' data has one fingerprint", [len(real) == 1]
     )
     for name, prints in fingerprints.items():
-        # By how much it differs depends on the control; that it does is what it is there for.
+        # How often the bits differ depends on the control; each must differ at least once.
         yield row(f"{engine}, control that must differ: {name}", [bool(prints - real)])
 
 
 def figures(engine: str) -> Iterator[bool]:
-    """Line 5: the worked figures of TensorFlow's custom-training tutorial."""
+    """The worked figures of TensorFlow's custom-training tutorial."""
     for _, event in run(script("distribute_figures"), ["--engine", engine]):
         yield event["losses"] == [1.25, 2.25]
         yield event["sum"] == 3.5
 
 
 def mnist(engine: str, data: str) -> Iterator[Row]:
-    """Line 6: the tutorials' training on MNIST digits."""
+    """The training of the tutorials on MNIST digits."""
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
         accuracy = []
         for processes in (1, 4):
-            # 8,000 digits in batches of 128: 63 steps are an epoch.
+            # 8,000 digits in batches of 128: an epoch has 63 steps.
             options = ["--run", f"{work}/{processes}", "--steps", str(63 * EPOCHS), "--data", data]
             for worker, event in run(["-m", f"perdure.demo.train_{engine}"], options, processes):
                 if worker == 0 and event["event"] == "done":
@@ -174,7 +174,7 @@ def mnist(engine: str, data: str) -> Iterator[Row]:
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Every line of the proof that was asked for."""
+    """The rows of the chosen parts."""
     parts = options.only.split(",") if options.only else PARTS
     engines = [options.engine] if options.engine else ENGINES
     chosen = []

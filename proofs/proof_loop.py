@@ -1,4 +1,4 @@
-"""The ready-made loop, proved by signals at random times. About twenty minutes on two cores.
+"""Proves the Trainer and the Keras callbacks with signals at random times. 20 minutes on two cores.
 
 Run by `make proof-loop`; ARGS='keras preemption tensorboard group' picks parts, ARGS='--signals 20'
 makes it shorter.
@@ -35,10 +35,10 @@ def start(
     times: int = 1,
     behind: int = 0,
 ) -> tuple[int, int, str]:
-    """One start of the program; `number` is sent to one worker, `after` seconds behind its begin, or
-    behind step `behind`.
+    """Run the program once; send signal `number` to a worker `after` seconds after it begins, or after
+    step `behind`.
 
-    Gives the status, the last step that was told, and the end of the chief's log.
+    Returns the exit status, the last step that the chief printed, and the end of its log.
     """
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     last_step = 0
@@ -66,17 +66,17 @@ def start(
 
 
 def whole(work: Path) -> str:
-    """The fingerprint of a run that nobody interrupts."""
+    """The fingerprint of an uninterrupted run."""
     status, _, log = start(work / "whole")
     assert status == 0, log
     return Run(work / "whole").manifest(STEPS).fingerprint
 
 
 def preemption(work: Path, signals: int) -> Iterator[Row]:
-    """Line 4: SIGTERM at random times; every second time twice.
+    """SIGTERM at random times, every second time twice.
 
-    One that comes when training is done and saved meets a program that listens no longer, on its way
-    out. It is not counted among them.
+    A signal after training has ended and is saved finds a program that no longer handles SIGTERM. It
+    is not counted.
     """
     expected = whole(work)
     chance = random.Random(4)
@@ -88,7 +88,7 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
         lives += 1
         status = -1
         while status != 0:
-            # Early ones meet compilation, later ones steps, evaluations and saves.
+            # Early signals hit compilation, later ones steps, evaluations and saves.
             after = chance.choice([0.0, 0.3, 1.2]) * chance.random()
             send = None if len(saved) >= signals else after
             status, last_step, log = start(where, after=send, times=1 + len(saved) % 2)
@@ -114,7 +114,7 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
 
 
 def group(work: Path, signals: int) -> Iterator[Row]:
-    """Line 4, in a group of two: one worker gets the signal, both leave at one step."""
+    """In a group of two, one worker gets SIGTERM and both exit at the same step."""
     expected = whole(work)
     chance = random.Random(5)
     where = work / "group"
@@ -131,7 +131,7 @@ def group(work: Path, signals: int) -> Iterator[Row]:
 
 
 def tensorboard(work: Path, signals: int) -> Iterator[Row]:
-    """Line 5: TensorBoard's own reader after three kills."""
+    """TensorBoard's own reader shows every point once after three kills."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     where, chance = work / "board", random.Random(signals)
@@ -161,7 +161,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
 
 
 def rows(parts: list[str], signals: int) -> Iterator[Row]:
-    """Every line of the proof, each part in a directory of its own."""
+    """The rows of the chosen parts, each in its own directory."""
     for part in parts:
         with tempfile.TemporaryDirectory(prefix=f"perdure-{part}-") as name:
             yield from PARTS[part](Path(name), signals)

@@ -1,4 +1,4 @@
-"""Damage on the disk: every flipped bit, cut and zeroed block is found and survived (line 4)."""
+"""Part "damage" of the proof of the store: every flipped bit, cut and zeroed block is found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CODES = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno
 
 
 def damage_rows(work: Path) -> Iterator[Row]:
-    """Line 4."""
+    """Damage that is found and survived, and failing reads that are no damage."""
     patient = Patient(work / "run")
     for what, times, damage in (
         ("flipped bits", FLIPS, flip),
@@ -46,8 +46,8 @@ def damage_rows(work: Path) -> Iterator[Row]:
 
 
 def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
-    """A read that the newest checkpoint needs fails: is it raised, and nothing else done? And does a
-    flipped bit in the same file make a manager quarantine that checkpoint and use an older one?"""
+    """Whether a failing read of the newest checkpoint raises and changes nothing; and whether a flipped
+    bit in the same file makes a manager quarantine the checkpoint and restore an older one."""
     chance = random.Random(seed)
     newest = max(patient.manifests)
     manifest = patient.manifests[newest]
@@ -78,7 +78,7 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
 
 
 class Patient:
-    """A run directory whose files are damaged one at a time, and what each damage must cost."""
+    """A run directory whose files are damaged one at a time."""
 
     def __init__(self, path: Path) -> None:
         with run_on(path) as run:
@@ -103,15 +103,15 @@ class Patient:
         }
 
     def heal(self, files: dict[str, bytes]) -> None:
-        """Put all files back as they were."""
+        """Restore all files."""
         for name in self.files().keys() - files.keys():
             (self.path / name).unlink()
         for name, data in files.items():
             (self.path / name).write_bytes(data)
 
     def suffer(self, damage) -> tuple[bool, bool]:
-        """Damage a file; is it found, and is the newest checkpoint that does not need it restored?"""
-        # By size, so that every byte is as likely as any other.
+        """Damage a file; whether a check finds it, and whether the newest good checkpoint is restored."""
+        # By size, so that all bytes are equally likely.
         names = list(self._files)
         (name,) = self._chance.choices(names, [len(self._files[file]) for file in names])
         whole = self._files[name]
@@ -146,7 +146,7 @@ def needs(manifest: Manifest, name: str, start: int, stop: int) -> bool:
 
 
 def flip(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """One bit."""
+    """Flip one bit; return the data and the range of damaged bytes."""
     bit = chance.randrange(len(whole) * 8)
     data = bytearray(whole)
     data[bit // 8] ^= 1 << bit % 8
@@ -154,13 +154,13 @@ def flip(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
 
 
 def cut(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """Everything from a place on."""
+    """Cut off everything from a random offset on."""
     keep = chance.randrange(len(whole))
     return whole[:keep], keep, len(whole)
 
 
 def zero(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """One block of the disk."""
+    """Zero one block of the disk."""
     start = chance.randrange(-(-len(whole) // BLOCK)) * BLOCK
     stop = min(start + BLOCK, len(whole))
     assert any(whole[start:stop])

@@ -1,4 +1,4 @@
-"""Full disks, second writers and states that are donated while they are saved (lines 5 to 7)."""
+"""Parts "disk", "writers" and "donation" of the proof of the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DONATED_STEPS = 500
 
 
 def state(step: int) -> dict[str, Any]:
-    """Other bytes at every step."""
+    """A state with other bytes at every step."""
     return {"w": np.random.default_rng(step).integers(0, 256, STATE, np.uint8), "step": step}
 
 
@@ -45,19 +45,19 @@ def same(restored: Any, step: int) -> bool:
 
 
 def disk_rows(work: Path) -> Iterator[Row]:
-    """Line 5."""
+    """Full disks."""
     try:
         for on_error in ("raise", "continue"):
             failed: list[bool] = []
             yield row(
-                f"fill levels of a small disk, on_error={on_error!r}: told clearly, the last good "
-                f"checkpoint restores, room freed makes the next save succeed",
+                f"fill levels of a small disk, on_error={on_error!r}: a clear message, the last good "
+                f"checkpoint restores, the next save succeeds after space is freed",
                 [level(work, n, on_error, None, failed) for n in range(LEVELS)],
             )
             print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
         failed = []
         yield row(
-            "the same when somebody else takes the room in the middle of the save",
+            "the same when another program fills the disk in the middle of the save",
             [level(work, n, "continue", DURING[n % 4], failed) for n in range(LEVELS)],
         )
         print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
@@ -68,7 +68,7 @@ def disk_rows(work: Path) -> Iterator[Row]:
 def level(
     work: Path, number: int, on_error: Any, during: tuple[str, str] | None, failed: list[bool]
 ) -> bool:
-    """Save 1, fill the disk to a level, try to save 2, restore, free the room, save 3."""
+    """Save 1, fill the disk to a level, try to save 2, restore, free the space, save 3."""
     with small_disk(work / f"{number}-{on_error}-{during is None}", DISK) as disk:
         leave = int(1.5 * STATE * number / (LEVELS - 1)) if during is None else 2 * STATE
         ballast: list[Path] = []
@@ -76,7 +76,7 @@ def level(
         def before(operation: str, path: str) -> None:
             wanted = during is not None and operation == during[0] and during[1] in path
             if wanted and "000000000002" in path and not ballast:
-                # How much is left differs from level to level, below what is still to be written.
+                # Each level leaves another number of free bytes, always less than the save still needs.
                 ballast.append(fill(disk, leave=number * 64))
 
         storage = LocalStorage(disk / "run", before)
@@ -99,7 +99,7 @@ def level(
 
 
 def attempt(manager: CheckpointManager, step: int) -> str:
-    """Save; what the user is told, nothing when it worked."""
+    """Save; return the text of the error or the warnings, empty if it worked."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -121,9 +121,12 @@ sys.stdin.read()
 
 
 def writer_rows(work: Path) -> Iterator[Row]:
-    """Line 6."""
+    """Second writers, and programs that must not release the lock."""
     results = [second_writer(work / f"run{n}") for n in range(WRITERS)]
-    yield row("second writers that are told at once by host and process", (a for a, _ in results))
+    yield row(
+        "second writers that are refused at once, with host and process of the first",
+        (a for a, _ in results),
+    )
     for name in CASES:
         yield row(
             f"one writer, tried by {name}",
@@ -144,7 +147,7 @@ def _lock_holds(work: Path, name: str) -> bool:
 
 
 def second_writer(path: Path) -> tuple[bool, bool]:
-    """Is the second one told who writes, and does it get in when that process is killed?"""
+    """Whether a second writer gets the name of the first, and writes after that process is killed."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -164,7 +167,7 @@ def second_writer(path: Path) -> tuple[bool, bool]:
 
 
 def donation_rows(work: Path) -> Iterator[Row]:
-    """Line 7."""
+    """States that a jitted step donates while they are saved."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
     import jax.numpy as jnp
@@ -192,11 +195,11 @@ def donation_rows(work: Path) -> Iterator[Row]:
         del given
         live = step_function(live)
     print(
-        f"       {sum(donated)} of {DONATED_STEPS} states were taken over by the next step; the others "
-        f"were still being read for the save, and the runtime left them alone"
+        f"       {sum(donated)} of {DONATED_STEPS} states were donated to the next step; the runtime
+        kept " f"the others, which the save was still reading"
     )
     yield row(
-        "checkpoints saved behind donating steps that equal a synchronous copy",
+        "checkpoints saved during donating steps that equal a synchronous copy",
         (
             {name: leaf.tobytes() for name, leaf in load_checkpoint(work / "run", step).items()}
             == copies[step]
@@ -209,4 +212,4 @@ def donation_rows(work: Path) -> Iterator[Row]:
         given = live
         live = step_function(live)
         bare.append(all(leaf.is_deleted() for leaf in given.values()))
-    yield row("control: states that the same step takes over where none is saved", bare)
+    yield row("control: states that the same step takes over if none is saved", bare)

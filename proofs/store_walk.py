@@ -1,4 +1,4 @@
-"""Random lives of a run directory: what was committed and not asked to go is restored bit for bit."""
+"""Part "walk" of the proof of the store: random walks, in which no committed checkpoint is lost."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Patient:
             (self.path / name).write_bytes(data)
 
     def suffer(self, damage) -> tuple[bool, bool]:
-        """Damage a file; whether a check finds it, and whether the newest good checkpoint is restored."""
+        """Damage a file; whether a check finds it, and a restore takes the newest good checkpoint."""
         # By size, so that all bytes are equally likely.
         names = list(self._files)
         (name,) = self._chance.choices(names, [len(self._files[file]) for file in names])

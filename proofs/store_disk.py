@@ -195,8 +195,8 @@ def donation_rows(work: Path) -> Iterator[Row]:
         del given
         live = step_function(live)
     print(
-        f"       {sum(donated)} of {DONATED_STEPS} states were donated to the next step; the runtime
-        kept " f"the others, which the save was still reading"
+        f"       {sum(donated)} of {DONATED_STEPS} states were donated to the next step; the runtime "
+        f"kept the others, which the save was still reading"
     )
     yield row(
         "checkpoints saved during donating steps that equal a synchronous copy",

@@ -111,7 +111,7 @@ class Cuts:
         self.saves = self.in_save = self.in_prune = 0
 
     def cut(self) -> bool:
-        """Format, save and prune until the power fails, mount again; whether no committed step is lost."""
+        """Format, save and prune until the power fails; mount again: are all committed steps there?."""
         _tool("mkfs.ext4", "-q", "-F", self._device)
         promised: dict[int, dict[str, Leaf]] = {}
         with mounted(self._place, self._device):

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distribute_worker import FIRST, REPLICAS, STEPS, dataset, fingerprint, tell, train
 
-from perdure.data import ArrayDataset
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "distribute"))
+
+from matrix_worker import fingerprint, tell, train
+from training_case import FIRST, REPLICAS, STEPS, dataset, strided
+
 from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_all_reduce
 from perdure.distribute.reduction import Reduction
 
@@ -42,27 +47,6 @@ class Reversed(Reduction):
             half = len(values) // 2
             values = [engine.add(values[i], values[i + half]) for i in range(half)]
         return values[0]
-
-
-class Strided(ArrayDataset):
-    """Gives the rows of a batch to the devices in turn."""
-
-    devices = 1
-
-    def indices(self, step: int) -> Any:
-        """Rows 0, D, 2D, ... first."""
-        index, weight = super().indices(step)
-        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
-        return index[order], weight[order]
-
-
-def strided(devices: int) -> ArrayDataset:
-    plain = dataset(BATCH)
-    step = plain.batch(0)  # for the names of the columns
-    columns = {name: plain._arrays[name] for name in step if name != "weight"}
-    data = Strided(columns, BATCH, seed=3)
-    data.devices = devices
-    return data
 
 
 def vmapped(strategy: Any, cell: Any) -> str:
@@ -96,7 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="another size of the thread pool, and no more")
     options = parser.parse_args()
     group = "TF_CONFIG" in os.environ
-    engine = import_module(f"distribute_{options.engine}")
+    engine = import_module(f"matrix_{options.engine}")
     demo = import_module(f"perdure.demo.train_{options.engine}")
     cell = engine.MODELS[MODEL](REPLICAS)["adam"]
 
@@ -123,7 +107,7 @@ def main() -> None:
 
         def rows(strategy: Any) -> str:
             count = sum(strategy._plan.engine.devices_per_process)
-            return train(strategy, cell, strided(count))
+            return train(strategy, cell, strided(count, BATCH))
 
         def backwards(strategy: Any) -> str:
             one_by_one(strategy)

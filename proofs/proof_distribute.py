@@ -23,6 +23,7 @@ from report import Row, finish, row
 from perdure.supervise import WorkerGroup
 
 HERE = Path(__file__).parent
+MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
 ENGINES = ("jax", "torch")
 PARTS = ("figures", "matrix", "changes", "controls", "data", "mnist")
 
@@ -67,7 +68,7 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
         options = ["--engine", engine, "--devices", devices, *arguments]
 
         def events(*more: str, p: int = processes, d: int = most, o: list[str] = options) -> Any:
-            return list(run(script("distribute_worker"), [*o, *more], p, d))
+            return list(run([str(MATRIX)], [*o, *more], p, d))
 
         # A single process keeps one core busy, mostly with compilation.
         halves = [("--half", "0"), ("--half", "1")] if processes == 1 else [()]

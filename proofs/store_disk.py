@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ import numpy as np
 from report import Row, row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
 
 from disks import NoMount, fill, small_disk
-from lock_cases import CASES, holds
+from lock_cases import CASES, holds, writer_process
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, verify_run
 from perdure.errors import LockedError, SaveError
 from perdure.store import Run
 
@@ -110,16 +110,6 @@ def attempt(manager: CheckpointManager, step: int) -> str:
     return "\n".join(str(warning.message) for warning in caught)
 
 
-HOLDER = """
-import sys
-from perdure.store import Run
-run = Run(sys.argv[1], create=True)
-run.begin_writing()
-print(flush=True)
-sys.stdin.read()
-"""
-
-
 def writer_rows(work: Path) -> Iterator[Row]:
     """Second writers, and programs that must not release the lock."""
     results = [second_writer(work / f"run{n}") for n in range(WRITERS)]
@@ -148,18 +138,13 @@ def _lock_holds(work: Path, name: str) -> bool:
 
 def second_writer(path: Path) -> tuple[bool, bool]:
     """Whether a second writer gets the name of the first, and writes after that process is killed."""
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with writer_process(path) as holder:
         try:
             Run(path, create=True).begin_writing()
             names_holder = False
         except LockedError as error:
             owner = json.loads(str(error).split("writes here: ")[1].split(". Nothing")[0])
             names_holder = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
-        holder.kill()
-        holder.wait()
     with CheckpointManager(path) as manager:
         manager.save(1, {"x": 1})
         manager.wait_until_finished()
@@ -169,47 +154,21 @@ def second_writer(path: Path) -> tuple[bool, bool]:
 def donation_rows(work: Path) -> Iterator[Row]:
     """States that a jitted step donates while they are saved."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
-    import jax.numpy as jnp
+    from donation_cases import equal_to_copies, save_while_donating, taken_over_without_saves
 
-    def update(params: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "w": jnp.sin(params["w"] @ params["w"]) + params["b"],
-            "b": params["b"] * 1.001,
-            "n": params["n"] + 1,
-        }
-
-    step_function = jax.jit(update, donate_argnums=0)
-    key = jax.random.key(0)
-    live = {"w": jax.random.normal(key, (256, 256)), "b": jnp.ones(256), "n": jnp.int32(0)}
-    copies: dict[int, dict[str, bytes]] = {}
-    donated = []
-    given = live
-    with CheckpointManager(work / "run", max_to_keep=None) as manager:
-        for step in range(1, DONATED_STEPS + 1):
-            given = live
-            live = step_function(live)
-            donated.append(all(leaf.is_deleted() for leaf in given.values()))
-            copies[step] = {name: np.array(jnp.copy(leaf)).tobytes() for name, leaf in live.items()}
-            manager.save(step, live)
-        del given
-        live = step_function(live)
+    donated = save_while_donating(work / "run", DONATED_STEPS)
     print(
         f"       {sum(donated)} of {DONATED_STEPS} states were donated to the next step; the runtime "
         f"kept the others, which the save was still reading"
     )
     yield row(
         "checkpoints saved during donating steps that equal a synchronous copy",
-        (
-            {name: leaf.tobytes() for name, leaf in load_checkpoint(work / "run", step).items()}
-            == copies[step]
-            for step in copies
-        ),
+        equal_to_copies(work / "run", DONATED_STEPS),
     )
-    yield row("different states among them", [len({c["w"] for c in copies.values()}) > 100])
-    bare = []
-    for _ in range(DONATED_STEPS):
-        given = live
-        live = step_function(live)
-        bare.append(all(leaf.is_deleted() for leaf in given.values()))
-    yield row("control: states that the same step takes over if none is saved", bare)
+    run = Run(work / "run")
+    prints = {run.manifest(step).fingerprint for step in run.steps()}
+    yield row("different states among them", [len(prints) > 100])
+    yield row(
+        "control: states that the same step takes over if none is saved",
+        taken_over_without_saves(DONATED_STEPS),
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import flip
 from perdure import (
     CheckpointManager,
     ManagerOptions,
@@ -95,9 +96,7 @@ def test_a_damaged_newest_checkpoint_that_a_restore_set_aside_does_not_count(
 ) -> None:
     filled(tmp_path, 10, 20, 30).close()
     pack = sorted((tmp_path / "packs").iterdir())[-1]
-    data = bytearray(pack.read_bytes())
-    data[100] ^= 1
-    pack.write_bytes(data)
+    flip(pack)
     with CheckpointManager(tmp_path) as manager:
         with pytest.warns(UserWarning, match="step 30 is damaged"):
             assert manager.restore().step == 20

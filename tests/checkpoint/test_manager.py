@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import flip
 from perdure import (
     Checkpoint,
     CheckpointManager,
@@ -38,12 +39,6 @@ from pretend import Pretend, play
 
 def state(k: int) -> dict[str, Any]:
     return {"w": np.full(1000, k, np.float32), "step": k}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def train(directory: Any, stop: int, **options: Any) -> list[int]:

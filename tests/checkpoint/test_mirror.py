@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from mirror_cases import Story, manifest_first
 
+from damage import flip
 from http_proxy import Request, proxy_to
 from object_stores import ObjectServer, moto_server
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
@@ -57,12 +58,6 @@ def prints(place: Any) -> dict[int, str]:
 def packs(place: Any) -> set[str]:
     run = Run(place)
     return {pack.name for step in run.steps() for pack in run.manifest(step).packs}
-
-
-def flip(path: Path, offset: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def save(manager: CheckpointManager, *steps: int, noise: int = 0) -> None:

@@ -17,28 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
-from perdure.data import ArrayDataset
-from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
-from perdure.distribute.jax.engine import JaxEngine
+from perdure.demo import guards
+from perdure.demo.train_jax import all_reduce
+from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
-from perdure.distribute.reduction import Reduction
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
-
-REPLICAS = 8
-FIRST = 2
-STEPS = 3
-BATCH = 4 * REPLICAS
-
-
-def dataset() -> ArrayDataset:
-    rng = np.random.default_rng(7)
-    # The last of 5 batches is padded, and among the steps that are trained.
-    x = rng.integers(0, 256, (4 * BATCH + 9, 28, 28), dtype=np.uint8)
-    return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, BATCH, seed=3)
 
 
 def digest(tree: Any) -> str:
@@ -278,79 +266,17 @@ def train_in_parts() -> str:
 # --- negative controls: each removes one guard, and its result must depend on the topology ---
 
 
-class Psum(Reduction):
-    """Adds the replicas of a device one after the other, then all devices with XLA's collective."""
-
-    def __init__(self, plan: Any) -> None:
-        super().__init__(plan)
-        self._sums: list[Any] = [None] * len(plan.local)
-
-    def push(self, device: int, replica: int, value: Any) -> None:
-        old = self._sums[device]
-        self._sums[device] = value if old is None else self._engine.add(old, value)
-
-    def total(self, *, check: bool) -> Any:
-        devices = tuple(self._engine.devices)
-        whole = jax.tree.map(
-            lambda *parts: np.stack([np.asarray(part) for part in parts]), *self._sums
-        )
-        summed = _psum(devices)(whole)
-        return jax.device_put(jax.tree.map(np.asarray, summed), devices[0])
-
-
-@functools.cache
-def _psum(devices: tuple[Any, ...]) -> Any:
-    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
-    spec = jax.sharding.PartitionSpec
-    return jax.jit(
-        jax.shard_map(
-            lambda tree: jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], "d"), tree),
-            mesh=mesh,
-            in_specs=spec("d"),
-            out_specs=spec(),
-        )
-    )
-
-
-class DeviceRng(JaxEngine):
-    """Numbers the random streams by the position on the device."""
-
-    def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
-        return None
-
-    def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
-        place = stream.replica % (REPLICAS // len(self.devices))
-        return super().grad(fn, state, share, stream._replace(replica=place))
-
-
-class Strided(ArrayDataset):
-    """Gives the rows of a batch to the devices in turn."""
-
-    devices = 1
-
-    def indices(self, step: int) -> Any:
-        index, weight = super().indices(step)
-        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
-        return index[order], weight[order]
-
-
 def controls(devices: int) -> dict[str, str]:
-    out = {}
-    strategy = MirroredStrategy(devices, REPLICAS)
-    plan = strategy._plan
-    plan.reduction = lambda: Psum(plan)
-    # Neither of the two happens if all devices are dispatched together.
-    vars(strategy._engine)["fused_step"] = lambda *_: None
-    out["psum"] = train(strategy, "cnn")
-    engine = DeviceRng(devices, SingleProcess(), 8)
-    out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
-    data = dataset()
-    strided = Strided(
-        {name: data._arrays[name] for name in ("x", "y")}, data.batch_size, seed=data.seed
-    )
-    strided.devices = devices
-    out["strided rows"] = train(MirroredStrategy(devices, REPLICAS), "cnn", strided)
-    return out
+    def changed(change: Any) -> Any:
+        strategy = MirroredStrategy(devices, REPLICAS)
+        change(strategy)
+        return strategy
+
+    return {
+        "psum": train(changed(lambda s: guards.sums_by_all_reduce(s, all_reduce)), "cnn"),
+        "rng by device": train(changed(guards.random_numbers_by_device), "cnn"),
+        "strided rows": train(MirroredStrategy(devices, REPLICAS), "cnn", strided(devices)),
+    }
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from perdure.supervise import WorkerGroup
 
-WORKER = Path(__file__).parents[2] / "proofs" / "distribute_worker.py"
+WORKER = Path(__file__).parent / "matrix_worker.py"
 
 # (processes, devices); the cells of one engine share the processes.
 TOPOLOGIES = {"jax": [(1, "1"), (2, "1")], "torch": [(1, "1"), (3, "1")]}

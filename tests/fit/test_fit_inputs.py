@@ -12,6 +12,7 @@ import pytest
 from cases import Fault, arrays, network, same, train
 
 import perdure
+from damage import flip
 from perdure.errors import (
     ArgumentError,
     MismatchError,
@@ -211,9 +212,7 @@ def test_load_weights_warns_about_a_damaged_checkpoint(tmp_path: Path) -> None:
     older, newest = Run(tmp_path / "kept").steps()[-2:]
     pack = max((tmp_path / "kept" / "packs").iterdir())
     assert pack.name.startswith(f"{newest:012d}")
-    data = bytearray(pack.read_bytes())
-    data[10] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 10)
     with pytest.warns(UserWarning, match=f"step {newest} is damaged"):
         assert load_weights(network(), tmp_path / "kept") == older
 

@@ -9,12 +9,13 @@ It exits with status 0 if the lock held. `control` takes the lock wrongly, so th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,27 @@ CASES: dict[str, Callable[[Path], None]] = {
     "exec": execute,
     "two managers": two_managers,
 }
+
+
+WRITER = """
+import sys
+from perdure.store import Run
+run = Run(sys.argv[1], create=True)
+run.begin_writing()
+print("writing", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def writer_process(where: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that writes to a run directory; it gets SIGKILL at the end of the block."""
+    command = [sys.executable, "-c", WRITER, str(where)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        yield process
+        process.kill()
 
 
 def holds(name: str, path: Path, control: bool = False) -> tuple[bool, str]:

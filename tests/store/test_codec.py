@@ -16,6 +16,7 @@ from blake3 import blake3
 from helpers import contents, make_leaves, repeated, run_on, sharing_states
 from test_format import resealed
 
+from damage import flip
 from perdure import Checkpoint, CheckpointManager, ManagerOptions
 from perdure.errors import CorruptionError, NoGoodCheckpointError, StoreError
 from perdure.store import (
@@ -269,9 +270,7 @@ def test_a_damaged_encoded_chunk_affects_only_checkpoints_that_need_it(tmp_path:
         for step, leaves in sharing_states().items():
             run.save(step, repeated(leaves))
     pack = next((tmp_path / "packs").glob("000000000001-*"))
-    data = bytearray(pack.read_bytes())
-    data[40_000] ^= 1
-    pack.write_bytes(bytes(data))
+    flip(pack, 40_000)
     report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((2, 3, 4), (1,))
     assert "encoded bytes do not match their seal" in report.problems[0].what
@@ -288,9 +287,7 @@ def test_a_damaged_index_costs_no_checkpoint(tmp_path: Path) -> None:
     with run_on(tmp_path, codec=CODEC) as run:
         run.save(1, {"a": leaf(words(1, 3000))})
     (pack,) = (tmp_path / "packs").iterdir()
-    data = bytearray(pack.read_bytes())
-    data[-100] ^= 1
-    pack.write_bytes(bytes(data))
+    flip(pack, -100)
     report = verify_run(Run(tmp_path))
     assert (report.ok, report.good) == (False, (1,))
     with run_on(tmp_path) as run:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
 
+from damage import flip
 from perdure.errors import CorruptionError, PruneError, StoreError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import MAX_STEP, manifest_name
@@ -69,9 +70,7 @@ def test_a_pack_that_is_mostly_alive_stays(tmp_path: Path) -> None:
 def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path) -> None:
     filled(tmp_path).close()
     pack = sorted((tmp_path / "packs").iterdir())[0]
-    data = bytearray(pack.read_bytes())
-    data[5] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 5)
     held = pack.read_bytes()
     with run_on(tmp_path) as run:
         left = run.execute(run.plan(prune({1}))).left

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, repeated, run_on, sharing_states
 
+from damage import flip
 from object_stores import ObjectServer
 from perdure import load_checkpoint
 from perdure.cli import main
@@ -54,12 +55,6 @@ def outcomes(copied: list[Any]) -> dict[int, str]:
 
 def packs(place: Any) -> set[str]:
     return set(LocalStorage(place).list("packs/"))
-
-
-def flip(path: Path, offset: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def squeeze(place: Any, *steps: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
+from damage import files, flip
 from perdure import CheckpointManager, load_checkpoint
 from perdure.cli import main
 from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
@@ -51,23 +52,8 @@ def filled(path: Path) -> Path:
     return path
 
 
-def files(path: Path) -> dict[str, bytes]:
-    """Every file but the lock, which names its last holder."""
-    return {
-        str(file.relative_to(path)): file.read_bytes()
-        for file in path.rglob("*")
-        if file.is_file() and file.name != "lock"
-    }
-
-
 def pack_of(path: Path, step: int) -> Path:
     return next((path / "packs").glob(f"{step:012d}-*"))
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("part", [manifest_name(4), "packs/000000000004"])

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
+from damage import flip
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import Run, repair, verify_run
@@ -19,12 +20,6 @@ def filled(path: Path) -> None:
     with run_on(path) as run:
         for step, leaves in sharing_states().items():
             run.save(step, leaves)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def pack(path: Path, step: int) -> Path:

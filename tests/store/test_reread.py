@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
+from damage import flip
 from perdure import CheckpointManager
 from perdure.errors import CorruptionError, NoGoodCheckpointError
 from perdure.store import Leaf, LocalStorage, Run, verify_run
@@ -56,12 +57,6 @@ def filled(path: Path, steps: int = 3) -> Path:
         for step in range(1, steps + 1):
             run.save(step, state(step))
     return path
-
-
-def flip(path: Path, offset: int = 10) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def pack_of(path: Path, step: int) -> Path:
@@ -145,7 +140,7 @@ def test_a_flipped_bit_in_a_shared_chunk_is_repaired_by_the_save_that_finds_it(
     tmp_path: Path, often: int, codec: str | None
 ) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     assert verify_run(Run(tmp_path)).good == (), "the control: all of them need it"
     with run_on(tmp_path, codec=codec) as run:
         run.save(4, state(4))
@@ -164,7 +159,7 @@ def test_a_manager_warns_of_what_was_repaired(tmp_path: Path, often: int) -> Non
         for step in (1, 2):
             manager.save(step, {"base": "x" * 10, "w": make(7), "z": make(step)})
         manager.wait_until_finished()
-        flip(pack_of(tmp_path, 1))
+        flip(pack_of(tmp_path, 1), 10)
         manager.save(3, {"base": "x" * 10, "w": make(7), "z": make(3)})
         with pytest.warns(UserWarning, match=r"steps 1, 2, 3 need: .*written again"):
             manager.wait_until_finished()
@@ -210,7 +205,7 @@ def test_a_crash_before_any_operation_of_such_a_repair_harms_nothing(
 ) -> None:
     def damaged(path: Path) -> Path:
         filled(path)
-        flip(pack_of(path, 1))
+        flip(pack_of(path, 1), 10)
         return path
 
     recorder = Operations()
@@ -235,7 +230,7 @@ def test_a_crash_before_any_operation_of_such_a_repair_harms_nothing(
 
 def test_chunks_that_a_restore_finds_damaged_are_written_again(tmp_path: Path) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         with pytest.raises(NoGoodCheckpointError):
             run.load_newest()
@@ -246,7 +241,7 @@ def test_chunks_that_a_restore_finds_damaged_are_written_again(tmp_path: Path) -
 
 def test_chunks_that_a_check_finds_damaged_are_written_again(tmp_path: Path) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         assert verify_run(run).good == ()
         run.save(4, state(4))
@@ -256,7 +251,7 @@ def test_chunks_that_a_check_finds_damaged_are_written_again(tmp_path: Path) -> 
 def test_no_later_process_depends_on_a_pack_that_was_found_damaged(tmp_path: Path) -> None:
     """One process quarantines. Another one, which never saw the damage, reads the note and saves."""
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         with pytest.raises(CorruptionError, match="expected hash") as caught:
             run.load(3)
@@ -291,7 +286,7 @@ def test_a_repeated_save_of_a_step_writes_its_damaged_chunks_again(
     tmp_path: Path,
 ) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         run.save(3, state(3))
     assert 3 in verify_run(Run(tmp_path)).good

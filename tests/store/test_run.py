@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import Operations, contents, make_leaves, run_on
+from lock_cases import writer_process
 
 from perdure.errors import (
     CorruptionError,
@@ -166,28 +165,14 @@ def test_a_second_writer_in_this_process_raises_at_once(place: Path | MemoryStor
         assert verify_run(second).good == (1, 2, 3)
 
 
-HOLDER = """
-import sys
-from perdure.store import Run
-run = Run(sys.argv[1], create=True)
-run.begin_writing()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_second_process_gets_the_name_of_the_writer_and_takes_over_from_a_dead_one(
     tmp_path: Path,
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match=f'"pid": {holder.pid}'):
-            run_on(tmp_path).begin_writing()
-        holder.kill()
-        holder.wait()
+    with (
+        writer_process(tmp_path) as holder,
+        pytest.raises(LockedError, match=f'"pid": {holder.pid}'),
+    ):
+        run_on(tmp_path).begin_writing()
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
         assert verify_run(run).good == (1,)

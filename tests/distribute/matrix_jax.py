@@ -1,7 +1,7 @@
 """Small models and the optimizers of the matrix on JAX, written as a user would write them.
 
 A cell is (init, grad, update) of one model with one optimizer; V, the data and the steps are those of
-`distribute_worker`.
+`matrix_worker`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from distribute_keras import keras_model, keras_optimizer
 from jax import lax
+from matrix_keras import keras_model, keras_optimizer
 
 from perdure.distribute import LossScale
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy

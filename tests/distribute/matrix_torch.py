@@ -11,7 +11,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import torch
 import torch.nn.functional as F
-from distribute_keras import keras_model, keras_optimizer
+from matrix_keras import keras_model, keras_optimizer
 from torch import nn
 
 from perdure.distribute import LossScale

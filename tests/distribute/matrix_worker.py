@@ -11,23 +11,10 @@ import os
 from importlib import import_module
 from typing import Any
 
-import numpy as np
+from training_case import FIRST, REPLICAS, STEPS, dataset
 
-from perdure.data import ArrayDataset
 from perdure.state import flatten
 from perdure.store import MemoryStorage, Run
-
-REPLICAS = 8
-BATCH = 32
-FIRST = 2
-STEPS = 3
-
-
-def dataset(batch: int = BATCH) -> ArrayDataset:
-    """Images of noise. The last of the 5 batches of an epoch is padded, and is trained on."""
-    rng = np.random.default_rng(7)
-    x = rng.integers(0, 256, (4 * batch + 9, 28, 28), dtype=np.uint8)
-    return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, batch, seed=3)
 
 
 def fingerprint(state: Any) -> str:
@@ -58,7 +45,7 @@ def main() -> None:
     parser.add_argument("--optimizers", help="a part of the optimizers, by comma")
     parser.add_argument("--half", type=int, choices=(0, 1), help="every second model")
     options = parser.parse_args()
-    engine = import_module(f"distribute_{options.engine}")
+    engine = import_module(f"matrix_{options.engine}")
     group = "TF_CONFIG" in os.environ
     strategies = {
         devices: engine.make_strategy(devices, REPLICAS, group)

@@ -20,29 +20,19 @@ from typing import Any
 import numpy as np
 from report import Row, finish, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
+
+from counting import TOPOLOGIES, Lazy, counted_by_worker, once
+
 from perdure.data import ArrayDataset, Dataset, Prefetch, StreamDataset
 from perdure.data import stream as stream_module
-from perdure.distribute.topology import split
 from perdure.errors import DataError
 
-REPLICAS = 8
 BATCH = 48
 EXAMPLES = 1009  # a prime, so that nothing divides it
 STEPS = 44  # two epochs of 22 steps; streams need 25 steps and are counted for one epoch
-# Devices in each process.
-TOPOLOGIES = [(1,), (3,), (8,), (1, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1)]
 # 16 shards of different lengths, one of them empty; together 1009.
 SHARDS = [63, 0, 71, 74, 60, 55, 70, 66, 59, 73, 68, 72, 61, 75, 70, 72]
-
-
-class Made:
-    """Examples that are made when they are read, as a torch Dataset makes them."""
-
-    def __len__(self) -> int:
-        return EXAMPLES
-
-    def __getitem__(self, number: int) -> Any:
-        return {"n": number, "x": np.full(3, number, np.float32)}
 
 
 def _arrays(_: str) -> Any:
@@ -55,13 +45,13 @@ def _mapped(folder: str) -> Any:
 
 
 def _prefetched(_: str) -> Any:
-    return Prefetch(Dataset(Made(), BATCH), ahead=3, threads=3)
+    return Prefetch(Dataset(Lazy(EXAMPLES), BATCH), ahead=3, threads=3)
 
 
 def _grain(_: str) -> Any:
     import grain
 
-    return Dataset(grain.MapDataset.source(Made()).seed(4).shuffle(), BATCH)
+    return Dataset(grain.MapDataset.source(Lazy(EXAMPLES)).seed(4).shuffle(), BATCH)
 
 
 def _read(shard: int, epoch: int) -> Iterator[Any]:
@@ -92,11 +82,11 @@ class _SeededByWorkers(Dataset):
 
 
 def _restarted(_: str) -> Any:
-    return _Restarted(Made(), BATCH)
+    return _Restarted(Lazy(EXAMPLES), BATCH)
 
 
 def _seeded_by_workers(_: str) -> Any:
-    return _SeededByWorkers(Made(), BATCH)
+    return _SeededByWorkers(Lazy(EXAMPLES), BATCH)
 
 
 def _streams_restarted(_: str) -> Any:
@@ -120,16 +110,7 @@ def worker(
     data = make(folder)
     if isinstance(data, _SeededByWorkers):
         data.seed = len(topology)
-    seen: dict[int, Counter[int]] = {}
-    for step in steps:
-        for first, last in split(REPLICAS, topology)[index]:
-            for replica in range(first, last):
-                batch = data.batch(step, replica, REPLICAS)
-                real = batch["n"][batch["weight"] == 1]
-                seen.setdefault(data.epoch(step)[0], Counter()).update(real.tolist())
-    if hasattr(data, "close"):
-        data.close()
-    return seen
+    return counted_by_worker(data, topology, index, steps)
 
 
 def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]) -> bool:
@@ -153,14 +134,14 @@ def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]
             print(f"       a worker refused: {error}")
             return False
         finished = (parts[-1][1].stop) // make(folder).steps_per_epoch
-    return finished > 0 and all(seen[e] == Counter(range(EXAMPLES)) for e in range(finished))
+    return finished > 0 and once(seen, EXAMPLES, finished)
 
 
 def _context() -> Any:
     """New processes forked from a server that has only done the imports."""
     context = get_context("forkserver")
     context.set_forkserver_preload(
-        ["numpy", "perdure.data", "perdure.distribute.topology", "report"]
+        ["numpy", "perdure.data", "perdure.distribute.topology", "report", "counting"]
     )
     return context
 

@@ -11,14 +11,17 @@ from pathlib import Path
 
 from report import Row, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
 from helpers import Failing, contents, run_on, sharing_states
 
+from damage import files
+from damage import flip as flip_bit
 from perdure import CheckpointManager
 from perdure.errors import NoGoodCheckpointError, UnreachableError
 from perdure.store import Manifest, Run, verify_run
-from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
+from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step, step_of
 
 FLIPS = 10_000
 TRUNCATIONS = 1_000
@@ -53,7 +56,7 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
     manifest = patient.manifests[newest]
     packs = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
     name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in packs)])
-    before = patient.files()
+    before = files(patient.path)
     storage = Failing(patient.path, name, chance.choice(CODES))
     with CheckpointManager(storage) as manager:
         manager.claim()
@@ -62,12 +65,8 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
             raised = False
         except UnreachableError:
             raised = storage.fired > 0
-    kept = raised and patient.files() == before
-    whole = (patient.path / name).read_bytes()
-    offset = chance.randrange(100)
-    (patient.path / name).write_bytes(
-        whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :]
-    )
+    kept = raised and files(patient.path) == before
+    flip_bit(patient.path / name, chance.randrange(100))
     with CheckpointManager(patient.path) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         manager.claim()
@@ -94,19 +93,11 @@ class Patient:
             for name in self.run.storage.list(prefix)
         }
 
-    def files(self) -> dict[str, bytes]:
-        """Every file but the lock, which names its last holder."""
-        return {
-            str(file.relative_to(self.path)): file.read_bytes()
-            for file in self.path.rglob("*")
-            if file.is_file() and file.name != LOCK
-        }
-
-    def heal(self, files: dict[str, bytes]) -> None:
+    def heal(self, wanted: dict[str, bytes]) -> None:
         """Restore all files."""
-        for name in self.files().keys() - files.keys():
+        for name in files(self.path).keys() - wanted.keys():
             (self.path / name).unlink()
-        for name, data in files.items():
+        for name, data in wanted.items():
             (self.path / name).write_bytes(data)
 
     def suffer(self, damage) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 import pytest
 import torch
-from counting import TOPOLOGIES, counted, once, same
+from counting import TOPOLOGIES, Lazy, counted, once, same
 
 from perdure.data import ArrayDataset, Dataset
 from perdure.data import sources as sources_module
@@ -20,19 +20,6 @@ from perdure.errors import DataError
 N = 103
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
 EXAMPLES = [{"x": X[n], "n": n} for n in range(N)]
-
-
-class Lazy:
-    """Examples that are made when they are read."""
-
-    def __init__(self, length: int = N) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, number: int) -> Any:
-        return {"n": number, "x": np.full(3, number, np.float32)}
 
 
 class Torch(torch.utils.data.Dataset[Any]):
@@ -210,7 +197,7 @@ def test_a_source_with_random_numbers_of_its_own_is_refused() -> None:
             return rng.normal(size=3)
 
     with pytest.raises(DataError) as error:
-        Dataset(Random(), 4).recipe()
+        Dataset(Random(N), 4).recipe()
     assert "twice gave different bits" in str(error.value)
     assert "give them as augment=" in str(error.value)
 
@@ -283,6 +270,6 @@ def test_an_example_that_raises_is_named_with_its_step() -> None:
             return super().__getitem__(number)
 
     with pytest.raises(DataError) as error:
-        Dataset(Broken(), 24, shuffle=False).batch(6)
+        Dataset(Broken(N), 24, shuffle=False).batch(6)
     assert str(error.value) == ("step 6: example 30 of 103 cannot be read: OSError: disk on fire")
     assert isinstance(error.value.__cause__, OSError)

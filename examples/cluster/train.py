@@ -64,7 +64,7 @@ def update(state: Any, total: Any) -> Any:
 
 
 def train(options: argparse.Namespace) -> None:
-    # Finds its group by itself; alone on a laptop. First of all, because it starts JAX.
+    # Finds its group by itself, and on a laptop there is none. Comes first, because it starts JAX.
     strategy = MultiWorkerMirroredStrategy(replicas=options.replicas)
     data = ArrayDataset(examples(), BATCH, seed=0)
     step_fn = strategy.step(grad, update)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train(parser.parse_args(arguments))
     except WorkerLostError as error:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
-        # Leaving normally would wait for the lost process in the shutdown of JAX.
+        # A normal exit would wait for the lost process in the shutdown of JAX.
         os._exit(1)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from counting import TOPOLOGIES, Lazy, counted, once, same
 
+from messages import unnamed
 from perdure.data import ArrayDataset, Dataset
 from perdure.data import sources as sources_module
 from perdure.errors import DataError
@@ -126,8 +127,7 @@ def test_an_endless_grain_dataset_is_refused_and_a_filtered_one_at_its_first_gap
     source = grain.MapDataset.range(10)
     with pytest.raises(DataError) as error:
         Dataset(source.repeat(), 5)
-    assert "endless" in str(error.value)
-    assert "Leave out its repeat()" in str(error.value)
+    assert not unnamed(error.value, "endless", "repeat()")
     assert Dataset(source.repeat(3), 5).num_examples == 30
     data = Dataset(source.filter(lambda n: n != 3), 5, shuffle=False)
     with pytest.raises(DataError) as error:
@@ -222,9 +222,7 @@ def test_a_dataset_that_changes_its_length_during_a_run_is_refused() -> None:
     source.pop()
     with pytest.raises(DataError) as error:
         data.batch(1)
-    assert str(error.value).startswith(
-        "step 1: the dataset changed: it had 103 examples when the run began and has 102 now."
-    )
+    assert not unnamed(error.value, "step 1", "changed", "103", "102")
     assert Dataset(source, 24).recipe()["examples"] == 102  # and between runs the recipe says so
 
 
@@ -256,7 +254,7 @@ def test_an_example_of_another_structure_is_named(
 def test_a_first_example_of_an_unsupported_type_is_refused() -> None:
     with pytest.raises(DataError) as error:
         Dataset([{"text": "cat"}], 1).batch(0)
-    assert str(error.value).startswith("step 0: the first example, leaf text: expected an array")
+    assert not unnamed(error.value, "step 0", "first example", "leaf text", "expected an array")
     with pytest.raises(DataError) as error:
         Dataset([{"weight": 1}], 1).batch(0)
     assert 'step 0: the examples have an entry "weight"' in str(error.value)
@@ -271,5 +269,5 @@ def test_an_example_that_raises_is_named_with_its_step() -> None:
 
     with pytest.raises(DataError) as error:
         Dataset(Broken(N), 24, shuffle=False).batch(6)
-    assert str(error.value) == ("step 6: example 30 of 103 cannot be read: OSError: disk on fire")
+    assert not unnamed(error.value, "step 6", "example 30 of 103", "OSError: disk on fire")
     assert isinstance(error.value.__cause__, OSError)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from counting import REPLICAS, TOPOLOGIES, counted, once, same
 
+from messages import unnamed
 from perdure.data import StreamDataset
 from perdure.data import stream as stream_module
 from perdure.errors import DataError, TopologyError
@@ -170,16 +171,11 @@ def raises(data: StreamDataset, step: int) -> str:
 def test_a_stream_of_another_length_than_promised_is_refused() -> None:
     short = StreamDataset(lambda _, e: iter([1, 2, 3][: 3 - e]), {"a": 3, "b": 3}, 4)
     short.batch(1)
-    assert raises(short, 3).startswith(
-        "step 3: shard 'a', epoch 1: the stream ended after 2 examples, expected 3. Every shard must "
-        "have the number of examples that was given or counted, in every epoch"
-    )
+    assert not unnamed(raises(short, 3), "step 3", "'a'", "epoch 1", "after 2 ", "expected 3")
     resumed = StreamDataset(lambda _, e: iter([1, 2][: 2 - e]), {"a": 6}, 2)
-    assert "the stream ended after 1 examples, expected 6" in raises(resumed, 5)
+    assert not unnamed(raises(resumed, 5), "after 1 ", "expected 6")
     long = StreamDataset(lambda *_: iter([1, 2, 3]), {"a": 2}, 2)
-    assert raises(long, 0).startswith(
-        "step 0: shard 'a', epoch 0: the stream has more than 2 examples. Every shard"
-    )
+    assert not unnamed(raises(long, 0), "step 0", "'a'", "epoch 0", "more than 2 examples")
     endless = StreamDataset(lambda *_: islice(count(), 2), {"a": 2}, 2)
     assert endless.batch(5)[0].tolist() == [0, 1]
 
@@ -195,12 +191,9 @@ def test_a_stream_that_raises_names_step_shard_and_example_and_can_be_read_again
 
     data = StreamDataset(torn, {"a": 6}, 2)
     data.batch(0)
-    assert raises(data, 1) == (
-        "step 1: shard 'a', epoch 0, example 3: cannot be read: OSError: tape torn"
-    )
-    assert raises(data, 2) == (
-        "step 2: shard 'a', epoch 0, example 3: cannot be read: OSError: tape torn again"
-    )
+    place = ("shard 'a'", "epoch 0", "example 3")
+    assert not unnamed(raises(data, 1), "step 1", *place, "OSError: tape torn")
+    assert not unnamed(raises(data, 2), "step 2", *place, "OSError: tape torn again")
     assert data.batch(1)[0].tolist() == [2, 3]
 
 
@@ -209,12 +202,10 @@ def test_a_stream_that_cannot_be_opened_again_is_refused(tmp_path: Path) -> None
         return (tmp_path / shard).open()
 
     closed = StreamDataset(missing, {"a.tar": 6}, 2)
-    assert raises(closed, 1).startswith(
-        "step 1: shard 'a.tar', epoch 0: cannot be opened: FileNotFoundError"
-    )
+    assert not unnamed(raises(closed, 1), "step 1", "'a.tar'", "epoch 0", "FileNotFoundError")
     with pytest.raises(DataError) as error:
         StreamDataset(missing, ["a.tar"], 2)
-    assert str(error.value).startswith("shard 'a.tar', epoch 0: cannot be opened")
+    assert not unnamed(error.value, "'a.tar'", "epoch 0", "cannot be opened")
     one = iter(range(6))
     message = raises(StreamDataset(lambda *_: one, {"a": 6}, 2), 0)
     assert message.startswith("step 0: shard 'a', epoch 0: ")
@@ -223,10 +214,8 @@ def test_a_stream_that_cannot_be_opened_again_is_refused(tmp_path: Path) -> None
 
 def test_an_example_of_another_structure_is_named() -> None:
     data = StreamDataset(lambda *_: iter([{"x": 1}, {"x": 1.5}]), {"a": 2}, 2)
-    assert raises(data, 0).startswith(
-        "step 0: shard 'a', example 1, leaf x: expected int64[] as in the first example, found "
-        "float64[]."
-    )
+    place = ("step 0", "shard 'a'", "example 1", "leaf x")
+    assert not unnamed(raises(data, 0), *place, "expected int64[]", "found float64[]")
 
 
 def test_replicas_and_shards_that_do_not_divide_are_refused() -> None:

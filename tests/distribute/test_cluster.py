@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from messages import unnamed
 from perdure.distribute import (
     Cluster,
     ClusterOptions,
@@ -117,10 +118,7 @@ def test_two_launchers_that_contradict_each_other_are_refused() -> None:
     both = {**JAX, **TORCHRUN}
     with pytest.raises(ClusterError) as error:
         resolve(environ=both)
-    assert (
-        "JAX_* variables says process 3 of 4, torchrun's variables says process 1 of 2. Unset the "
-        "wrong one, or name the right one: PERDURE_CLUSTER=tf_config|jax|torchrun"
-    ) in str(error.value)
+    assert not unnamed(error.value, "process 3 of 4", "process 1 of 2", "PERDURE_CLUSTER=")
     for conflict in (
         resolve("torchrun", both),
         resolve(None, {**both, "PERDURE_CLUSTER": "torchrun"}),
@@ -129,12 +127,10 @@ def test_two_launchers_that_contradict_each_other_are_refused() -> None:
     assert resolve("jax", {**both, "PERDURE_CLUSTER": "torchrun"}).num_processes == 4
     with pytest.raises(ClusterError) as error:
         resolve("pbs", {})
-    assert "expected one of tf_config, jax, torchrun, openmpi, slurm, kubernetes" in str(
-        error.value
-    )
+    assert not unnamed(error.value, "tf_config, jax, torchrun, openmpi, slurm, kubernetes")
     with pytest.raises(ClusterError) as error:
         resolve(environ={"PERDURE_CLUSTER": "slurm"})
-    assert "PERDURE_CLUSTER names slurm, and the environment has nothing of it" in str(error.value)
+    assert not unnamed(error.value, "PERDURE_CLUSTER", "slurm")
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])

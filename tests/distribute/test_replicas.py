@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy_engine import NumpyEngine
 
+from messages import unnamed
 from perdure.data import ArrayDataset
 from perdure.distribute import (
     PerReplica,
@@ -243,10 +244,7 @@ def test_structures_that_differ_in_a_collective_are_refused() -> None:
     assert "a: float64[2, 2] in replica 0, float64[2, 3] in replica 4" in str(error.value)
     with pytest.raises(StateError) as error:
         strategy.run(fn, (lambda value: replica_context().all_gather(value, 0),))
-    assert (
-        "gather along axis 0: a of logical replica 4 is float64[2, 3], that of replica 0 is "
-        "float64[2, 2]; they may differ along that axis only"
-    ) in str(error.value)
+    assert not unnamed(error.value, "axis 0", "a of logical replica 4", "[2, 3]", "[2, 2]")
     assert_clean(strategy)
 
 
@@ -397,8 +395,8 @@ def test_an_error_of_another_process_ends_the_run() -> None:
 
     with pytest.raises(StateError) as error:
         strategy.run(fn)
-    assert str(error.value).startswith(
-        'process 0 reached all_reduce("sum") (meeting 0 of fn) and process 1 reached the end (meeting 0'
+    assert not unnamed(
+        error.value, 'process 0 reached all_reduce("sum")', "process 1 reached the end"
     )
     strategy, processes = in_a_group(6, lambda _: {"call": "", "error": "ValueError: odd"})
     with pytest.raises(StateError) as error:
@@ -481,9 +479,11 @@ def test_contributions_that_are_not_finite_are_refused(devices: int) -> None:
     for _ in range(2):
         with pytest.raises(NonFiniteError) as error:
             watched(state, strategy.batch(data, 1))
-        assert str(error.value).startswith(
-            "step 1: NaN or infinity in grads/0 of logical replica 1, grads/0 of logical replica 5. "
-            "The state has not changed."
+        assert not unnamed(
+            error.value,
+            "step 1: NaN",
+            "grads/0 of logical replica 1, grads/0 of logical replica 5",
+            "state has not changed",
         )
     assert watched(state, strategy.batch(data, 0))[0] == after
 

@@ -25,7 +25,8 @@ ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
 
 def newest(backup: Path) -> int:
     """The newest step, after the background save has ended."""
-    open_managers._open[str(backup)].wait_until_finished()
+    if manager := open_managers._open.get(str(backup)):  # a refused `fit` has closed it
+        manager.wait_until_finished()
     return (Run(backup).steps() or [0])[-1]
 
 

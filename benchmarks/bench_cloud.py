@@ -1,12 +1,12 @@
-"""Saving to and loading from S3, beside the same bytes through s3fs, on one server on loopback.
+"""Saves to and loads from S3, compared with the same bytes through s3fs, on a local server.
 
-s3fs gets the bytes as they are, in one object, and hashes nothing; what runs here hashes every
-chunk, and the load verifies. `--s3fs-python` names an interpreter with s3fs 2026.9.0, which is asked
-for by its exact version: boto3 beside s3fs resolves to an s3fs of 2020 otherwise.
+s3fs writes the bytes as they are, in one object, and hashes nothing; perdure hashes every chunk, and
+its loads verify. `--s3fs-python` names an interpreter with s3fs 2026.9.0, which must be asked for by
+its exact version: with boto3, s3fs otherwise resolves to a release of 2020.
 
 Two servers: moto, and s3rver (npm install s3rver; `--s3rver` or PATH). moto reads a whole object for
-every range that it is asked for; the cost of one range is measured beside, and says what is moto's
-part of each request of a load. s3rver serves ranges from a file.
+every range request; the cost of one range is measured as well, and shows moto's
+part of the time of a load. s3rver serves ranges from a file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "version": s3fs.__vers
 
 @dataclass(frozen=True)
 class Place:
-    """A bucket of a server that runs."""
+    """A bucket of a running server."""
 
     server: str
     endpoint: str
@@ -95,13 +95,13 @@ def on_s3rver(program: str) -> Iterator[Place]:
 
 
 def ours(place: Place, mib: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each save and of each load of a state in leaves of 64 MiB, all bytes new."""
+    """Seconds of each save and each load of a state in leaves of 64 MiB with new bytes."""
     saves, loads = [], []
     for number in range(rounds):
         with open("/dev/urandom", "rb") as noise:
             leaves = {
-                f"w{at}": Leaf("uint8", (LEAF,), memoryview(noise.read(LEAF)), True)
-                for at in range(mib * MIB // LEAF)
+                f"w{leaf}": Leaf("uint8", (LEAF,), memoryview(noise.read(LEAF)), True)
+                for leaf in range(mib * MIB // LEAF)
             }
         with Run(place.storage(f"ours-{number}"), create=True) as run:
             run.begin_writing()
@@ -111,7 +111,7 @@ def ours(place: Place, mib: int, rounds: int) -> tuple[list[float], list[float]]
 
 
 def of_one_range(place: Place) -> float:
-    """Seconds that the server needs for 4 KiB of the pack of a save."""
+    """Seconds that the server needs for 4 KiB of the pack of a save, at best."""
     storage = place.storage("ours-0")
     (pack,) = storage.list("packs/")
     return min(
@@ -120,17 +120,17 @@ def of_one_range(place: Place) -> float:
 
 
 def peer(place: Place, python: str, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of s3fs: a file written, the same file read in parts, and fetched whole."""
-    found: dict[str, list[float]] = {"save": [], "load": [], "cat": []}
+    """Seconds of s3fs: to write a file, read it in parts, and fetch it whole."""
+    series: dict[str, list[float]] = {"save": [], "load": [], "cat": []}
     for number in range(rounds):
         where = f"{place.bucket}/s3fs-{number}"
-        for how, seconds in found.items():
+        for how, seconds in series.items():
             command = [python, "-c", PEER, place.endpoint, where, str(mib), how, place.key]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"s3fs does not run with {python}: {done.stderr.strip()[-400:]}")
             seconds.append(json.loads(done.stdout)["seconds"])
-    return found
+    return series
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -140,11 +140,11 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def rate(
-    place: Place, what: str, mib: int, here: list[float], there: dict[str, list[float]]
+    place: Place, what: str, mib: int, times: list[float], peer_times: dict[str, list[float]]
 ) -> Row:
-    """Medians in MB/s; against the faster way of the peer."""
-    mine = [mib * MIB / seconds / 1e6 for seconds in here]
-    rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in there.items()}
+    """The median in MB/s, compared with the faster way of s3fs."""
+    mine = [mib * MIB / seconds / 1e6 for seconds in times]
+    rates = {how: mib * MIB / statistics.median(of) / 1e6 for how, of in peer_times.items()}
     best = max(rates, key=lambda how: rates[how])
     text = f"S3 (loopback {place.server}): {what} of {mib} MiB"
     figure = row(text, statistics.median(mine), "MB/s", f"{min(mine):.0f} .. {max(mine):.0f}")
@@ -154,14 +154,16 @@ def rate(
 def rows_on(
     start: Callable[[], AbstractContextManager[Place]], python: str, mib: int, rounds: int
 ) -> Iterator[Row]:
-    # A server of its own for each, because moto keeps in memory whatever it was given.
+    # A new server for each, because moto keeps all objects in memory.
     with start() as place:
         saves, loads = ours(place, mib, rounds)
         one = of_one_range(place)
     with start() as place:
-        there = peer(place, python, mib, rounds)
-    yield rate(place, "durable save", mib, saves, {"open(wb)": there["save"]})
-    yield rate(place, "load", mib, loads, {"open(rb)": there["load"], "cat_file": there["cat"]})
+        peer_times = peer(place, python, mib, rounds)
+    yield rate(place, "durable save", mib, saves, {"open(wb)": peer_times["save"]})
+    yield rate(
+        place, "load", mib, loads, {"open(rb)": peer_times["load"], "cat_file": peer_times["cat"]}
+    )
     yield row(f"S3 (loopback {place.server}): one range of 4 KiB", one * 1000, "ms")
 
 
@@ -179,9 +181,9 @@ def main() -> int:
     else:
         print("s3rver is not on PATH; only moto is measured")
     rows = (
-        found
+        table_row
         for start in starts
-        for found in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds)
+        for table_row in rows_on(start, arguments.s3fs_python, arguments.mib, arguments.rounds)
     )
     return finish(rows, arguments.out)
 

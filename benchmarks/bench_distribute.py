@@ -1,11 +1,11 @@
-"""How long an exact step takes, beside TensorFlow, beside torch's DDP and beside plain JAX.
+"""The time of an exact step, compared with TensorFlow, torch's DDP and plain JAX.
 
     make bench-distribute     one table, and the same as JSON in build/bench-distribute.json
 
-What is the same for everybody: the model (TensorFlow's tutorial's, unless said), Adam, the global
-batch, one in memory, and that a step ends when its loss is a Python number. All subjects of a block
-are alive at once and take turns, a few steps each, round by round; figures are medians, `spread` is
-the lowest and highest median of a round. XLA's pool is pinned for the plain steps too.
+All subjects have the same model (that of TensorFlow's tutorial unless named), Adam, the global batch,
+which is in memory, and a step that ends when its loss is a Python number. All subjects of a block run
+at the same time and take turns, a few steps each, round by round. Figures are medians; `spread` is the
+lowest and highest median of a round. XLA's thread pool is pinned for the plain steps as well.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Subject:
         ]
 
     def ask(self, order: dict[str, Any]) -> Any:
-        """The answer of the first process; None, with its error, where one fails."""
+        """The answer of the first process; None, after printing the error, if a process fails."""
         for child in self._children:
             if child.poll() is None:
                 child.stdin.write(json.dumps(order) + "\n")
@@ -82,16 +82,16 @@ class Subject:
 def take_turns(
     subjects: dict[str, tuple[Subject, str]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Medians of every round, by subject."""
-    found: dict[str, list[float]] = {}
+    """The median of every round, by subject."""
+    medians: dict[str, list[float]] = {}
     for turn in range(rounds):
         for name, (subject, what) in subjects.items():
-            if turn and name not in found:
+            if turn and name not in medians:
                 continue
             times = subject.ask({"subject": what, "steps": steps})
             if times is not None:
-                found.setdefault(name, []).append(statistics.median(times))
-    return found
+                medians.setdefault(name, []).append(statistics.median(times))
+    return medians
 
 
 def timed(text: str, series: list[float]) -> Row:
@@ -100,15 +100,20 @@ def timed(text: str, series: list[float]) -> Row:
 
 
 def against(text: str, mine: list[float], name: str, peer: list[float], most: float | None) -> Row:
-    """The ratio is the median of the rounds' ratios: a machine changes while it is measured."""
+    """A row whose ratio is the median of the rounds' ratios, because the machine's speed varies."""
     ratio = statistics.median(a / b for a, b in zip(mine, peer, strict=True))
-    own = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
+    compared_row = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
     met = None if most is None else ratio <= most
-    return {**own, "ratio": ratio, "reach": f"<= {most:g}x" if most else "report", "met": met}
+    return {
+        **compared_row,
+        "ratio": ratio,
+        "reach": f"<= {most:g}x" if most else "report",
+        "met": met,
+    }
 
 
 def peers(rounds: int) -> list[Row]:
-    """Against TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
+    """Compare with TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
     torch1, torch2, ddp = Subject("torch"), Subject("torch", 2), Subject("torch", 2)
     subjects = {
         "exact": (torch1, "exact cnn 128 2 2"),
@@ -118,7 +123,7 @@ def peers(rounds: int) -> list[Row]:
     if installed(("tensorflow",)):
         subjects["TF MirroredStrategy"] = (Subject("tf"), "mirrored 128 2")
         subjects["TF MultiWorkerMirroredStrategy"] = (Subject("tf", 2), "workers 128")
-    found = take_turns(subjects, rounds, 6)
+    medians = take_turns(subjects, rounds, 6)
     for subject, _ in subjects.values():
         subject.close()
     rows = []
@@ -126,19 +131,19 @@ def peers(rounds: int) -> list[Row]:
         "exact V=2, PyTorch, 2 threads of 1 process",
         "exact V=2, PyTorch, 2 worker processes",
     )
-    if "exact" in found and "TF MirroredStrategy" in found:
+    if "exact" in medians and "TF MirroredStrategy" in medians:
         name = "TF MirroredStrategy"
-        rows.append(against(one, found["exact"], name, found[name], 1.0))
-    groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in found]
-    if "exact, 2 workers" in found:
-        mine = found["exact, 2 workers"]
-        rows += [against(two, mine, name, found[name], None) for name in groups]
+        rows.append(against(one, medians["exact"], name, medians[name], 1.0))
+    groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in medians]
+    if "exact, 2 workers" in medians:
+        mine = medians["exact, 2 workers"]
+        rows += [against(two, mine, name, medians[name], None) for name in groups]
         if groups:
-            best = min(groups, key=lambda name: statistics.median(found[name]))
-            rows.append(against(two, mine, f"better: {best}", found[best], 1.0))
-        if "DDP, gloo" in found:
+            best = min(groups, key=lambda name: statistics.median(medians[name]))
+            rows.append(against(two, mine, f"better: {best}", medians[best], 1.0))
+        if "DDP, gloo" in medians:
             text = "exact, torch, V=D=2 processes, cnn 128"
-            rows.append(against(text, mine, "plain: DDP", found["DDP, gloo"], 1.05))
+            rows.append(against(text, mine, "plain: DDP", medians["DDP, gloo"], 1.05))
     return rows
 
 
@@ -148,7 +153,7 @@ LARGE = (("mlp", 4096), ("cnn", 512), ("transformer", 256))
 
 
 def same_topology(rounds: int) -> list[Row]:
-    """V=D against plain data parallelism of the same engine."""
+    """Compare V=D with plain data parallelism of the same engine."""
     jax = Subject("jax", env={"JAX_NUM_CPU_DEVICES": "4"})
     torch = Subject("torch")
     rows = []
@@ -176,16 +181,19 @@ def _pair(
     text: str, name: str, pair: dict[str, tuple[Subject, str]], rounds: int, most: float | None
 ) -> list[Row]:
     """A row against "plain", and a report for each other subject."""
-    found = take_turns(pair, rounds, 8)
-    if "exact" not in found or "plain" not in found:
+    medians = take_turns(pair, rounds, 8)
+    if "exact" not in medians or "plain" not in medians:
         return []
-    own = against(text, found["exact"], name, found["plain"], most)
-    others = [other for other in found if other not in ("exact", "plain")]
-    return [own, *(against(text, found["exact"], other, found[other], None) for other in others)]
+    exact_row = against(text, medians["exact"], name, medians["plain"], most)
+    others = [other for other in medians if other not in ("exact", "plain")]
+    return [
+        exact_row,
+        *(against(text, medians["exact"], other, medians[other], None) for other in others),
+    ]
 
 
 def one_device(rounds: int) -> list[Row]:
-    """Eight replicas on one device against the whole batch at once."""
+    """Compare eight replicas on one device with the whole batch at once."""
     rows = []
     for engine in ("jax", "torch"):
         subject = Subject(engine)
@@ -211,22 +219,22 @@ def counted() -> list[Row]:
         rows.append(compared(row(text, copies, "copies"), "log2(V)+2", limit, most=1.0))
     torch.close()
     jax = Subject("jax")
-    found = jax.ask({"ask": "compilations"}) or {}
+    compilations = jax.ask({"ask": "compilations"}) or {}
     jax.close()
-    if found:
-        counts = {int(v): count for v, (count, _) in found.items() if int(v) > 1}
+    if compilations:
+        counts = {int(v): count for v, (count, _) in compilations.items() if int(v) > 1}
         text = f"programs compiled, V={min(counts)} .. {max(counts)}"
         most, least = max(counts.values()), min(counts.values())
         rows.append(compared(row(text, most, "programs"), "the fewest", float(least), most=1.0))
         rows += [
             row(f"compile time, V={v}", seconds, "s", f"{count} programs")
-            for v, (count, seconds) in found.items()
+            for v, (count, seconds) in compilations.items()
         ]
     return rows
 
 
 def loader() -> Iterator[Row]:
-    import distribute_loader  # and with it perdure's PyTorch
+    import distribute_loader  # and with it perdure's step on PyTorch
 
     return distribute_loader.rows()
 
@@ -245,7 +253,7 @@ def main() -> int:
 
 
 def rows(wanted: list[str], rounds: int) -> Iterator[Row]:
-    """The rows of some blocks."""
+    """The rows of the chosen blocks."""
     for name in wanted:
         print(f"{name} ...", file=sys.stderr, flush=True)
         yield from BLOCKS[name](rounds) if name in BLOCKS else globals()[name]()

@@ -1,9 +1,9 @@
-"""What the Trainer adds to a bare compiled loop, and what a point in an event file costs.
+"""The time that the Trainer adds to a bare compiled loop, and the cost of a point in an event file.
 
     make bench-loop          one table, and the same as JSON in build/bench-loop.json
 
-The bare loop is the same compiled step on the same batches, in blocks between the blocks of the
-Trainer, inside one run: a hook stops one clock and runs the other. Figures are medians over the
+The bare loop runs the same compiled step on the same batches, in blocks between the blocks of the
+Trainer, in one run: a hook stops one clock and starts the other. Figures are medians over the
 blocks; `spread` is their quartiles. Two minutes on two cores.
 """
 
@@ -39,9 +39,9 @@ LEAVES = 12
 
 
 class BlockTimer(Hook):
-    """Times blocks of `block` steps of the run, and as many bare ones after each of them.
+    """Times blocks of `block` steps of the run, and as many bare steps after each block.
 
-    Blocks begin at `offset`, so that a save behind a multiple of the block lies inside of one.
+    Blocks begin at `offset`, so that a save after a multiple of the block falls into a block.
     """
 
     def __init__(self, bare: Any, block: int, offset: int) -> None:
@@ -119,7 +119,7 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
 
 
 def events_case(count: int) -> tuple[list[float], list[float]]:
-    """Seconds for each scalar: alone in its event, and eight in one; flushed to a file each time."""
+    """Seconds per scalar: one in an event, and eight in one event, flushed to a file each time."""
     alone, together = [], []
     with tempfile.NamedTemporaryFile() as file:
         writer = EventWriter(file, time.time())  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def events_case(count: int) -> tuple[list[float], list[float]]:
 
 
 def figure(what: str, values: list[float], unit: str, against: str, most: float) -> Row:
-    """Median and quartiles of the blocks, at most so much."""
+    """A row with the median and the quartiles of the blocks, which may be at most `most`."""
     quarter = statistics.quantiles(values, n=4)
     spread = f"{quarter[0]:.3g} .. {quarter[2]:.3g}, {len(values)} blocks"
     value = statistics.median(values)
@@ -147,9 +147,9 @@ def figure(what: str, values: list[float], unit: str, against: str, most: float)
 
 
 def overheads(turns: BlockTimer) -> list[float]:
-    """Seconds a step that each block took above the mean of the bare blocks around it."""
+    """Seconds per step of each block, less the mean of the bare blocks around it."""
     around = [turns.bare[0], *turns.bare]
-    return [own - (a + b) / 2 for own, a, b in zip(turns.own, around, turns.bare, strict=False)]
+    return [block - (a + b) / 2 for block, a, b in zip(turns.own, around, turns.bare, strict=False)]
 
 
 def rows(scale: float) -> Iterator[Row]:

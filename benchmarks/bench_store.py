@@ -1,11 +1,11 @@
-"""How fast states reach the disk and come back, beside the disk's own limit and beside the peers.
+"""The speed of saves and loads, compared with the limit of the disk and with other formats.
 
     make bench-store          one table, and the same as JSON in build/bench-store.json
 
-What is the same for everybody: 2 GiB of float32 in 64 MiB leaves; a save counts until its files and
-directories are synced; loads start with an empty page cache; every subject has a process of its own,
-new values before every save, and memory that the system has backed just before each measurement. The
-figures are medians; `spread` is the lowest and the highest of the same series.
+All subjects have the same conditions: 2 GiB of float32 in 64 MiB leaves; a save ends when its files and
+directories are synced; loads start with an empty page cache; every subject runs in its own process,
+with new values before every save, and memory that was touched just before each measurement. The figures
+are medians; `spread` is the lowest and the highest value of the series.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 def child(program: str, *arguments: object) -> dict[str, Any] | None:
-    """The JSON that a program beside this one prints last; None, with its error, where it fails."""
+    """The last JSON line of a program in this folder; None, after printing the error, if it fails."""
     print(f"  {program} {arguments[0]} ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -39,17 +39,17 @@ def child(program: str, *arguments: object) -> dict[str, Any] | None:
 
 
 def merge(
-    found: dict[str, dict[str, Any] | None], name: str, figures: dict[str, Any] | None
+    results: dict[str, dict[str, Any] | None], name: str, figures: dict[str, Any] | None
 ) -> None:
-    """Add the series of one round to those of the rounds before."""
-    have = found.setdefault(name, None)
+    """Add the series of one round to those of earlier rounds."""
+    have = results.setdefault(name, None)
     if figures is not None:
-        found[name] = {key: [*(have or {}).get(key, []), *figures[key]] for key in figures}
+        results[name] = {key: [*(have or {}).get(key, []), *figures[key]] for key in figures}
 
 
 def disk_rows(
     disk: dict[str, Any],
-    own: dict[str, Any] | None,
+    perdure: dict[str, Any] | None,
     peers: dict[str, dict[str, Any]],
     tool: str,
 ) -> list[Row]:
@@ -64,12 +64,12 @@ def disk_rows(
         )
         ratio = pairs[len(pairs) // 2]
         fio = compared(mine, f"{tool}, in turn", disk[f"{verb} limit"], least=0.95)
-        # Of each pair, because the disk of a shared machine is not the same from minute to minute.
+        # The ratio of each pair, because the speed of a shared disk varies from minute to minute.
         rows.append({**fio, "ratio": ratio, "met": ratio >= 0.95})
-        if peers and own is not None:
-            # Against the figure that perdure reached in the same rounds, by the same program.
+        if peers and perdure is not None:
+            # Compared with perdure's figure from the same rounds of the same program.
             best = max(peers, key=lambda name, v=verb: middle(peers[name][v]))
-            mine = row(text, middle(own[verb]), "GB/s", spread(own[verb]))
+            mine = row(text, middle(perdure[verb]), "GB/s", spread(perdure[verb]))
             limit = middle(peers[best][verb])
             rows.append(compared(mine, f"best: {best}", limit, least=factor))
     return rows
@@ -79,9 +79,9 @@ def _why(name: str) -> str:
     return "failed, see above" if installed(SUBJECTS[name][1]) else "not installed"
 
 
-def peer_rows(found: dict[str, dict[str, Any] | None]) -> list[Row]:
+def peer_rows(results: dict[str, dict[str, Any] | None]) -> list[Row]:
     rows = []
-    for name, figures in found.items():
+    for name, figures in results.items():
         for key, text, unit in (
             ("write", "durable write of 2 GiB", "GB/s"),
             ("load", "cold load of 2 GiB", "GB/s"),
@@ -139,14 +139,16 @@ def main() -> int:
     print(f"limit of the disk: {tool}{'' if tool == 'fio' else ' (fio is not installed)'}")
     if not may_drop_caches():
         print("loads are NOT cold: this user may not write /proc/sys/vm/drop_caches")
-    given.out.parent.mkdir(parents=True, exist_ok=True)  # states go beside it, on the same disk
+    given.out.parent.mkdir(
+        parents=True, exist_ok=True
+    )  # states are written beside it, on the same disk
     return finish(rows(given, tool), given.out)
 
 
 def rows(given: argparse.Namespace, tool: str) -> Iterator[Row]:
-    """Measures everything first: what is compared was measured in turns."""
+    """Measure in turns whatever is compared, then make the rows."""
     nbytes = given.mib * MIB
-    found: dict[str, dict[str, Any] | None] = {}
+    results: dict[str, dict[str, Any] | None] = {}
     cases: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=given.out.parent.absolute()) as scratch:
         for name in (
@@ -164,18 +166,18 @@ def rows(given: argparse.Namespace, tool: str) -> Iterator[Row]:
                 cases[name] = figures
             shutil.rmtree(f"{scratch}/case", ignore_errors=True)
         wanted = [name for name in SUBJECTS if name not in given.without.split(",")]
-        # Round by round, not subject by subject: the disk is another one ten minutes later.
+        # Round by round, not subject by subject, because the speed of the disk varies.
         for name in wanted * given.rounds:
             figures = None
             if installed(SUBJECTS[name][1]):
                 figures = child("store_peers.py", name, f"{scratch}/peer", nbytes, 1)
-            merge(found, name, figures)
+            merge(results, name, figures)
             shutil.rmtree(f"{scratch}/peer", ignore_errors=True)
-    peers = {n: f for n, f in found.items() if f is not None and not n.startswith("perdure")}
+    peers = {n: f for n, f in results.items() if f is not None and not n.startswith("perdure")}
     if "disk" in cases:
-        yield from disk_rows(cases["disk"], found.get("perdure"), peers, tool)
+        yield from disk_rows(cases["disk"], results.get("perdure"), peers, tool)
     yield from case_rows(cases, peers.get("Orbax"))
-    yield from peer_rows(found)
+    yield from peer_rows(results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One process of a subject of bench_distribute: builds training steps, and runs some when told to.
+"""One process of a subject of bench_distribute: builds training steps and runs them on request.
 
     distribute_case.py FRAMEWORK [PROCESS PROCESSES COORDINATOR]
 
 Reads lines of JSON ({"subject": ..., "steps": n} or {"ask": ...}) and answers each with one: the
-milliseconds of every step, or what was asked for. A step counts until its loss is a Python number.
+milliseconds of every step, or the requested value. A step ends when its loss is a Python number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARM = 6
 
 
 class Group(NamedTuple):
-    """Which process of a group this is."""
+    """The place of this process in a group."""
 
     process: int = 0
     processes: int = 1
@@ -58,7 +58,7 @@ def measure(step: Callable[[], float], steps: int) -> list[float]:
 def main() -> None:
     framework, *place = sys.argv[1:]
     group = Group(int(place[0]), int(place[1]), place[2]) if place else Group()
-    # Libraries write to stdout too; the answers have a pipe of their own.
+    # Libraries write to stdout as well, so the answers have their own pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cases: Any = importlib.import_module(f"distribute_{framework}")

@@ -18,7 +18,7 @@ from perdure.distribute import PerReplica
 from perdure.distribute.jax.threads import pin
 from perdure.jax import MirroredStrategy
 
-# For the plain steps too: with a pool of another size convolutions are cut differently.
+# For the plain steps as well: the size of the pool changes how convolutions are split.
 pin()
 Step = Callable[[], float]
 OPTIMIZER = optax.adam(1e-3)
@@ -107,7 +107,7 @@ MODELS = {
 
 
 def _functions(model: str) -> tuple[Any, Any, Any]:
-    """(state, grad, update); grad gives sums, as a strategy wants them."""
+    """(state, grad, update); `grad` returns sums, as a strategy requires."""
     init, apply = MODELS[model]
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -151,12 +151,12 @@ def exact(group: Group, model: str, batch: str, replicas: str, devices: str) -> 
 
 
 def plain(group: Group, model: str, batch: str, devices: str) -> Step:
-    """One jitted step; the batch is split over the devices, the state is on each of them."""
+    """One jitted step; the batch is split over the devices and the state is on each device."""
     return _plain(model, batch, devices, lambda fn, _: fn, lambda total: total)
 
 
 def mapped(group: Group, model: str, batch: str, devices: str) -> Step:
-    """The same with each device's part written out: shard_map, and psum of the gradients."""
+    """The same with explicit parallelism: shard_map, and psum of the gradients."""
 
     def over(fn: Any, mesh: Any) -> Any:
         into = (P(), P("d"))
@@ -183,18 +183,20 @@ def _plain(model: str, batch: str, devices: str, over: Any, add: Any) -> Step:
 
 
 def compilations() -> dict[int, tuple[int, float]]:
-    """By the number of replicas: programs compiled for a first step, and the seconds they took."""
-    found: list[float] = []
+    """The number of programs compiled for a first step and their seconds, by number of replicas."""
+    durations: list[float] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: (
-            found.append(seconds) if event == "/jax/core/compile/backend_compile_duration" else None
+            durations.append(seconds)
+            if event == "/jax/core/compile/backend_compile_duration"
+            else None
         )
     )
     out = {}
     for replicas in (2, 1, 2, 4, 8, 16, 32, 64):
         step = exact(Group(), "cnn", str(4 * replicas), str(replicas), "1")
-        found.clear()
+        durations.clear()
         start = time.perf_counter()
         step()
-        out[replicas] = (len(found), sum(found), time.perf_counter() - start)
+        out[replicas] = (len(durations), sum(durations), time.perf_counter() - start)
     return {v: figures[:2] for v, figures in sorted(out.items())}

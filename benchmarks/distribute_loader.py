@@ -1,8 +1,8 @@
-"""The loader: how long a training step waits for its batch, and what a billion examples cost.
+"""The loader: how long a training step waits for its batch, and the memory of a billion examples.
 
-A part of the bench of the strategies; `python benchmarks/distribute_loader.py` runs it alone. The step
+A part of bench_distribute; `python benchmarks/distribute_loader.py` runs it alone. The step
 is that of the tutorial's network in PyTorch, at global batch 128 with 2 logical replicas, on as many
-examples as MNIST has, filled with noise: what is measured does not depend on what the images show.
+examples as MNIST has, filled with noise, because the time does not depend on the images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL, LARGE = 10**4, 10**9
 
 
 class Waiting:
-    """A dataset that notes how long its caller waited for each share."""
+    """A dataset that records how long its caller waited for each part of a batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -46,7 +46,7 @@ class Waiting:
 
 
 class Numbers:
-    """Examples that are made when asked for, any number of them."""
+    """Any number of examples, which are made when they are read."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -59,7 +59,7 @@ class Numbers:
 
 
 def shift(batch: Any, keys: Any) -> Any:
-    """Every image moved by 0 to 3 pixels along each axis, by its own key."""
+    """Move every image by 0 to 3 pixels along each axis, by its own key."""
     down, right = keys[:, 0] & 3, keys[:, 1] & 3
     wide = np.pad(batch["image"], ((0, 0), (0, 3), (0, 3), (0, 0)))
     rows = np.arange(28)[None, :, None] + down[:, None, None]
@@ -75,7 +75,7 @@ def images() -> Row:
 
 
 def waited(dataset: Any) -> tuple[float, float]:
-    """Seconds in which a step waits for its batch, and seconds of a step; medians."""
+    """The median seconds that a step waits for its batch, and those of a step."""
     from perdure.demo.train_torch import grad, init, update
     from perdure.torch import MirroredStrategy
 
@@ -92,7 +92,7 @@ def waited(dataset: Any) -> tuple[float, float]:
 
 
 def wait_rows() -> Iterator[Row]:
-    """The share of a step that is spent waiting; under 1% is to be reached."""
+    """The fraction of a step spent waiting, whose goal is at most 1%."""
     arrays = images()
     plain = ArrayDataset(arrays, BATCH, fingerprint="noise")
     moved = ArrayDataset(arrays, BATCH, fingerprint="noise", augment=Augment(shift, batched=True))
@@ -111,31 +111,31 @@ def wait_rows() -> Iterator[Row]:
 
 
 def peak(length: int) -> int:
-    """Most bytes of Python's and NumPy's memory in use while batches of four epochs are made."""
+    """Peak bytes of Python's and NumPy's memory while batches of four epochs are made."""
     tracemalloc.start()
     data = Dataset(Numbers(length), BATCH, fingerprint="numbers")
     for epoch in range(4):
         for within in (0, 1, data.steps_per_epoch // 2, data.steps_per_epoch - 1):
             data.batch(epoch * data.steps_per_epoch + within)
-    found = tracemalloc.get_traced_memory()[1]
+    nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return found
+    return nbytes
 
 
 def memory_row() -> Row:
-    """10^9 examples beside 10^4."""
-    peak(100)  # what is made once in a process
+    """Compare 10^9 examples with 10^4."""
+    peak(100)  # allocations that happen once in a process
     small, large = peak(SMALL), peak(LARGE)
     text = "loader: peak memory of shuffled batches from 10^9 examples"
     return compared(row(text, large / 1024, "KiB"), "10^4 examples", small / 1024, most=1.01)
 
 
 def rows() -> Iterator[Row]:
-    """What the bench of the strategies shows of the loader."""
+    """The rows of the loader in bench_distribute."""
     yield from wait_rows()
     yield memory_row()
 
 
 if __name__ == "__main__":
-    for each in rows():
-        print(json.dumps(each))
+    for line in rows():
+        print(json.dumps(line))

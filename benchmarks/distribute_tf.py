@@ -1,4 +1,4 @@
-"""Training steps on TensorFlow, written as its tutorials on custom training and workers do."""
+"""Training steps on TensorFlow, written as in its tutorials on custom training and workers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _step(strategy: Any, batch: int) -> Step:
     def replica(inputs: Any) -> Any:
         x, y = inputs
         with tf.GradientTape() as tape:
-            each = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
-            loss = tf.nn.compute_average_loss(each, global_batch_size=batch)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=batch)
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss

@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 class Images(nn.Sequential):
-    """As TensorFlow keeps images: channels last."""
+    """Images in the memory format of TensorFlow, channels last."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x[:, None].contiguous(memory_format=torch.channels_last))
@@ -107,7 +107,7 @@ def exact(
 
 
 def plain(group: Group, model: str, batch: str, threads: str = "1") -> Step:
-    """The whole batch at once, as a loop without a strategy does it."""
+    """The whole batch at once, as in a loop without a strategy."""
     torch.set_num_threads(int(threads))
     return _plain(make(model), *data(model, int(batch)))
 
@@ -139,7 +139,7 @@ def ddp(group: Group, model: str, batch: str, threads: str = "1") -> Step:
 
 
 class _Counting(TorchEngine):
-    """Counts the contributions and partial sums that are alive at once, by their largest tensor."""
+    """Counts the contributions and partial sums alive at once, by their largest tensor."""
 
     alive = most = 0
 
@@ -161,7 +161,7 @@ class _Counting(TorchEngine):
 
 
 def live_contributions() -> dict[int, int]:
-    """The most copies of the gradients at once in a step, by the number of replicas."""
+    """The largest number of copies of the gradients at once in a step, by number of replicas."""
     most = {}
     for replicas in (1, 2, 3, 4, 7, 8, 16, 32, 64):
         engine = _Counting(None, MirroredStrategy().processes, 1)

@@ -1,4 +1,4 @@
-"""What a backup every ten steps adds to Keras's `fit`: ours, Keras's own, and none."""
+"""The time that a backup every ten steps adds to Keras's `fit`: perdure's, Keras's own, and none."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BATCHES, EVERY = 60, 10
 
 
 def fit_case(rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, by who backs up; the subjects take turns. The model is 2.4 MB with Adam."""
+    """Seconds per step with each callback, in turns. The model is 2.4 MB with Adam."""
     layers = [keras.Input((256,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(128)]
     model = keras.Sequential(layers)
     model.compile("adam", "mse")
     rows = np.random.default_rng(0).normal(size=(BATCHES * 64, 256)).astype("float32")
     target = np.zeros((len(rows), 128), "float32")
-    found: dict[str, list[float]] = {"none": [], "perdure": [], "keras": []}
+    times: dict[str, list[float]] = {"none": [], "perdure": [], "keras": []}
     for turn in range(rounds + 1):
-        for who, seconds in found.items():
+        for who, seconds in times.items():
             with tempfile.TemporaryDirectory(prefix="perdure-fit-") as name:
                 theirs: Any = keras.callbacks.BackupAndRestore
                 kinds = {"none": None, "perdure": BackupAndRestore, "keras": theirs}
@@ -35,16 +35,16 @@ def fit_case(rounds: int) -> dict[str, list[float]]:
                 callbacks = [] if kind is None else [kind(f"{name}/run", EVERY)]
                 begin = time.perf_counter()
                 model.fit(rows, target, 64, epochs=2, verbose=0, callbacks=callbacks)
-                if turn:  # the first one compiles
+                if turn:  # the first run compiles
                     seconds.append((time.perf_counter() - begin) / (2 * BATCHES))
-    return found
+    return times
 
 
 def overheads(rounds: int) -> tuple[list[float], list[float], float]:
-    """Seconds added to a step by ours and by Keras's own, round by round; and the step itself."""
-    found = fit_case(rounds)
+    """Seconds that perdure's and Keras's callback add to a step, per round, and those of the step."""
+    times = fit_case(rounds)
     pairs = [
-        [with_one - bare for with_one, bare in zip(found[who], found["none"], strict=True)]
+        [with_one - bare for with_one, bare in zip(times[who], times["none"], strict=True)]
         for who in ("perdure", "keras")
     ]
-    return pairs[0], pairs[1], statistics.median(found["none"])
+    return pairs[0], pairs[1], statistics.median(times["none"])

@@ -4,8 +4,8 @@
 
 KIND: `jax` and `torch` save and restore by perdure; `plain` is PyTorch as its tutorials have it
 (torch.save, init_process_group, all_reduce of the gradients), for torchrun and Ray Train; `trainer` is
-perdure's Trainer on JAX, which saves at `auto`. Every worker appends `time pid rank step` to
-DIRECTORY/progress behind each step, once its result is there; times are of the monotonic clock.
+perdure's Trainer on JAX, with `save_interval_secs="auto"`. Every worker appends `time pid rank step` to
+DIRECTORY/progress after each step, when its result is computed; times are of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def plain_job(where: Path, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     saved, start = where / "checkpoint.pt", 0
     if saved.exists():
-        found = torch.load(saved)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        start = found["step"]
+        checkpoint = torch.load(saved)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        start = checkpoint["step"]
     data = images()
     rank = int(os.environ.get("RANK", "0"))
     share = BATCH // (2 if group else 1)
@@ -132,10 +132,10 @@ def ray_job(where: Path, steps: int) -> None:
     from ray.train.torch import TorchTrainer
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    here = str(Path(__file__).parent)
+    folder = str(Path(__file__).parent)
 
     def loop(config: dict[str, Any]) -> None:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
         import recovery_job
 
         recovery_job.plain_job(Path(config["where"]), config["steps"])

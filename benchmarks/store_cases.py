@@ -1,8 +1,8 @@
-"""The figures of perdure that need more than a save and a load: limits, stalls, memory, listing.
+"""The figures of perdure beyond a save and a load: limits, stalls, memory, listing.
 
-Each function runs in a process of its own (`python store_cases.py NAME DIRECTORY NBYTES`) and prints
-JSON. A limit (fio, memcpy, write+fsync) is measured in turn with what is held against it, because
-the disk and the processor of a shared machine change from second to second.
+Each function runs in a new process (`python store_cases.py NAME DIRECTORY NBYTES`) and prints
+JSON. A limit (fio, memcpy, write+fsync) is measured in turn with the figure compared with it, because
+the speed of a shared machine varies from second to second.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ LEAF = 64 * MIB
 
 
 def disk(path: Path, nbytes: int) -> dict[str, Any]:
-    """Durable writes and cold loads, each right after the disk's own limit."""
+    """GB/s of durable writes and cold loads, each measured right after the limit of the disk."""
     subject = Perdure()
     state = subject.make(nbytes // LEAF, LEAF)
     out: dict[str, list[float]] = {"write": [], "write limit": [], "load": [], "load limit": []}
     for step in range(1, 6):
         state = subject.change(state)
         shutil.rmtree(path / f"run{step - 1}", ignore_errors=True)
-        at = fresh(path / f"run{step}")
+        run = fresh(path / f"run{step}")
         out["write limit"].append(disk_limit(path, "write", nbytes))
-        seconds = timed(partial(subject.save, at, step, state))
+        seconds = timed(partial(subject.save, run, step, state))
         out["write"].append(nbytes / seconds / 1e9)
         out["load limit"].append(disk_limit(path, "read", nbytes))
-        seconds = timed(partial(subject.load, at, step, None), cold=True)
+        seconds = timed(partial(subject.load, run, step, None), cold=True)
         out["load"].append(nbytes / seconds / 1e9)
     return out
 
 
 def stall_jax(path: Path, nbytes: int) -> dict[str, Any]:
-    """ms that `save` takes from the loop; the first one is apart, it makes the run directory."""
+    """ms that `save` stops the loop, without the first one, which makes the run directory."""
     subject = Perdure()
     state = subject.make(nbytes // LEAF, LEAF)
     stalls = []
@@ -95,7 +95,7 @@ def _stall_in_place(path: Path, state: Any, views: dict[str, Any]) -> dict[str, 
 
 
 def small(path: Path, _: int) -> dict[str, Any]:
-    """ms of a committed save of 5 MB in 12 leaves, and of one plain write and fsync of 5 MB."""
+    """ms of a committed save of 5 MB in 12 leaves, and of a plain write and fsync of 5 MB."""
     state = {f"layer{i}": np.zeros(5_000_000 // 12 // 4, np.float32) for i in range(12)}
     blob = os.urandom(5_000_000)
 
@@ -134,7 +134,7 @@ def _many_saves(path: Path, state: Any, limit: Any, rounds: int) -> dict[str, An
 
 
 def delta(path: Path, _: int) -> dict[str, Any]:
-    """Share of the bytes that a save writes when 90% of them are as before."""
+    """The fraction of the bytes that a save writes if 90% of them are unchanged."""
     from perdure import CheckpointManager
 
     state = {f"layer{i}": np.full(4 * MIB, i, np.float32) for i in range(20)}
@@ -143,17 +143,17 @@ def delta(path: Path, _: int) -> dict[str, Any]:
     with CheckpointManager(path / "run", max_to_keep=None) as manager:
         manager.save(1, state)
         manager.wait_until_finished()
-        before = sum(at.stat().st_size for at in (path / "run").rglob("*"))
+        before = sum(file.stat().st_size for file in (path / "run").rglob("*"))
         for name in ("layer3", "layer17"):
             state[name] += 1
         manager.save(2, state)
         manager.wait_until_finished()
-    after = sum(at.stat().st_size for at in (path / "run").rglob("*"))
+    after = sum(file.stat().st_size for file in (path / "run").rglob("*"))
     return {"share": (after - before) / sum(leaf.nbytes for leaf in state.values())}
 
 
 def memory(path: Path, nbytes: int) -> dict[str, Any]:
-    """MiB that the process grew by, at the highest, while it saved immutable arrays."""
+    """Peak MiB by which the process grew while it saved immutable arrays."""
     import perdure
 
     subject = Perdure()
@@ -170,18 +170,18 @@ def listing(path: Path, _: int) -> dict[str, Any]:
     """ms of `latest_step`, of opening the run for it, and of `perdure ls`, with 1,000 checkpoints."""
     from perdure import CheckpointManager
 
-    at = path / "run"
-    with CheckpointManager(at, max_to_keep=None) as manager:
+    run = path / "run"
+    with CheckpointManager(run, max_to_keep=None) as manager:
         for step in range(1000):
             manager.save(step, {"w": np.full(100, step), "step": step})
     out: dict[str, list[float]] = {"latest": [], "open and latest": [], "ls": []}
-    command = [str(Path(sys.executable).with_name("perdure")), "ls", str(at)]
+    command = [str(Path(sys.executable).with_name("perdure")), "ls", str(run)]
     if not Path(command[0]).exists():
         command[:1] = [sys.executable, "-m", "perdure.cli"]
     for _ in range(20):
-        manager = CheckpointManager(at)
+        manager = CheckpointManager(run)
         out["latest"].append(1e3 * timed(manager.latest_step, warm_memory=False))
-        opened = timed(lambda: CheckpointManager(at).latest_step(), warm_memory=False)
+        opened = timed(lambda: CheckpointManager(run).latest_step(), warm_memory=False)
         out["open and latest"].append(1e3 * opened)
     for _ in range(7):
         call = partial(subprocess.run, command, capture_output=True, check=True)
@@ -207,9 +207,9 @@ CASES = {
 if __name__ == "__main__":
     where = fresh(Path(sys.argv[2]))
     Ballast().release()
-    found = CASES[sys.argv[1]](where, int(sys.argv[3]))
-    for key, values in list(found.items()):
+    figures = CASES[sys.argv[1]](where, int(sys.argv[3]))
+    for key, values in list(figures.items()):
         if isinstance(values, list):
-            found[key], found[f"{key} spread"] = middle(values), spread(values)
-            found[f"{key} all"] = values
-    print("\n" + json.dumps(found))
+            figures[key], figures[f"{key} spread"] = middle(values), spread(values)
+            figures[f"{key} all"] = values
+    print("\n" + json.dumps(figures))

@@ -1,7 +1,7 @@
-"""Each way to save a state, as four verbs: make, change, save (durable on return), load.
+"""Every compared format as four methods: make, change, save (durable on return), load.
 
-Run as a program it measures one of them and prints the figures as JSON. Every subject has a process
-of its own, so that frameworks do not disturb each other.
+Run as a program it measures one of them and prints the figures as JSON. Every subject has its own
+process, so that frameworks do not disturb each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLIPS = 24
 
 
 class Subject(Protocol):
-    """`change` gives a state with other bytes in every 4 MiB; `stall` is what the loop waits."""
+    """`change` gives a state with other bytes in every 4 MiB, `save` the seconds that a loop waits."""
 
     def make(self, leaves: int, nbytes: int) -> Any: ...
     def change(self, state: Any) -> Any: ...
@@ -241,22 +241,22 @@ SUBJECTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 
 
 def _touch(loaded: Any) -> None:
-    """Look at every page of what was loaded: a mapped file has not been read before that."""
+    """Read every page of a loaded state, because a memory-mapped file is not read before."""
     for leaf in loaded.values() if isinstance(loaded, dict) else ():
         if hasattr(leaf, "numpy") and not hasattr(leaf, "read_value"):  # a torch tensor
             leaf[::1024].sum()
 
 
 def _arrays(state: Any) -> list[np.ndarray]:
-    """Copies of all values of a state, those of a dict by name."""
+    """Copies of all values of a state, in a dict by name."""
     if not isinstance(state, dict):
         return state.get_weights()
     return [np.array(state[name]) for name in sorted(state)]
 
 
 def flips_returned(subject: Subject, path: Path, state: Any) -> int:
-    """How many of FLIPS loads return other values than were saved, each after one bit was flipped in
-    the largest file of the checkpoint. A load that raises returns nothing."""
+    """How many of FLIPS loads return wrong values, each after one bit was flipped in the largest file
+    of the checkpoint. A load that raises does not count."""
     subject.save(path, 1, state)
     saved = _arrays(state)
 
@@ -275,7 +275,7 @@ def flips_returned(subject: Subject, path: Path, state: Any) -> int:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << int(random.integers(8))
         largest.write_bytes(damaged)
-        with suppress(Exception):  # every format has an error of its own
+        with suppress(Exception):  # every format has its own error
             returned += differs()
     largest.write_bytes(whole)
     return returned
@@ -287,31 +287,33 @@ def measure(name: str, path: Path, nbytes: int, rounds: int) -> dict[str, Any]:
     subject: Subject = SUBJECTS[name][0]()
     out: dict[str, Any] = {"write": [], "load": [], "stall": [], "small": [], "flips": []}
     small = subject.make(12, 5_000_000 // 12 // 4 * 4)
-    at = fresh(path / "small")
+    target = fresh(path / "small")
     for step in range(1, 9):
         small = subject.change(small)
-        ms = 1e3 * timed(lambda s=small, n=step: subject.save(at, n, s), warm_memory=False)
+        ms = 1e3 * timed(lambda s=small, n=step: subject.save(target, n, s), warm_memory=False)
         out["small"] += [ms] if step > 2 else []
     out["flips"].append(flips_returned(subject, fresh(path / "flips"), small))
     state = subject.make(nbytes // (64 * MIB), 64 * MIB)
     for step in range(1, rounds + 1):
         state = subject.change(state)
         shutil.rmtree(path / f"large{step - 1}", ignore_errors=True)
-        at = fresh(path / f"large{step}")
+        target = fresh(path / f"large{step}")
         stall: list[float | None] = []
         seconds = timed(
-            partial(lambda into, *given: into.append(subject.save(*given)), stall, at, step, state)
+            partial(
+                lambda into, *given: into.append(subject.save(*given)), stall, target, step, state
+            )
         )
         out["write"].append(nbytes / seconds / 1e9)
         out["stall"] += [1e3 * s for s in stall if s is not None]
         seconds = timed(
-            partial(lambda *given: _touch(subject.load(*given)), at, step, state), cold=True
+            partial(lambda *given: _touch(subject.load(*given)), target, step, state), cold=True
         )
         out["load"].append(nbytes / seconds / 1e9)
     return out
 
 
 if __name__ == "__main__":
-    np.random.default_rng()  # NumPy is there for every subject: its import counts for none of them
+    np.random.default_rng()  # import NumPy's parts before any measurement, for every subject alike
     figures = measure(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     print("\n" + json.dumps(figures))

@@ -1,4 +1,4 @@
-"""What every measurement of storage shares: cold caches, warm memory, fsync of a tree, fio, memory."""
+"""Helpers to measure storage: cold caches, touched memory, fsync of a tree, fio, memory in use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DROP = "/proc/sys/vm/drop_caches"
 
 
 class Ballast:
-    """Memory that the system has just backed, handed back right before a measurement.
+    """Memory that was just touched, and is freed right before a measurement.
 
-    A virtual machine may give free memory back to its host; touching it again then costs seconds a
-    GiB, whoever does it. Every subject starts with this much memory that has been touched.
+    A virtual machine may return free memory to its host; touching it again then takes seconds per
+    GiB. Every subject starts with this much touched memory.
     """
 
     def __init__(self, nbytes: int = BALLAST_BYTES) -> None:
@@ -41,7 +41,7 @@ def may_drop_caches() -> bool:
 
 
 def timed(action: Callable[[], Any], *, cold: bool = False, warm_memory: bool = True) -> float:
-    """Seconds of `action`, on memory that is backed; `cold` empties the page cache first."""
+    """Seconds of `action` on touched memory; `cold` empties the page cache first."""
     ballast = Ballast() if warm_memory else None
     os.sync()
     if cold and may_drop_caches():
@@ -54,9 +54,9 @@ def timed(action: Callable[[], Any], *, cold: bool = False, warm_memory: bool = 
 
 
 def sync_tree(path: Path) -> None:
-    """fsync every file and directory below `path`, and `path` itself: what makes a save durable."""
-    for at in [*sorted(path.rglob("*")), path]:
-        fd = os.open(at, os.O_RDONLY)
+    """fsync every file and directory below `path`, and `path` itself, which makes a save durable."""
+    for entry in [*sorted(path.rglob("*")), path]:
+        fd = os.open(entry, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -91,15 +91,15 @@ def _bare_loop(file: Path, kind: str, nbytes: int) -> float:
     flags = os.O_DIRECT | (os.O_RDONLY if kind == "read" else os.O_WRONLY | os.O_CREAT)
     start = time.perf_counter()
     fd = os.open(file, flags, 0o644)
-    for at in range(0, nbytes, block):
-        _ = os.preadv(fd, [buffer], at) if kind == "read" else os.pwrite(fd, buffer, at)
+    for offset in range(0, nbytes, block):
+        _ = os.preadv(fd, [buffer], offset) if kind == "read" else os.pwrite(fd, buffer, offset)
     os.fsync(fd)
     os.close(fd)
     return nbytes / (time.perf_counter() - start) / 1e9
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes of memory in use by this process (`VmRSS`), or the most there ever was (`VmHWM`)."""
+    """Bytes of memory in use by this process (`VmRSS`), or its peak (`VmHWM`)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -111,5 +111,5 @@ def middle(values: list[float]) -> float:
 
 
 def spread(values: list[float]) -> str:
-    """`0.9-1.2`: what the noise was."""
+    """The lowest and the highest value, as `0.9-1.2`."""
     return f"{min(values):.3g}-{max(values):.3g}"

@@ -1,4 +1,4 @@
-"""What the examples share: their options, and the proof at their end."""
+"""The options that all examples share, and the comparison at their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perdure.store import Run
 
 
 def options(doc: str | None, **numbers: int) -> argparse.Namespace:
-    """`--data`, `--directory`, and an option for each of `numbers` with its default."""
+    """Parse `--data`, `--directory`, and an option for each of `numbers` with its default."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--data", help="MNIST files (IDX or .npz); default: scikit-learn's digits")
     parser.add_argument("--directory", type=Path, help="where the runs go; default: a new place")

@@ -26,7 +26,7 @@ FAILS_AT = args.steps // 2 + 3  # not a step that is saved
 
 
 def members() -> perdure.Checkpoint:
-    """Whatever has a state. The dataset has none: its batches are a function of the step."""
+    """All objects with a state. The dataset has none: its batches are a function of the step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Dropout(0.2))
     net.append(nn.Linear(64, 10))
@@ -35,7 +35,7 @@ def members() -> perdure.Checkpoint:
         net=net,
         optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5),
-        dropout=torch.default_generator,  # PyTorch's random numbers are a state, too
+        dropout=torch.default_generator,  # PyTorch's random numbers are a state as well
         step=0,
     )
 
@@ -43,8 +43,8 @@ def members() -> perdure.Checkpoint:
 def train_step(checkpoint: perdure.Checkpoint, batch: Any) -> torch.Tensor:
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     checkpoint.optimizer.zero_grad()
-    each = cross_entropy(checkpoint.net(batch["image"]), batch["label"].long(), reduction="none")
-    loss = (each * batch["weight"]).sum() / batch["weight"].sum()
+    losses = cross_entropy(checkpoint.net(batch["image"]), batch["label"].long(), reduction="none")
+    loss = (losses * batch["weight"]).sum() / batch["weight"].sum()
     loss.backward()
     checkpoint.optimizer.step()
     checkpoint.schedule.step()
@@ -78,7 +78,7 @@ def main() -> None:
     train_and_checkpoint(directory)
 
     print("kept:", perdure.CheckpointManager(directory).all_steps())
-    # A part of it, as arrays, without the classes that made it:
+    # A part of a checkpoint as arrays, without the classes that made it:
     bias = perdure.load_checkpoint(directory, leaves="net/4/bias")["net"]["4"]["bias"]
     print("the last layer's bias:", bias.round(3))
     prove(args.directory / "undisturbed", directory)

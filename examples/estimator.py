@@ -28,7 +28,7 @@ adam = optax.adam(1e-3)
 
 
 def fresh(seed: int) -> dict[str, Any]:
-    """Everything that decides what comes next. The dropout of a step is a function of `step`."""
+    """The whole state of training. The dropout of a step is a function of `step`."""
     keys = jax.random.split(jax.random.key(seed), 3)
     sizes = [(784, 256), (256, 32), (32, 10)]
     he = jax.nn.initializers.he_normal()
@@ -57,8 +57,8 @@ def step_fn(state: Any, batch: Any) -> tuple[Any, Any]:
 
     def loss_fn(params: Any) -> Any:
         logits = network(params, batch["image"], key)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return (each * batch["weight"]).sum() / batch["weight"].sum()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     changes, opt = adam.update(grads, state["opt"])
@@ -74,7 +74,7 @@ def eval_fn(state: Any, batch: Any) -> Any:
 
 
 class InterruptAtStep(Hook):
-    """What a machine does that fails."""
+    """Raises, as a failing machine would."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -97,7 +97,7 @@ def main() -> None:
         trainer(model_dir, [InterruptAtStep(5)]).train(max_steps=args.steps)
     except RuntimeError as error:
         print(f"the first run: {error}")
-    again = trainer(model_dir)  # the same call, in this process or in another one
+    again = trainer(model_dir)  # the same call, in this process or in a new one
     again.train(max_steps=args.steps)
     print(f"the second run: at step {again.step}, {again.evaluate(eval_data)}")
     prove(args.directory / "undisturbed", model_dir)

@@ -26,7 +26,7 @@ digits = load_digits(args.data)
 
 
 class InterruptInEpoch5(keras.callbacks.Callback):
-    """What a machine does that fails in the middle of an epoch."""
+    """Raises in the middle of an epoch, as a failing machine would."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch + 1  # Keras counts from 0, and its progress bar from 1
@@ -48,7 +48,7 @@ def build() -> keras.Model:
 
 
 def fit(directory: Path, *callbacks: Any) -> Any:
-    """The same call, before the interruption and after it."""
+    """Make the same call before and after the interruption."""
     model = build()
     history = model.fit(
         digits.train["image"],
@@ -58,7 +58,7 @@ def fit(directory: Path, *callbacks: Any) -> Any:
         callbacks=[BackupAndRestore(directory / "backup"), *callbacks],
         verbose=2,
     ).history
-    # The backup is gone when fit has ended. What came out of it, to compare:
+    # A finished fit deletes its backup, so save its result for the comparison:
     perdure.Checkpoint(model=model, optimizer=model.optimizer).save(directory / "end", args.epochs)
     return history
 

@@ -1,4 +1,4 @@
-"""Two workers, one of which is killed and brought back.
+"""Two workers, one of which is killed and restarted.
 
 TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy": `TF_CONFIG`,
 and a checkpoint that holds `epoch` and `step_in_epoch`. Without `TF_CONFIG` this program starts the
@@ -36,20 +36,20 @@ args = options(__doc__, epochs=2, batch=128, save_every=5, kill_at=17)
 def grad(state: Any, batch: Any, key: Any) -> Any:
     """One logical replica: sums, never means. Dropout is a function of (seed, step, replica)."""
     logits = state.model(batch["image"].permute(0, 3, 1, 2))
-    each = cross_entropy(logits, batch["label"].long(), reduction="none")
-    loss = (each * batch["weight"]).sum()
+    losses = cross_entropy(logits, batch["label"].long(), reduction="none")
+    loss = (losses * batch["weight"]).sum()
     return {"grads": gradients(loss, state.model), "loss": loss, "weight": batch["weight"].sum()}
 
 
 def update(state: Any, total: Any) -> Any:
-    """Once for all replicas, on the sum of what they returned."""
+    """Update once for all replicas, with the sum of their results."""
     apply_gradients(state.model, total["grads"], 1 / total["weight"])
     state.optimizer.step()
     return state, total["loss"] / total["weight"]
 
 
 def train(directory: Path) -> None:
-    """What every worker runs."""
+    """The program of every worker."""
     strategy = MultiWorkerMirroredStrategy(replicas=REPLICAS)  # reads TF_CONFIG
     dataset = perdure.ArrayDataset(load_digits(args.data).train, args.batch, seed=0)
     torch.manual_seed(0)
@@ -84,10 +84,10 @@ def train(directory: Path) -> None:
 
 
 def workers(count: int, directory: Path, kill_at: int = 0) -> list[int]:
-    """Start so many workers on this machine, wait for all, and give their exit statuses."""
-    with contextlib.ExitStack() as held:  # ports that differ, because all are held at once
+    """Start `count` workers on this machine, wait for all, and return their exit statuses."""
+    with contextlib.ExitStack() as held:  # different ports, because all are open at once
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     print(f"{count} worker(s):", flush=True)
     command = [sys.executable, __file__, *sys.argv[1:]]
     command += ["--directory", f"{directory}", "--kill-at", f"{kill_at}"]
@@ -104,13 +104,13 @@ def main() -> None:
             train(args.directory)
         except WorkerLostError as error:
             print(f"  worker 0 leaves: {error}", flush=True)
-            os._exit(1)  # leaving normally would wait for the one that is gone
+            os._exit(1)  # a normal exit would wait for the lost worker
         return
     alone, group = args.directory / "one-worker", args.directory / "two-workers"
     ended = [
         workers(1, alone),
         workers(2, group, kill_at=args.kill_at),
-        workers(2, group),  # both are started again: a group resumes together
+        workers(2, group),  # both are restarted, because a group resumes together
     ]
     print("exit statuses:", ended)
     assert ended == [[0], [1, -signal.SIGKILL], [0, 0]]

@@ -47,24 +47,24 @@ def forward(params: Any, image: Any) -> Any:
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
-    """One logical replica. What all return is summed, so each divides by the whole batch."""
+    """One logical replica. The results of all are summed, so each divides by the whole batch."""
 
     def loss_fn(params: Any) -> Any:
         logits = forward(params, batch["image"])
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         # Rows that pad the last batch of an epoch weigh 0.
-        return compute_average_loss(each, batch["weight"], args.batch), (each, logits)
+        return compute_average_loss(losses, batch["weight"], args.batch), (losses, logits)
 
-    (_, (each, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    (_, (per_example, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
     return {
         "grads": grads,
-        "loss": train_loss.contribution(each, batch["weight"]),
+        "loss": train_loss.contribution(per_example, batch["weight"]),
         "accuracy": train_accuracy.contribution(batch["label"], logits, batch["weight"]),
     }
 
 
 def update(state: Any, total: Any) -> Any:
-    """Once for all replicas, on the sum of what they returned."""
+    """Update once for all replicas, with the sum of their results."""
     changes, opt = adam.update(total["grads"], state["opt"])
     params = optax.apply_updates(state["params"], changes)
     loss = train_loss.merge(state["loss"], total["loss"])
@@ -73,7 +73,7 @@ def update(state: Any, total: Any) -> Any:
 
 
 def train(directory: Path, devices: int) -> float:
-    """Train all epochs; gives the accuracy on the test images, under the strategy."""
+    """Train all epochs under the strategy; return the accuracy on the test images."""
     strategy = MirroredStrategy(devices, REPLICAS)
     train_step = strategy.step(grad, update)
     batches = strategy.distribute_dataset(train_data)
@@ -109,7 +109,7 @@ def main() -> None:
 
     params = perdure.load_checkpoint(two, leaves="params")[
         "params"
-    ]  # arrays; neither a strategy nor its devices
+    ]  # arrays, without a strategy and its devices
     right = forward(params, digits.test["image"]).argmax(-1) == digits.test["label"]
     print(
         f"test accuracy: {under_strategy:.2%}, restored without the strategy: {jnp.mean(right):.2%}"

@@ -1,6 +1,6 @@
-"""Line 8 of the proof of the store: real S3 and Azure protocols, kills, races.
+"""Part "cloud" of the proof of the store: real S3 and Azure protocols, kills, races.
 
-A part of `make proof-store`. Azurite is looked for on PATH and under PERDURE_AZURITE.
+Azurite is searched on PATH and under PERDURE_AZURITE.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def state(seed: int, size: int = 5000) -> dict[str, Leaf]:
 
 
 def cloud_rows(_work: Path) -> Iterator[Row]:
-    """Every claim, on every server that can run here."""
+    """The rows of every server that is installed."""
     for name, start in (("moto (S3)", moto_server), ("Azurite", azurite_server)):
         try:
             with start() as server:
@@ -62,7 +62,7 @@ def cloud_rows(_work: Path) -> Iterator[Row]:
 
 
 def conformance(name: str) -> Row:
-    """Every contract of `Storage`."""
+    """The tests of the contract of `Storage`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -79,10 +79,10 @@ def conformance(name: str) -> Row:
 
 
 def kills(name: str, server: ObjectServer) -> Row:
-    """SIGKILL at each request of a save of a large state, or at `KILLS` of them.
+    """SIGKILL at each request of a save of a large state, or at `KILLS` of them, evenly spaced.
 
-    Every earlier checkpoint stays readable and the checker content; the new one is absent or whole,
-    and the next writer saves it, at once.
+    Every earlier checkpoint stays readable and a check is clean; the new one is absent or whole,
+    and the next writer saves it at once.
     """
     url = _prepared(server)
     with proxy_to(server.endpoint) as proxy:
@@ -93,15 +93,15 @@ def kills(name: str, server: ObjectServer) -> Row:
     for number in range(0, requests, step):
         for moment in ("refuse", "lose"):
             tried += 1
-            there = _kill_at(server, number, moment)
-            held += there is not None
-            whole += bool(there)
+            outcome = _kill_at(server, number, moment)
+            held += outcome is not None
+            whole += bool(outcome)
     what = f"{name}: SIGKILL before and after requests of an upload ({requests} requests)"
     return _row(what, tried, held, held == tried and 0 < whole < tried)
 
 
 def _kill_at(server: ObjectServer, number: int, moment: str) -> bool | None:
-    """Whether the checkpoint is there after a kill; None when something is not as it should be."""
+    """Whether the checkpoint exists after a kill; None if a promise was broken."""
     url = _prepared(server)
     child: list[subprocess.Popen[str]] = []
 
@@ -120,7 +120,7 @@ def _kill_at(server: ObjectServer, number: int, moment: str) -> bool | None:
     wanted = {1: state(1), 2: state(2), 3: state(3, LARGE)}
     if not {1, 2} <= set(report.good) <= set(wanted):
         return None
-    if any(run.load(at).leaves["w"].data != wanted[at]["w"].data for at in report.good):
+    if any(run.load(step).leaves["w"].data != wanted[step]["w"].data for step in report.good):
         return None
     with Run(server.storage(url)) as again:
         again.save(3, wanted[3])
@@ -131,8 +131,8 @@ def _prepared(server: ObjectServer) -> str:
     """A run with two checkpoints."""
     url = server.new_url()
     with Run(server.storage(url), create=True) as run:
-        for at in (1, 2):
-            run.save(at, state(at))
+        for step in (1, 2):
+            run.save(step, state(step))
     return url
 
 
@@ -148,7 +148,7 @@ def _save_in_child(
 
 
 def races(name: str, server: ObjectServer) -> Row:
-    """Writers whose lock is left out commit the same step at once: one wins, the others are told."""
+    """Writers without a lock commit the same step at once: one wins, the others raise."""
     url = server.new_url()
     with Run(server.storage(url), create=True) as run:
         run.save(0, state(0))
@@ -157,7 +157,7 @@ def races(name: str, server: ObjectServer) -> Row:
     for step in range(1, RACES + 1):
 
         def attempt(number: int, step: int = step) -> bool:
-            runs[number]._writing = True  # what excludes them is left out
+            runs[number]._writing = True  # as if it held the lock
             try:
                 runs[number].save(step, state(100 * step + number))
             except (LockedError, StepExistsError):
@@ -166,8 +166,8 @@ def races(name: str, server: ObjectServer) -> Row:
 
         with ThreadPoolExecutor(WRITERS) as pool:
             won = [n for n, good in enumerate(pool.map(attempt, range(WRITERS))) if good]
-        found = Run(server.storage(url)).load(step).leaves["w"].data
-        held += len(won) == 1 and found == state(100 * step + won[0])["w"].data
+        data = Run(server.storage(url)).load(step).leaves["w"].data
+        held += len(won) == 1 and data == state(100 * step + won[0])["w"].data
     good = check_run(server.storage(url)).good
     what = f"{name}: {WRITERS} writers race for a step without a lock, exactly one wins"
     return _row(what, RACES, held, held == RACES and len(good) == RACES + 1)

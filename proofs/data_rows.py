@@ -1,9 +1,9 @@
-"""Every example exactly once per epoch: counted over all workers, while the topology changes.
+"""Every example exactly once per epoch, counted over all workers while the topology changes.
 
-A part of the proof of the strategies; `python proofs/data_rows.py` runs it alone. Every worker is a
-process of its own, started for its part of the run: it builds its dataset anew, asks for the rows of
-its logical replicas, and says which examples they were. The length does not divide by the batch, and
-the topology changes in the middle of epochs.
+A part of `make proof-distribute`; `python proofs/data_rows.py` runs it alone. Every worker is a new
+process, started for its part of the run: it makes its dataset, asks for the rows of its logical
+replicas, and returns which examples they were. The batch size does not divide the length, and the
+topology changes in the middle of epochs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,19 @@ from typing import Any
 import numpy as np
 from report import Row, finish, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
+
+from counting import TOPOLOGIES, Lazy, counted_by_worker, once
+
 from perdure.data import ArrayDataset, Dataset, Prefetch, StreamDataset
 from perdure.data import stream as stream_module
-from perdure.distribute.topology import split
 from perdure.errors import DataError
 
-REPLICAS = 8
 BATCH = 48
-EXAMPLES = 1009  # a prime: it divides by nothing
-STEPS = 44  # two epochs of 22 steps; streams need 25 and are counted for one
-# Devices in each process.
-TOPOLOGIES = [(1,), (3,), (8,), (1, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1)]
+EXAMPLES = 1009  # a prime, so that nothing divides it
+STEPS = 44  # two epochs of 22 steps; streams need 25 steps and are counted for one epoch
 # 16 shards of different lengths, one of them empty; together 1009.
 SHARDS = [63, 0, 71, 74, 60, 55, 70, 66, 59, 73, 68, 72, 61, 75, 70, 72]
-
-
-class Made:
-    """Examples that are made when asked for, as a torch Dataset makes them."""
-
-    def __len__(self) -> int:
-        return EXAMPLES
-
-    def __getitem__(self, number: int) -> Any:
-        return {"n": number, "x": np.full(3, number, np.float32)}
 
 
 def _arrays(_: str) -> Any:
@@ -55,13 +45,13 @@ def _mapped(folder: str) -> Any:
 
 
 def _prefetched(_: str) -> Any:
-    return Prefetch(Dataset(Made(), BATCH), ahead=3, threads=3)
+    return Prefetch(Dataset(Lazy(EXAMPLES), BATCH), ahead=3, threads=3)
 
 
 def _grain(_: str) -> Any:
     import grain
 
-    return Dataset(grain.MapDataset.source(Made()).seed(4).shuffle(), BATCH)
+    return Dataset(grain.MapDataset.source(Lazy(EXAMPLES)).seed(4).shuffle(), BATCH)
 
 
 def _read(shard: int, epoch: int) -> Iterator[Any]:
@@ -74,11 +64,11 @@ def _streams(_: str) -> Any:
     return StreamDataset(_read, dict(enumerate(SHARDS)), BATCH)
 
 
-# ---------------------------------------------------------------- what must be counted wrong
+# ---------------------------------------------------------------- controls, which must be counted wrong
 
 
 class _Restarted(Dataset):
-    """Counts its steps from its own start, as an iterator without a saved position does."""
+    """Counts steps from its own start, as an iterator without a saved position does."""
 
     first: int | None = None
 
@@ -88,15 +78,15 @@ class _Restarted(Dataset):
 
 
 class _SeededByWorkers(Dataset):
-    """Each group shuffles by its own size: exact until the size changes in the middle of an epoch."""
+    """Seeded by the number of workers: right until that changes in the middle of an epoch."""
 
 
 def _restarted(_: str) -> Any:
-    return _Restarted(Made(), BATCH)
+    return _Restarted(Lazy(EXAMPLES), BATCH)
 
 
 def _seeded_by_workers(_: str) -> Any:
-    return _SeededByWorkers(Made(), BATCH)
+    return _SeededByWorkers(Lazy(EXAMPLES), BATCH)
 
 
 def _streams_restarted(_: str) -> Any:
@@ -105,7 +95,7 @@ def _streams_restarted(_: str) -> Any:
             shard._start(epoch, 0)
         shard._position = (epoch, example)
 
-    if parent_process() is not None:  # only in a worker, which nobody else shares
+    if parent_process() is not None:  # only in a worker process
         stream_module._Shard._seek = seek
     return _streams("")
 
@@ -116,20 +106,11 @@ def _streams_restarted(_: str) -> Any:
 def worker(
     make: Callable[[str], Any], folder: str, topology: tuple[int, ...], index: int, steps: range
 ) -> dict[int, Counter[int]]:
-    """What one worker sees in some steps, by epoch; only its own logical replicas."""
+    """The examples that one worker sees in its logical replicas, by epoch."""
     data = make(folder)
     if isinstance(data, _SeededByWorkers):
         data.seed = len(topology)
-    seen: dict[int, Counter[int]] = {}
-    for step in steps:
-        for first, last in split(REPLICAS, topology)[index]:
-            for replica in range(first, last):
-                batch = data.batch(step, replica, REPLICAS)
-                real = batch["n"][batch["weight"] == 1]
-                seen.setdefault(data.epoch(step)[0], Counter()).update(real.tolist())
-    if hasattr(data, "close"):
-        data.close()
-    return seen
+    return counted_by_worker(data, topology, index, steps)
 
 
 def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]) -> bool:
@@ -147,20 +128,20 @@ def exact(make: Callable[[str], Any], parts: list[tuple[tuple[int, ...], range]]
         ]
         try:
             for job in jobs:
-                for epoch, found in job.result().items():
-                    seen.setdefault(epoch, Counter()).update(found)
+                for epoch, numbers in job.result().items():
+                    seen.setdefault(epoch, Counter()).update(numbers)
         except DataError as error:
             print(f"       a worker refused: {error}")
             return False
         finished = (parts[-1][1].stop) // make(folder).steps_per_epoch
-    return finished > 0 and all(seen[e] == Counter(range(EXAMPLES)) for e in range(finished))
+    return finished > 0 and once(seen, EXAMPLES, finished)
 
 
 def _context() -> Any:
-    """New processes from a server that has the imports done and nothing else."""
+    """New processes forked from a server that has only done the imports."""
     context = get_context("forkserver")
     context.set_forkserver_preload(
-        ["numpy", "perdure.data", "perdure.distribute.topology", "report"]
+        ["numpy", "perdure.data", "perdure.distribute.topology", "report", "counting"]
     )
     return context
 

@@ -1,25 +1,30 @@
-"""Negative controls: each takes out one thing that keeps the bits apart from the topology.
+"""Negative controls: each removes one thing that makes the bits independent of the topology.
 
-Trains the tutorial's CNN with Adam. Tells the fingerprint of the real thing and of each control.
+Trains the tutorial's CNN with Adam and prints the fingerprint of the real thing and of each control.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distribute_worker import FIRST, REPLICAS, STEPS, dataset, fingerprint, tell, train
 
-from perdure.data import ArrayDataset
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "distribute"))
+
+from matrix_worker import fingerprint, tell, train
+from training_case import FIRST, REPLICAS, STEPS, dataset, strided
+
 from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_all_reduce
 from perdure.distribute.reduction import Reduction
 
 MODEL = "tutorial's CNN"
-# 8 examples for each replica: with fewer, the size of the thread pool has not enough to cut up.
+# 8 examples per replica: with fewer, the size of the thread pool would change nothing.
 BATCH = 64
 
 
@@ -31,11 +36,11 @@ class Reversed(Reduction):
         self._values: dict[int, Any] = {}
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Keep it."""
+        """Keep the value."""
         self._values[replica] = value
 
     def total(self, *, check: bool) -> Any:
-        """The sum over all replicas, which are all here."""
+        """The sum over all replicas, all of which this process runs."""
         engine = self._plan.engine
         values = [engine.put(value, engine.devices[0]) for _, value in sorted(self._values.items())]
         while len(values) > 1:
@@ -44,29 +49,8 @@ class Reversed(Reduction):
         return values[0]
 
 
-class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the devices in turn."""
-
-    devices = 1
-
-    def indices(self, step: int) -> Any:
-        """Rows 0, D, 2D, ... first."""
-        index, weight = super().indices(step)
-        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
-        return index[order], weight[order]
-
-
-def strided(devices: int) -> ArrayDataset:
-    plain = dataset(BATCH)
-    step = plain.batch(0)  # for the names of the columns
-    columns = {name: plain._arrays[name] for name in step if name != "weight"}
-    data = Strided(columns, BATCH, seed=3)
-    data.devices = devices
-    return data
-
-
 def vmapped(strategy: Any, cell: Any) -> str:
-    """JAX: the gradients of all replicas of a device in one batched program, then the same tree."""
+    """On JAX, the gradients of all replicas of a device in one vmapped program, then the same tree."""
     import jax
 
     plan = strategy._plan
@@ -96,7 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="another size of the thread pool, and no more")
     options = parser.parse_args()
     group = "TF_CONFIG" in os.environ
-    engine = import_module(f"distribute_{options.engine}")
+    engine = import_module(f"matrix_{options.engine}")
     demo = import_module(f"perdure.demo.train_{options.engine}")
     cell = engine.MODELS[MODEL](REPLICAS)["adam"]
 
@@ -105,8 +89,8 @@ def main() -> None:
 
     if options.threads:
         strategy = engine.MirroredStrategy(replicas=REPLICAS, threads=options.threads)
-        found = train(strategy, cell, dataset(BATCH))
-        tell(event="control", name="another thread-pool size", devices=1, fingerprint=found)
+        digest = train(strategy, cell, dataset(BATCH))
+        tell(event="control", name="another thread-pool size", devices=1, fingerprint=digest)
         return
     for devices in options.devices.split(","):
 
@@ -123,7 +107,7 @@ def main() -> None:
 
         def rows(strategy: Any) -> str:
             count = sum(strategy._plan.engine.devices_per_process)
-            return train(strategy, cell, strided(count))
+            return train(strategy, cell, strided(count, BATCH))
 
         def backwards(strategy: Any) -> str:
             one_by_one(strategy)

@@ -1,6 +1,6 @@
 """TensorFlow's worked figures: per-example losses [2, 3] and [4, 5] on two replicas, global batch 4.
 
-The custom-training tutorial divides by the global batch size, not by that of the replica: 1.25 and
+The custom-training tutorial divides by the global batch size, not by the batch of a replica: 1.25 and
 2.25, and 3.5 in all.
 """
 
@@ -30,9 +30,9 @@ def main() -> None:
     def step(batch: Any) -> Any:
         return compute_average_loss(batch["loss"], global_batch_size=GLOBAL_BATCH)
 
-    each = strategy.run(step, (strategy.batch(data, 0),))
-    total = strategy.reduce("sum", each)
-    local = [float(loss) for loss in strategy.local_results(each)]
+    losses_by_replica = strategy.run(step, (strategy.batch(data, 0),))
+    total = strategy.reduce("sum", losses_by_replica)
+    local = [float(loss) for loss in strategy.local_results(losses_by_replica)]
     print(json.dumps({"losses": local, "sum": float(total)}), flush=True)
 
 

@@ -1,8 +1,8 @@
-"""The multi-worker tutorial's training: its network, RMSprop, 3 epochs of 70 steps, 2 workers.
+"""The training of the multi-worker tutorial: its network, RMSprop, 3 epochs of 70 steps, 2 workers.
 
-One worker of the group, on either engine. Tells the training accuracy of each epoch, taken while the
-network is trained, and the accuracy on the test part. The tutorial has 60,000 images; the file given
-here may have fewer, which are then seen more than once.
+One worker of the group, on either engine. Prints the training accuracy of each epoch, measured while
+the network trains, and the accuracy on the test images. The tutorial has 60,000 images; the given file
+may have fewer, which are then seen more than once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def torch_parts() -> Any:
         nn.Linear(32 * 26 * 26, 128), nn.ReLU(), nn.Linear(128, 10),
     )  # fmt: skip
     for layer in model:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # as Keras begins
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # as Keras initializes
             nn.init.xavier_uniform_(layer.weight)
             assert layer.bias is not None
             nn.init.zeros_(layer.bias)
@@ -47,10 +47,10 @@ def torch_parts() -> Any:
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         logits = state["model"](batch["image"].permute(0, 3, 1, 2))
-        each = F.cross_entropy(logits, batch["label"].long(), reduction="none")
+        losses = F.cross_entropy(logits, batch["label"].long(), reduction="none")
         weight = batch["weight"].sum()
         decay = sum((p**2).sum() for n, p in state["model"].named_parameters() if "weight" in n)
-        loss = (each * batch["weight"]).sum() + L2 * decay * weight
+        loss = (losses * batch["weight"]).sum() + L2 * decay * weight
         return {
             "grads": gradients(loss, state["model"]),
             "right": right(logits, batch),
@@ -108,9 +108,9 @@ def jax_parts() -> Any:
 
         def loss(p: Any) -> Any:
             logits = logits_of(p, batch["image"])
-            each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
             decay = sum((layer["kernel"] ** 2).sum() for layer in p.values())
-            return (each * batch["weight"]).sum() + L2 * decay * weight, logits
+            return (losses * batch["weight"]).sum() + L2 * decay * weight, logits
 
         (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
         return {"grads": grads, "right": right(logits, batch), "weight": weight}
@@ -142,8 +142,8 @@ def main() -> None:
     for epoch in range(EPOCHS):
         right = weight = 0.0
         for step in range(epoch * STEPS, (epoch + 1) * STEPS):
-            state, (found, of) = train_step(state, strategy.batch(train, step))
-            right, weight = right + float(found), weight + float(of)
+            state, (correct, of) = train_step(state, strategy.batch(train, step))
+            right, weight = right + float(correct), weight + float(of)
         history.append(right / weight)
     right = weight = 0.0
     for step in range(test.steps_per_epoch):

@@ -1,8 +1,8 @@
 """Runs of `fit` for the proof of the Keras callbacks, each in a process of its own.
 
-Started with a backend in the environment, it imports everything once, and then forks a process for
-each run that a line of its input asks for (nothing of a framework has run before the fork). A run
-gives the digest of its end; a fault ends it before.
+Started with a backend in the environment, it imports everything once and then forks a process for
+each run that a line of its input asks for (before a fork, nothing of a framework has run). A run
+writes the digest of its result; a fault ends it before that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 import perdure.keras
 
-try:  # here, because Keras would import it in every process that is forked
+try:  # imported here, because Keras would otherwise import it in every forked process
     import tensorflow as tf
 except ImportError:
     tf = None
@@ -30,7 +30,7 @@ from perdure.store import LocalStorage
 from perdure.store.format import MANIFESTS
 
 EPOCHS, BATCHES, BATCH = 3, 6, 8
-ROWS = BATCHES * BATCH - 3  # the last batch is a partial one
+ROWS = BATCHES * BATCH - 3  # the last batch is incomplete
 
 
 class Fault(Exception):
@@ -38,7 +38,7 @@ class Fault(Exception):
 
 
 class Program(keras.callbacks.Callback):
-    """Counts the steps that a process runs, and ends it where it was told to."""
+    """Records the steps that a process runs, and applies the fault of the case at its place."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class Program(keras.callbacks.Callback):
 
 
 def _die_in_the_next_save(in_commit: bool) -> None:
-    """Ours dies as it begins to write a file, or with the data written and the manifest not yet;
-    that of Keras between its two files."""
+    """Kill the process in the next save: of perdure's callback when it creates a file or between the
+    data and the manifest, of Keras's between its two files."""
 
     def die(*given: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +117,7 @@ class Indexed(keras.utils.PyDataset):
 
 
 def source(kind: str, model: str, rows: int) -> dict[str, Any]:
-    """The arguments of `fit` that say what to train on."""
+    """The arguments of `fit` for the data."""
     x, y = arrays(model, rows)
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": BATCH, "shuffle": True}
@@ -126,7 +126,7 @@ def source(kind: str, model: str, rows: int) -> dict[str, Any]:
     if kind == "tf.data":
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3).batch(BATCH)
         return {"x": data, "shuffle": False}
-    torch.manual_seed(11)  # Keras seeds it on its own backend only
+    torch.manual_seed(11)  # Keras seeds torch only on its torch backend
     data = torch.utils.data
     both = data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     return {"x": data.DataLoader(both, batch_size=BATCH, shuffle=True), "shuffle": False}
@@ -161,7 +161,7 @@ def callback(case: dict[str, Any]) -> list[Any]:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """One call of `fit`; raises or dies where the case says so."""
+    """Call `fit` once; raises or is killed at the place of the fault."""
     keras.utils.set_random_seed(11)
     model = network(case["model"])
     validation = arrays(case["model"])
@@ -175,8 +175,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         verbose=0,
     )
     digest = hashlib.sha256()
-    for each in [*model.variables, *model.optimizer.variables]:
-        digest.update(np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes())
+    for variable in [*model.variables, *model.optimizer.variables]:
+        digest.update(np.asarray(keras.ops.convert_to_numpy(variable.value)).tobytes())
     return {
         "digest": digest.hexdigest(),
         "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)),
@@ -185,7 +185,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def child(case: dict[str, Any]) -> int:
-    """Status of a run: 0 finished, 1 an error, else what the fault made of it."""
+    """Run a case in a forked process; return its status: 0 finished, 1 an error, else by the fault."""
     os.environ["PERDURE_CASE"] = case["log"]
     try:
         Path(case["result"]).write_text(json.dumps(run(case)))
@@ -200,7 +200,7 @@ def child(case: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """A status for each line of the input."""
+    """Run the case of each line of the input and answer with its status."""
     for line in sys.stdin:
         case = json.loads(line)
         if (pid := os.fork()) == 0:

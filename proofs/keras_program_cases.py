@@ -1,4 +1,4 @@
-"""What the proof of the Keras callbacks goes through. Imports nothing."""
+"""The cases of the proof of the Keras callbacks. Imports nothing."""
 
 MODELS = ("mlp", "cnn")
 SOURCES = {
@@ -6,13 +6,13 @@ SOURCES = {
     "tensorflow": ("arrays", "PyDataset", "tf.data"),
     "torch": ("arrays", "PyDataset", "DataLoader"),
 }
-# Each with faults, epoch and batch, and the status that they end the process with.
+# Faults with epoch and batch, and the exit status of the process.
 FAULTS = {
     "exception": [(["exception", 1, -1], 3)],
     "SIGKILL": [(["SIGKILL", 1, 3], -9)],
-    # In an epoch, and in the validation behind it.
+    # In an epoch, and in the validation after it.
     "SIGTERM": [(["SIGTERM", 1, 2], 75), (["validation", 1, 1], 75)],
-    # As the first file is begun, and between the data and the manifest that makes them count.
+    # When the first file is created, and between the data and the manifest that commits them.
     "SIGKILL in a save": [(["save", 1, 2], -9), (["commit", 1, 2], -9)],
 }
 LONG = {"rows": 80}  # ten batches in an epoch

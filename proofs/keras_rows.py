@@ -1,6 +1,6 @@
-"""Lines 1 and 2 of the loops: Keras's `fit`, interrupted, against one that nobody interrupts.
+"""Part "keras" of the proof of the loop: an interrupted `fit` of Keras against an undisturbed one.
 
-The matrix: backend x data x model x interruption, for our callback and for Keras's own. A backend is
+The matrix: backend x data x model x interruption, for perdure's callback and for Keras's. A backend is
 one program (`keras_program.py`) that imports everything once and forks a process for each run.
 """
 
@@ -21,11 +21,11 @@ from report import Row, row
 
 PROGRAM = Path(__file__).parent / "keras_program.py"
 OWNERS = ("perdure", "keras")
-EVERY = 2  # batches from one backup to the next
+EVERY = 2  # batches between two backups
 
 
 class Backend:
-    """The program on one backend."""
+    """keras_program.py on one backend."""
 
     def __init__(self, name: str, work: Path) -> None:
         settings = {
@@ -63,7 +63,7 @@ class Backend:
         self._log.close()
 
     def run(self, name: str, **case: Any) -> tuple[int, Any, int]:
-        """Status, end, and the number of steps that all runs of this name have made."""
+        """The status and the result of a run, and the number of steps of all runs of this name."""
         where = self._work / name
         where.mkdir(exist_ok=True)
         paths = {part: str(where / part) for part in ("backup", "log", "result")}
@@ -82,18 +82,18 @@ class Backend:
 
 
 def resumed(whole: int, killed: int, all_steps: int, every: int) -> bool:
-    """Whether a second run went on behind a backup, as the steps say that were executed.
+    """Whether a second run resumed from a backup, by the number of executed steps.
 
-    `killed` of the first run and `all_steps` of both, against `whole` of one without an interruption.
-    The save under way is lost with the process, so that at most two intervals are run again. A run that
-    begins anew ends with the same bits, and with more steps.
+    `killed` are the steps of the first run, `all_steps` of both, and `whole` of an uninterrupted run.
+    The save in progress is lost with the process, so that at most two intervals are run again. A run
+    that starts over ends with the same bits but executes more steps.
     """
-    again = all_steps - whole  # the killed step less the step that was resumed from
+    again = all_steps - whole  # the killed step less the step of the resume
     return 0 <= again <= 2 * every and killed <= all_steps
 
 
 def matrix(work: Path) -> Iterator[Row]:
-    """Line 1. A cell is `=` where the end is equal, and a backup was gone on from."""
+    """The matrix. A cell is `=` if the result is equal and the second run resumed from a backup."""
     width = len(FAULTS) + 3
     table = ["| backend | model | data | " + " | ".join(FAULTS) + " |", "|---" * width + "|"]
     held: dict[str, list[bool]] = {who: [] for who in OWNERS}
@@ -103,7 +103,7 @@ def matrix(work: Path) -> Iterator[Row]:
     if without:
         print("       left out: TensorFlow is not installed here (pip install tensorflow-cpu)")
     for backend, every in SOURCES.items():
-        sources = [each for each in every if not (without and each == "tf.data")]
+        sources = [kind for kind in every if not (without and kind == "tf.data")]
         if without and backend == "tensorflow":
             continue
         with Backend(backend, work) as program:
@@ -117,10 +117,10 @@ def matrix(work: Path) -> Iterator[Row]:
                         for kind, faults in FAULTS.items():
                             outcomes = []
                             for number, (fault, status) in enumerate(faults):
-                                at = f"{name}-{kind.replace(' ', '-')}-{number}"
-                                ended, _, killed = program.run(at, **case, fault=fault)
-                                _, end, both = program.run(at, **case)
-                                # Keras's own does not listen to SIGTERM, which ends the process.
+                                label = f"{name}-{kind.replace(' ', '-')}-{number}"
+                                ended, _, killed = program.run(label, **case, fault=fault)
+                                _, end, both = program.run(label, **case)
+                                # Keras's callback does not handle SIGTERM, which ends the process.
                                 deaf = who == "keras" and status == 75
                                 fired.append(ended == (-15 if deaf else status))
                                 outcomes.append(
@@ -146,7 +146,7 @@ def matrix(work: Path) -> Iterator[Row]:
 
 
 def _passes_without(program: Backend, backend: str) -> bool:
-    """Whether a cell would pass for a program that saves nothing."""
+    """Whether a cell passes without a callback, which must not happen."""
     case = {"who": "nobody", "model": "mlp", "data": "arrays"}
     _, whole, steps = program.run(f"{backend}-nobody-whole", **case)
     ended, _, killed = program.run(f"{backend}-nobody", **case, fault=FAULTS["SIGKILL"][0][0])
@@ -158,7 +158,7 @@ def _passes_without(program: Backend, backend: str) -> bool:
 
 
 def every_batch(work: Path) -> Iterator[Row]:
-    """Line 2: SIGKILL at every batch of a fit of three epochs of ten."""
+    """SIGKILL at every batch of a fit of three epochs of ten batches."""
     equal = []
     with Backend("jax", work) as program:
         case = {"who": "perdure", "model": "mlp", "data": "arrays", "every": 1, **LONG}
@@ -175,6 +175,6 @@ def every_batch(work: Path) -> Iterator[Row]:
 
 
 def keras_fit(work: Path, signals: int) -> Iterator[Row]:
-    """Both lines; `signals` is for the other parts."""
+    """Both parts; `signals` is for the other parts of the proof."""
     yield from matrix(work)
     yield from every_batch(work)

@@ -1,9 +1,9 @@
-"""The driver of the rows about Ray Train in launch_rows.py: train.py, in which workers are killed.
+"""The driver of the Ray Train rows of launch_rows.py: runs train.py and kills its workers.
 
     python launch_ray.py RUN STEPS WORK FAULT...
 
-Needs examples/cluster and tests/launch in PYTHONPATH. WORK holds Ray's files, `marks` of the faults,
-and in `joined` what each worker found its group to be.
+Needs examples/cluster and tests/launch in PYTHONPATH. WORK contains Ray's files, the `marks` of faults,
+and in `joined` the group of each worker, as the worker sees it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loop(config: dict[str, Any]) -> None:
 
 
 def main(run: str, steps: str, work: str, *faults: str) -> None:
-    # No dashboard, and an object store of the smallest size: nothing goes through it.
+    # No dashboard, and the smallest object store, because nothing uses it.
     ray.init(
         num_cpus=WORKERS,
         include_dashboard=False,

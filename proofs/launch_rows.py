@@ -1,8 +1,8 @@
-"""Launchers that bring a job back: Ray Train after killed workers, submitit after a requeue.
+"""Launchers that restart a job: Ray Train after killed workers, submitit after a requeue.
 
-What examples/cluster trains under them ends with the fingerprint of one process that nothing happened
-to. `proof_drill` asks here. Ray and submitit are needed (requirements/proof-drill.txt); what is missing
-is left out with the reason, and is a row that is not met. Two minutes on two cores.
+The training of examples/cluster ends under them with the fingerprint of one undisturbed process.
+A part of `make proof-drill`. Needs Ray and submitit (requirements/proof-drill.txt); one that is missing
+is skipped with the reason and gives a row that is not met. Two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 60
 LIMIT_S = 300
 LEAVE_S = 30
 
-# Step, process, signal, to whom (tests/launch/faulty.py). Process 0 has JAX's coordinator.
+# Step, process, signal, receiver (tests/launch/faulty.py). Process 0 runs JAX's coordinator.
 KILLS = ("25:1:SIGKILL:self", "45:0:SIGKILL:self")
 NOTICES = ("21:0:SIGUSR2:launcher", "42:0:SIGUSR2:launcher")
 
@@ -42,7 +42,7 @@ def rows(work: Path) -> Iterator[Row]:
     _run(work, [*train, str(alone), "--steps", str(STEPS)])
     _run(work, [*train, str(other), "--steps", str(STEPS), "--replicas", "4"])
     expected = _fingerprint(alone)
-    # Negative control, without which the rows below would say nothing.
+    # Negative control, without which the rows below would prove nothing.
     yield row("another recipe ends with another fingerprint", [_fingerprint(other) != expected])
     yield from _ray(work, expected)
     yield from _submitit(work, expected)
@@ -52,7 +52,7 @@ def _ray(work: Path, expected: str | None) -> Iterator[Row]:
     if find_spec("ray") is None:
         yield row("Ray Train: left out, Ray is not installed here (make proof-drill has it)", [])
         return
-    # Sockets have short names only.
+    # In a short path, because the length of a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="ray-") as name:
         place, run = Path(name), work / "ray"
         for folder in ("joined", "marks"):
@@ -63,8 +63,8 @@ def _ray(work: Path, expected: str | None) -> Iterator[Row]:
         left = _left_behind(mark)
         groups = [file.read_text() for file in (place / "joined").iterdir()]
         fired = len(list((place / "marks").iterdir()))
-    found = [ended, _fingerprint(run) == expected]
-    yield row("Ray Train, a worker killed, then the one with the coordinator: same end", found)
+    outcomes = [ended, _fingerprint(run) == expected]
+    yield row("Ray Train, a worker killed, then the one with the coordinator: same end", outcomes)
     yield row("Ray Train: kills that fired", [fired > number for number in range(len(KILLS))])
     yield row(
         "Ray Train: workers of all attempts that found themselves in one group of two",
@@ -74,8 +74,8 @@ def _ray(work: Path, expected: str | None) -> Iterator[Row]:
 
 
 def joined(groups: list[str], attempts: int) -> list[bool]:
-    """Whether in each of the attempts both workers were there, the one and the other. A worker that
-    is missing, or too many of them, is one that does not hold."""
+    """For each worker of each attempt, whether it joined. A missing or an additional worker gives
+    False."""
     complete = [f"{index} of 2" for index in range(2) for _ in range(attempts)]
     return [one == other for one, other in zip_longest(sorted(groups), complete)]
 
@@ -88,15 +88,15 @@ def _submitit(work: Path, expected: str | None) -> Iterator[Row]:
     faulty = [sys.executable, str(FAULTY / "faulty.py"), "marks", *NOTICES]
     submit = [sys.executable, str(EXAMPLE / "submit.py"), "--cluster", "local", "--workers", "2"]
     ended = _run(work, [*submit, "--", *faulty, "--", "submitted", "--steps", str(STEPS)])
-    found = [ended, _fingerprint(work / "submitted") == expected]
-    yield row("submitit, two tasks, requeued twice: same end", found)
+    outcomes = [ended, _fingerprint(work / "submitted") == expected]
+    yield row("submitit, two tasks, requeued twice: same end", outcomes)
     log = "".join(file.read_text() for file in (work / "submitit").glob("*_0_log.out"))
     requeued = log.count("Requeued job")
     yield row("submitit: requeues that happened", [requeued > n for n in range(len(NOTICES))])
 
 
 def _run(work: Path, command: list[str], mark: str = "", **environment: str) -> bool:
-    """Whether `command` ended well. What it said is kept in `work`, and shown if it did not."""
+    """Whether `command` exited with 0. Its output is kept in `work`, and printed if it failed."""
     path = os.pathsep.join([str(EXAMPLE), str(FAULTY), os.environ.get("PYTHONPATH", "")])
     name, _, value = mark.partition("=")
     environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
@@ -119,27 +119,27 @@ def _run(work: Path, command: list[str], mark: str = "", **environment: str) -> 
 
 
 def _fingerprint(where: Path) -> str | None:
-    """Of the last step; None where it was not reached."""
+    """The fingerprint of the last step; None if the run did not reach it."""
     run = Run(where) if where.exists() else None
     return run.manifest(STEPS).fingerprint if run and STEPS in run.steps() else None
 
 
 def _left_behind(mark: str) -> list[int]:
-    """Processes that still have `mark` in their environment after a while; they are killed."""
+    """Processes that still have `mark` in their environment after `LEAVE_S`; they are killed."""
     until = time.monotonic() + LEAVE_S
-    while (found := _marked(mark)) and time.monotonic() < until:
+    while (processes := _marked(mark)) and time.monotonic() < until:
         time.sleep(0.2)
-    for process in found:
+    for process in processes:
         os.kill(process, signal.SIGKILL)
-    return found
+    return processes
 
 
 def _marked(mark: str) -> list[int]:
-    found = []
+    processes = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
-                found.append(int(place.name))
-        except OSError:  # it has just ended, or is another user's
+                processes.append(int(place.name))
+        except OSError:  # the process has just ended, or belongs to another user
             continue
-    return found
+    return processes

@@ -1,6 +1,6 @@
 """The training program of the proof of the loop: a Trainer on JAX, alone or as a worker of a group.
 
-It says on standard output where it is, as JSON lines.
+It prints its progress as JSON lines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Tell(Hook):
 def grad(state: Any, batch: Any, key: Any) -> Any:
     def loss(w: Any) -> Any:
         hidden = jnp.tanh(batch["x"] @ w["a"]) * jax.random.bernoulli(key, 0.9, (256,))
-        each = ((hidden @ w["b"])[:, 0] - batch["y"]) ** 2
-        return (each * batch["weight"]).sum()
+        errors = ((hidden @ w["b"])[:, 0] - batch["y"]) ** 2
+        return (errors * batch["weight"]).sum()
 
     value, g = jax.value_and_grad(loss)(state["w"])
     return {"w": g, "loss": value, "weight": batch["weight"].sum()}
@@ -49,9 +49,11 @@ def update(state: Any, total: Any) -> tuple[Any, Any]:
 
 
 def evaluate(state: Any, batch: Any) -> Any:
-    found = (jnp.tanh(batch["x"] @ state["w"]["a"]) @ state["w"]["b"])[:, 0]
+    predictions = (jnp.tanh(batch["x"] @ state["w"]["a"]) @ state["w"]["b"])[:, 0]
     weight = batch["weight"]
-    return {"error": {"sum": (abs(found - batch["y"]) * weight).sum(), "weight": weight.sum()}}
+    return {
+        "error": {"sum": (abs(predictions - batch["y"]) * weight).sum(), "weight": weight.sum()}
+    }
 
 
 def main(where: str) -> None:

@@ -1,4 +1,4 @@
-"""The same bits on any topology, proved cell by cell. About a quarter of an hour on two cores.
+"""Proves the same bits on any topology, for many models. About 15 minutes on two cores.
 
 Run by `make proof-distribute`; ARGS='--data PATH' adds the tutorials' training on MNIST,
 ARGS='--only matrix --engine torch' runs a part.
@@ -23,15 +23,16 @@ from report import Row, finish, row
 from perdure.supervise import WorkerGroup
 
 HERE = Path(__file__).parent
+MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
 ENGINES = ("jax", "torch")
 PARTS = ("figures", "matrix", "changes", "controls", "data", "mnist")
 
-# (processes, devices of each; by comma where one process runs several topologies)
+# (processes, devices of each; separated by commas if one process runs several topologies)
 TOPOLOGIES = {
     "jax": [(1, "1,2,3,4,5,8,reversed"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
     "torch": [(1, "1,2,3,8"), (2, "1"), (3, "1"), (4, "1"), (2, "2")],
 }
-# (processes, devices) of each stretch of ten steps.
+# (processes, devices) of every ten steps.
 CHANGES = {
     "jax": [(1, 1), (1, 4), (2, 1), (1, 3), (2, 2), (1, 8)],
     "torch": [(1, 1), (2, 1), (3, 1), (4, 1), (2, 1), (1, 1)],
@@ -41,14 +42,14 @@ EPOCHS = 10
 
 
 def script(name: str) -> list[str]:
-    """A program beside this one, as arguments of Python."""
+    """The command of a program in this folder, with these options."""
     return [str(HERE / f"{name}.py")]
 
 
 def run(
     program: list[str], arguments: list[str], processes: int = 1, devices: int = 1, kill_at: int = 0
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(worker, event) of a group, as they come; SIGKILL to all of it after step `kill_at`."""
+    """The (worker, event) pairs of a group; all workers get SIGKILL after step `kill_at`."""
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *program, *arguments]
     with WorkerGroup(command, processes, environment) as group:
@@ -60,42 +61,42 @@ def run(
 
 
 def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
-    """Line 1: models x optimizers x topologies, one fingerprint for each model and optimizer."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    """Models x optimizers x topologies: one fingerprint for each model and optimizer."""
+    fingerprints: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for processes, devices in TOPOLOGIES[engine]:
         most = 8 if "8" in devices else int(devices)
         options = ["--engine", engine, "--devices", devices, *arguments]
 
         def events(*more: str, p: int = processes, d: int = most, o: list[str] = options) -> Any:
-            return list(run(script("distribute_worker"), [*o, *more], p, d))
+            return list(run([str(MATRIX)], [*o, *more], p, d))
 
-        # A single process keeps one core busy, mostly with compiling.
+        # A single process keeps one core busy, mostly with compilation.
         halves = [("--half", "0"), ("--half", "1")] if processes == 1 else [()]
         with ThreadPoolExecutor(len(halves)) as pool:
             parts = list(pool.map(lambda more, events=events: events(*more), halves))
         for worker, event in itertools.chain(*parts):
             name = f"P{processes} D{event['devices']} worker {worker}"
-            found[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
-    # What the first topology gave is compared with, so it is not counted as a case.
-    for (model, optimizer), cells in found.items():
+            fingerprints[event["model"], event["optimizer"]].append((name, event["fingerprint"]))
+    # The fingerprint of the first topology is the reference, so it is not counted as a case.
+    for (model, optimizer), cells in fingerprints.items():
         (_, first), *others = cells
         outcome = row(
             f"{engine}, {model}, {optimizer}: {first} in every process of every topology",
-            (each == first for _, each in others),
+            (fingerprint == first for _, fingerprint in others),
         )
-        for name, each in cells:
-            if each != first:
-                print(f"       {name}: {each}")
+        for name, digest in cells:
+            if digest != first:
+                print(f"       {name}: {digest}")
         yield outcome
-    prints = {cells[0][1] for cells in found.values()}
+    prints = {cells[0][1] for cells in fingerprints.values()}
     yield row(
         f"{engine}: fingerprints of models and optimizers that tell them apart",
-        [len(prints) == len(found)] * len(found),
+        [len(prints) == len(fingerprints)] * len(fingerprints),
     )
 
 
 def changes(engine: str) -> Iterator[bool]:
-    """Line 2: 60 steps, killed and continued on another topology after every tenth."""
+    """60 steps, killed and continued on another topology after every ten steps."""
     steps = CHANGE_STEPS * len(CHANGES[engine])
     program = ["-m", f"perdure.demo.train_{engine}"]
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
@@ -112,20 +113,20 @@ def changes(engine: str) -> Iterator[bool]:
             stretch("changed", processes, devices, kill_at=turn * CHANGE_STEPS)
         stretch("changed", *last)
         same = fingerprint(Path(work, "changed"), steps) == fingerprint(Path(work, "plain"), steps)
-    # A kill that did not fire has raised in `run`.
+    # A kill that does not fire raises in `run`.
     yield from [same] * len(changed)
 
 
 def controls(engine: str) -> Iterator[Row]:
-    """Line 3: what gives other bits, so that line 1 could have failed."""
+    """Negative controls: changes that give other bits, so that the matrix could have failed."""
     program = script("distribute_controls")
     options = ["--engine", engine]
-    found: dict[str, set[str]] = defaultdict(set)
+    fingerprints: dict[str, set[str]] = defaultdict(set)
 
     def collect(*arguments: str, processes: int = 1, devices: int = 1) -> None:
         for worker, event in run(program, [*options, *arguments], processes, devices):
             if worker == 0:
-                found[event["name"]].add(event["fingerprint"])
+                fingerprints[event["name"]].add(event["fingerprint"])
                 print(f"       {event['name']}, {event['devices']} devices: {event['fingerprint']}")
 
     if engine == "jax":
@@ -135,28 +136,28 @@ def controls(engine: str) -> Iterator[Row]:
         for processes in (1, 2, 4):
             collect(processes=processes)
         collect("--threads", "2")
-    real = found.pop("the real thing")
+    real = fingerprints.pop("the real thing")
     yield row(
         f"{engine}: the real thing under the controls' data has one fingerprint", [len(real) == 1]
     )
-    for name, prints in found.items():
-        # By how much it differs depends on the control; that it does is what it is there for.
+    for name, prints in fingerprints.items():
+        # How often the bits differ depends on the control; each must differ at least once.
         yield row(f"{engine}, control that must differ: {name}", [bool(prints - real)])
 
 
 def figures(engine: str) -> Iterator[bool]:
-    """Line 5: the worked figures of TensorFlow's custom-training tutorial."""
+    """The worked figures of TensorFlow's custom-training tutorial."""
     for _, event in run(script("distribute_figures"), ["--engine", engine]):
         yield event["losses"] == [1.25, 2.25]
         yield event["sum"] == 3.5
 
 
 def mnist(engine: str, data: str) -> Iterator[Row]:
-    """Line 6: the tutorials' training on MNIST digits."""
+    """The training of the tutorials on MNIST digits."""
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
         accuracy = []
         for processes in (1, 4):
-            # 8,000 digits in batches of 128: 63 steps are an epoch.
+            # 8,000 digits in batches of 128: an epoch has 63 steps.
             options = ["--run", f"{work}/{processes}", "--steps", str(63 * EPOCHS), "--data", data]
             for worker, event in run(["-m", f"perdure.demo.train_{engine}"], options, processes):
                 if worker == 0 and event["event"] == "done":
@@ -174,7 +175,7 @@ def mnist(engine: str, data: str) -> Iterator[Row]:
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Every line of the proof that was asked for."""
+    """The rows of the chosen parts."""
     parts = options.only.split(",") if options.only else PARTS
     engines = [options.engine] if options.engine else ENGINES
     chosen = []

@@ -1,4 +1,4 @@
-"""The foundation, proved on the demo's own training programs. About half an hour on two cores.
+"""Proves exact resume and topology invariance with the demo's programs. 30 minutes on two cores.
 
 Run by `make proof-foundation`; ARGS='--data PATH' adds the accuracy on MNIST.
 """
@@ -40,7 +40,7 @@ def train(
     processes: int = 1,
     kill_at: int | None = None,
 ) -> int:
-    """One start of a training program; SIGKILL after step `kill_at`. Gives the last step done."""
+    """Run a training program once, with SIGKILL after step `kill_at`; return the last finished step."""
     command = [sys.executable, "-m", f"perdure.demo.train_{engine}"]
     command += ["--run", str(directory), "--steps", str(steps), "--devices", str(devices)]
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
@@ -56,12 +56,12 @@ def train(
 
 
 def fingerprint(directory: Path, step: int) -> str:
-    """Of a committed checkpoint."""
+    """The fingerprint of a committed checkpoint."""
     return Run(directory).manifest(step).fingerprint
 
 
 def demo(*arguments: str) -> tuple[int, Any]:
-    """`perdure demo --json`."""
+    """Run `perdure demo --json`; return its exit status and its JSON."""
     done = subprocess.run(
         [sys.executable, "-m", "perdure.cli", "demo", "--json", *arguments],
         capture_output=True,
@@ -72,21 +72,21 @@ def demo(*arguments: str) -> tuple[int, Any]:
 
 
 def demos(engine: str) -> Iterator[bool]:
-    """Line 1: random kill points."""
+    """Demos with random kill points pass."""
     for seed in random.Random(engine).sample(range(10**6), DEMOS):
         status, result = demo("--engine", engine, "--seed", str(seed))
         yield status == 0 and result["pass"]
 
 
 def guards(engine: str) -> Iterator[bool]:
-    """Line 2: with one guard taken out the demo ends with FAIL."""
+    """Without one guard, the demo ends with FAIL."""
     for guard in GUARDS:
         status, result = demo("--engine", engine, "--without", guard, "--epochs", "2")
         yield status == 1 and not result["pass"] and None not in result["fingerprints"]
 
 
 def topologies(engine: str, work: Path) -> Iterator[bool]:
-    """Line 3: one fingerprint, whatever the devices and processes."""
+    """All devices and processes give one fingerprint."""
     shapes = {
         "jax": [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (2, 2)],
         "torch": [(1, 1), (1, 2), (1, 3), (1, 4)],
@@ -100,7 +100,7 @@ def topologies(engine: str, work: Path) -> Iterator[bool]:
 
 
 def kills(engine: str, work: Path) -> Iterator[bool]:
-    """Line 4: SIGKILL after every single step, one run each."""
+    """SIGKILL after every step, in a new run each."""
     plain = work / f"{engine}-plain"
     train(engine, plain, KILL_STEPS)
     expected = fingerprint(plain, KILL_STEPS)
@@ -109,7 +109,7 @@ def kills(engine: str, work: Path) -> Iterator[bool]:
         train(engine, directory, KILL_STEPS, kill_at=step)
         train(engine, directory, KILL_STEPS)
         yield fingerprint(directory, KILL_STEPS) == expected
-    # A kill after the last step finds the run between its last save and its end.
+    # A kill after the last step happens between the last save and the end of the run.
     directory = work / f"{engine}-kill-{KILL_STEPS}"
     train(engine, directory, KILL_STEPS, kill_at=KILL_STEPS)
     train(engine, directory, KILL_STEPS)
@@ -117,7 +117,7 @@ def kills(engine: str, work: Path) -> Iterator[bool]:
 
 
 def flips(work: Path, restores: list[bool]) -> Iterator[bool]:
-    """Line 5: single flipped bits at random places of packs and manifests."""
+    """Single flipped bits at random places of packs and manifests are found."""
     source = work / "flips"
     train("jax", source, 15)
     chance = random.Random(5)
@@ -125,7 +125,7 @@ def flips(work: Path, restores: list[bool]) -> Iterator[bool]:
     sizes = [path.stat().st_size for path in files]
     steps = Run(source).steps()
     for number in range(FLIPS):
-        # Half by size, which hits packs, and half by file, so that manifests get their share.
+        # Half of them by size, which hits packs, and half by file, so that manifests are hit as well.
         victim = chance.choices(files, sizes if number % 2 else None)[0]
         copy = work / "flipped"
         shutil.copytree(source, copy)
@@ -146,13 +146,13 @@ def _restore_falls_back(copy: Path, good: tuple[int, ...], steps: list[int], vic
         warnings.simplefilter("always")
         with CheckpointManager(copy) as manager:
             _, step = manager.restore()
-    told = any(victim in str(warning.message) for warning in caught)
-    # A check finds a flip in a pack's index, which costs no checkpoint its chunks.
-    return step == steps[-1] or (step == max(good) and told)
+    named = any(victim in str(warning.message) for warning in caught)
+    # A check finds a flip in the index of a pack as well, which harms no checkpoint.
+    return step == steps[-1] or (step == max(good) and named)
 
 
 def rows(engines: list[str], data: str | None) -> Iterator[Row]:
-    """Every line of the proof."""
+    """The rows of the proof."""
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as name:
         work = Path(name)
         restores: list[bool] = []
@@ -173,7 +173,7 @@ def rows(engines: list[str], data: str | None) -> Iterator[Row]:
 
 
 def mnist(engine: str, data: str) -> Iterator[bool]:
-    """Line 7: 10 epochs, V=8, global batch 128."""
+    """The accuracy on MNIST after 10 epochs, with V=8 and a global batch of 128."""
     status, result = demo("--engine", engine, "--data", data, "--epochs", "10", "--seed", "1")
     print(f"       test accuracy: {result['accuracy']}, on {result['test_examples']} digits")
     yield status == 0 and result["accuracy"][0] > ACCURACY

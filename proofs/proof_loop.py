@@ -1,4 +1,4 @@
-"""The ready-made loop, proved by signals at random times. About twenty minutes on two cores.
+"""Proves the Trainer and the Keras callbacks with signals at random times. 20 minutes on two cores.
 
 Run by `make proof-loop`; ARGS='keras preemption tensorboard group' picks parts, ARGS='--signals 20'
 makes it shorter.
@@ -35,13 +35,13 @@ def start(
     times: int = 1,
     behind: int = 0,
 ) -> tuple[int, int, str]:
-    """One start of the program; `number` is sent to one worker, `after` seconds behind its begin, or
-    behind step `behind`.
+    """Run the program once; send signal `number` to a worker `after` seconds after it begins, or after
+    step `behind`.
 
-    Gives the status, the last step that was told, and the end of the chief's log.
+    Returns the exit status, the last step that the chief printed, and the end of its log.
     """
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    told = 0
+    last_step = 0
     with WorkerGroup([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
 
         def send(delay: float) -> None:
@@ -56,25 +56,27 @@ def start(
             if worker != 0:
                 continue
             if event["event"] == "step":
-                told = event["step"]
-            if after is not None and (event["event"] == "begin" if not behind else told >= behind):
+                last_step = event["step"]
+            if after is not None and (
+                event["event"] == "begin" if not behind else last_step >= behind
+            ):
                 threading.Thread(target=send, args=(after,), daemon=True).start()
                 after = None
-        return group.wait().status, told, group.log(0)
+        return group.wait().status, last_step, group.log(0)
 
 
 def whole(work: Path) -> str:
-    """The fingerprint of a run that nobody interrupts."""
+    """The fingerprint of an uninterrupted run."""
     status, _, log = start(work / "whole")
     assert status == 0, log
     return Run(work / "whole").manifest(STEPS).fingerprint
 
 
 def preemption(work: Path, signals: int) -> Iterator[Row]:
-    """Line 4: SIGTERM at random times; every second time twice.
+    """SIGTERM at random times, every second time twice.
 
-    One that comes when training is done and saved meets a program that listens no longer, on its way
-    out. It is not counted among them.
+    A signal after training has ended and is saved finds a program that no longer handles SIGTERM. It
+    is not counted.
     """
     expected = whole(work)
     chance = random.Random(4)
@@ -86,22 +88,22 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
         lives += 1
         status = -1
         while status != 0:
-            # Early ones meet compilation, later ones steps, evaluations and saves.
+            # Early signals hit compilation, later ones steps, evaluations and saves.
             after = chance.choice([0.0, 0.3, 1.2]) * chance.random()
             send = None if len(saved) >= signals else after
-            status, told, log = start(where, after=send, times=1 + len(saved) % 2)
+            status, last_step, log = start(where, after=send, times=1 + len(saved) % 2)
             newest = (Run(where).steps() or [0])[-1]
-            if status == -signal.SIGTERM and told == newest == STEPS:
+            if status == -signal.SIGTERM and last_step == newest == STEPS:
                 places["behind the end"] += 1
                 status = 0
             if status != 0:
-                said = (
+                reported = (
                     "which is saved now" in log or f"the newest checkpoint is step {newest}" in log
                 )
-                saved.append(status == 75 and said and newest >= told)
-                places["later" if told else "before the first step"] += 1
+                saved.append(status == 75 and reported and newest >= last_step)
+                places["later" if last_step else "before the first step"] += 1
                 if not saved[-1]:
-                    print(f"       status {status}, step {told}, newest {newest}:\n{log}")
+                    print(f"       status {status}, step {last_step}, newest {newest}:\n{log}")
             if status not in (0, 75):
                 break
         ends.append(status == 0 and Run(where).manifest(STEPS).fingerprint == expected)
@@ -112,16 +114,16 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
 
 
 def group(work: Path, signals: int) -> Iterator[Row]:
-    """Line 4, in a group of two: one worker gets the signal, both leave at one step."""
+    """In a group of two, one worker gets SIGTERM and both exit at the same step."""
     expected = whole(work)
     chance = random.Random(5)
     where = work / "group"
     left: list[bool] = []
     for _ in range(max(1, signals // 20)):
-        status, told, log = start(where, 2, chance.random())
-        left.append(status == 75 and Run(where).steps()[-1] >= told)
+        status, last_step, log = start(where, 2, chance.random())
+        left.append(status == 75 and Run(where).steps()[-1] >= last_step)
         if not left[-1]:
-            print(f"       status {status}, step {told}:\n{log}")
+            print(f"       status {status}, step {last_step}:\n{log}")
     status, _, log = start(where, 2)
     yield row("SIGTERM to one of two workers: both left with 75, saved", left)
     same = status == 0 and Run(where).manifest(STEPS).fingerprint == expected
@@ -129,7 +131,7 @@ def group(work: Path, signals: int) -> Iterator[Row]:
 
 
 def tensorboard(work: Path, signals: int) -> Iterator[Row]:
-    """Line 5: TensorBoard's own reader after three kills."""
+    """TensorBoard's own reader shows every point once after three kills."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     where, chance = work / "board", random.Random(signals)
@@ -159,7 +161,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
 
 
 def rows(parts: list[str], signals: int) -> Iterator[Row]:
-    """Every line of the proof, each part in a directory of its own."""
+    """The rows of the chosen parts, each in its own directory."""
     for part in parts:
         with tempfile.TemporaryDirectory(prefix=f"perdure-{part}-") as name:
             yield from PARTS[part](Path(name), signals)

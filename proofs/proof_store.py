@@ -1,7 +1,7 @@
-"""The store, proved on real disks, real processes and real damage. Some minutes on two cores.
+"""Proves the store with real disks, processes and damage. Some minutes on two cores.
 
-Run by `make proof-store`; ARGS='crash power' picks parts. Parts that need root say so where they are
-left out.
+Run by `make proof-store`; ARGS='crash power' picks parts. Parts that need root are skipped with a
+message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def rows(parts: list[str]) -> Iterator[Row]:
-    """Every line of the proof, each part in a directory of its own."""
+    """The rows of the chosen parts, each in its own directory."""
     for part in parts:
         with tempfile.TemporaryDirectory(prefix=f"perdure-{part}-") as name:
             yield from PARTS[part](Path(name))

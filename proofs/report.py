@@ -1,4 +1,4 @@
-"""What every proof prints and writes: rows `{what, tried, held, met}`."""
+"""The rows `{what, tried, held, met}` that every proof prints and writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypedDict
 
 
 class Row(TypedDict):
-    """`held` of `tried` cases came out as promised; `met` says whether that is enough."""
+    """`held` of `tried` cases kept the promise; `met` says whether that is enough."""
 
     what: str
     tried: int
@@ -19,7 +19,7 @@ class Row(TypedDict):
 
 
 def row(what: str, outcomes: Iterable[bool]) -> Row:
-    """A row that is met when there were cases and all of them held."""
+    """A row that is met if there were cases and all of them held."""
     results = list(outcomes)
     return {
         "what": what,
@@ -30,13 +30,13 @@ def row(what: str, outcomes: Iterable[bool]) -> Row:
 
 
 def finish(name: str, rows: Iterator[Row]) -> None:
-    """Print each row as it is known, write `build/proof-NAME.json`, exit 1 if one is not met."""
+    """Print each row when it is known, write `build/proof-NAME.json`, exit with 1 if one is not met."""
     done: list[Row] = []
     target = Path("build") / f"proof-{name}.json"
     target.parent.mkdir(exist_ok=True)
-    for each in rows:
-        done.append(each)
-        verdict = "met" if each["met"] else "NOT MET"
-        print(f"{each['held']:>6} of {each['tried']:<6} {verdict:<8} {each['what']}", flush=True)
+    for line in rows:
+        done.append(line)
+        verdict = "met" if line["met"] else "NOT MET"
+        print(f"{line['held']:>6} of {line['tried']:<6} {verdict:<8} {line['what']}", flush=True)
         target.write_text(json.dumps(done, indent=1) + "\n")
-    sys.exit(0 if done and all(each["met"] for each in done) else 1)
+    sys.exit(0 if done and all(line["met"] for line in done) else 1)

@@ -1,4 +1,4 @@
-"""Crashes and power loss: what was committed stays (lines 2 and 3 of the store's proof)."""
+"""Parts "crash" and "power" of the proof of the store: committed checkpoints survive."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ POWER_CUTS = 50
 CONTROL_CUTS = 20
 MOST_DELAY = 0.3
 SIZES = (1_500_000, 3000)
-# linux/ext4: shut the file system down at once; with this flag not even the journal is flushed.
+# Linux ext4: shut the file system down at once; with NO_LOG_FLUSH not even the journal is written.
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
 
 
 def crash_rows(work: Path) -> Iterator[Row]:
-    """Line 2: ahead of every single operation, and the control with a sync left out."""
+    """A crash before every operation, and the control with a sync left out."""
     for name, case in CASES.items():
         yield row(
             f"crashes ahead of an operation of: {name.replace('_', ', ')}",
@@ -46,7 +46,7 @@ def crash_rows(work: Path) -> Iterator[Row]:
 
 
 def holds(path: Path, name: str) -> bool:
-    """Earlier checkpoints restore with their bytes, and the check is clean after a repair."""
+    """Whether earlier checkpoints restore with their bytes, and a check after a repair is clean."""
     try:
         assert_whole(path, CASES[name])
     except AssertionError as error:
@@ -56,7 +56,7 @@ def holds(path: Path, name: str) -> bool:
 
 
 def in_order(work: Path, left_out: str | None) -> Iterator[bool]:
-    """Whether the check of the order says what it should of each case."""
+    """Whether the check of the order accepts each case, and refuses it with a sync left out."""
     for name, case in CASES.items():
         done = operations_of(prepared(work / f"order-{left_out}-{name}", case), case).paths
         kept = [entry for entry in done if entry[0] != left_out]
@@ -64,7 +64,7 @@ def in_order(work: Path, left_out: str | None) -> Iterator[bool]:
 
 
 def power_rows(work: Path) -> Iterator[Row]:
-    """Line 3: a real file system that is shut down in the middle of a loop of saves and prunes."""
+    """A real file system that is shut down in the middle of saves and prunes."""
     try:
         with loop_device(work / "image") as device:
             cuts = Cuts(device, work / "power", random.Random(3))
@@ -89,7 +89,7 @@ def power_rows(work: Path) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def loop_device(image: Path) -> Iterator[str]:
-    """A block device over a file; raises `NoMount` where that is not possible."""
+    """A block device over a file; raises `NoMount` if that is not possible."""
     if os.geteuid() != 0:
         raise NoMount("a loop device needs root")
     with image.open("wb") as file:
@@ -102,7 +102,7 @@ def loop_device(image: Path) -> Iterator[str]:
 
 
 class Cuts:
-    """Power cuts on one device; counts what they hit."""
+    """Power cuts on one device, with counts of the saves and prunes that they hit."""
 
     def __init__(self, device: str, place: Path, chance: random.Random) -> None:
         self._device = device
@@ -111,7 +111,7 @@ class Cuts:
         self.saves = self.in_save = self.in_prune = 0
 
     def cut(self) -> bool:
-        """Format, save and prune until the power fails, mount again; is all that was promised there?"""
+        """Format, save and prune until the power fails; mount again: are all committed steps there?."""
         _tool("mkfs.ext4", "-q", "-F", self._device)
         promised: dict[int, dict[str, Leaf]] = {}
         with mounted(self._place, self._device):
@@ -128,7 +128,7 @@ class Cuts:
             return _all_there(self._place / "run", promised)
 
     def _work(self, promised: dict[int, dict[str, Leaf]]) -> None:
-        # Half of every state is shared with the next, so that prunes compact packs as well.
+        # Half of every state is shared with the next state, so that prunes compact packs as well.
         shared = make_leaves(0, (200_000,))["model/layer0"]
         with (
             contextlib.suppress(OSError),

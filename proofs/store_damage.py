@@ -1,4 +1,4 @@
-"""Damage on the disk: every flipped bit, cut and zeroed block is found and survived (line 4)."""
+"""Part "damage" of the proof of the store: every flipped bit, cut and zeroed block is found."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from pathlib import Path
 
 from report import Row, row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
 from helpers import Failing, contents, run_on, sharing_states
 
+from damage import files
+from damage import flip as flip_bit
 from perdure import CheckpointManager
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import NoGoodCheckpointError, UnreachableError
 from perdure.store import Manifest, Run, verify_run
-from perdure.store.format import LOCK, MANIFESTS, PACKS, manifest_name, pack_step, step_of
+from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step, step_of
 
 FLIPS = 10_000
 TRUNCATIONS = 1_000
@@ -30,7 +33,7 @@ CODES = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno
 
 
 def damage_rows(work: Path) -> Iterator[Row]:
-    """Line 4."""
+    """Damage that is found and survived, and failing reads that are no damage."""
     patient = Patient(work / "run")
     for what, times, damage in (
         ("flipped bits", FLIPS, flip),
@@ -47,14 +50,14 @@ def damage_rows(work: Path) -> Iterator[Row]:
 
 
 def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
-    """A read that the newest checkpoint needs fails: is it raised, and nothing else done? And does a
-    flipped bit in the same file make a manager quarantine that checkpoint and use an older one?"""
+    """Whether a failing read of the newest checkpoint raises and changes nothing; and whether a flipped
+    bit in the same file makes a manager quarantine the checkpoint and restore an older one."""
     chance = random.Random(seed)
     newest = max(patient.manifests)
     manifest = patient.manifests[newest]
-    own = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
-    name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in own)])
-    before = patient.files()
+    packs = [pack.name for pack in manifest.packs if pack_step(pack.name) == newest]
+    name = chance.choice([manifest_name(newest), *(PACKS + pack for pack in packs)])
+    before = files(patient.path)
     storage = Failing(patient.path, name, chance.choice(CODES))
     with CheckpointManager(storage) as manager:
         manager.claim()
@@ -63,12 +66,8 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
             raised = False
         except UnreachableError:
             raised = storage.fired > 0
-    kept = raised and patient.files() == before
-    whole = (patient.path / name).read_bytes()
-    offset = chance.randrange(100)
-    (patient.path / name).write_bytes(
-        whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :]
-    )
+    kept = raised and files(patient.path) == before
+    flip_bit(patient.path / name, chance.randrange(100))
     with CheckpointManager(patient.path) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         manager.claim()
@@ -79,7 +78,7 @@ def fails(patient: Patient, seed: int) -> tuple[bool, bool]:
 
 
 class Patient:
-    """A run directory whose files are damaged one at a time, and what each damage must cost."""
+    """A run directory whose files are damaged one at a time."""
 
     def __init__(self, path: Path) -> None:
         with run_on(path) as run:
@@ -95,30 +94,22 @@ class Patient:
             for name in self.run.storage.list(prefix)
         }
 
-    def files(self) -> dict[str, bytes]:
-        """Every file but the lock, which names its last holder."""
-        return {
-            str(file.relative_to(self.path)): file.read_bytes()
-            for file in self.path.rglob("*")
-            if file.is_file() and file.name != LOCK
-        }
-
-    def heal(self, files: dict[str, bytes]) -> None:
-        """Put all files back as they were."""
-        for name in self.files().keys() - files.keys():
+    def heal(self, wanted: dict[str, bytes]) -> None:
+        """Restore all files."""
+        for name in files(self.path).keys() - wanted.keys():
             (self.path / name).unlink()
-        for name, data in files.items():
+        for name, data in wanted.items():
             (self.path / name).write_bytes(data)
 
     def suffer(self, damage) -> tuple[bool, bool]:
-        """Damage a file; is it found, and is the newest checkpoint that does not need it restored?"""
-        # By size, so that every byte is as likely as any other.
+        """Damage a file; whether a check finds it, and a restore takes the newest good checkpoint."""
+        # By size, so that all bytes are equally likely.
         names = list(self._files)
-        (name,) = self._chance.choices(names, [len(self._files[each]) for each in names])
+        (name,) = self._chance.choices(names, [len(self._files[file]) for file in names])
         whole = self._files[name]
         data, start, stop = damage(whole, self._chance)
         (self.path / name).write_bytes(data)
-        found = not verify_run(self.run).ok
+        detected = not verify_run(self.run).ok
         sound = [step for step, man in self.manifests.items() if not needs(man, name, start, stop)]
         try:
             loaded = load_good(self.run).loaded
@@ -130,7 +121,7 @@ class Patient:
         except NoGoodCheckpointError:
             right = not sound
         (self.path / name).write_bytes(whole)
-        return found, right
+        return detected, right
 
 
 def needs(manifest: Manifest, name: str, start: int, stop: int) -> bool:
@@ -147,7 +138,7 @@ def needs(manifest: Manifest, name: str, start: int, stop: int) -> bool:
 
 
 def flip(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """One bit."""
+    """Flip one bit; return the data and the range of damaged bytes."""
     bit = chance.randrange(len(whole) * 8)
     data = bytearray(whole)
     data[bit // 8] ^= 1 << bit % 8
@@ -155,13 +146,13 @@ def flip(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
 
 
 def cut(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """Everything from a place on."""
+    """Cut off everything from a random offset on."""
     keep = chance.randrange(len(whole))
     return whole[:keep], keep, len(whole)
 
 
 def zero(whole: bytes, chance: random.Random) -> tuple[bytes, int, int]:
-    """One block of the disk."""
+    """Zero one block of the disk."""
     start = chance.randrange(-(-len(whole) // BLOCK)) * BLOCK
     stop = min(start + BLOCK, len(whole))
     assert any(whole[start:stop])

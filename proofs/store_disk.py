@@ -1,11 +1,10 @@
-"""Full disks, second writers and states that are donated while they are saved (lines 5 to 7)."""
+"""Parts "disk", "writers" and "donation" of the proof of the store."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ import numpy as np
 from report import Row, row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
 
 from disks import NoMount, fill, small_disk
-from lock_cases import CASES, holds
+from lock_cases import CASES, holds, writer_process
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, verify_run
 from perdure.errors import LockedError, SaveError
 from perdure.store import Run
 
@@ -34,30 +34,30 @@ DONATED_STEPS = 500
 
 
 def state(step: int) -> dict[str, Any]:
-    """Other bytes at every step."""
+    """A state with other bytes at every step."""
     return {"w": np.random.default_rng(step).integers(0, 256, STATE, np.uint8), "step": step}
 
 
-def same(found: Any, step: int) -> bool:
+def same(restored: Any, step: int) -> bool:
     """Whether a restored state is that of `step`."""
     expected = state(step)
-    return found["step"] == step and found["w"].tobytes() == expected["w"].tobytes()
+    return restored["step"] == step and restored["w"].tobytes() == expected["w"].tobytes()
 
 
 def disk_rows(work: Path) -> Iterator[Row]:
-    """Line 5."""
+    """Full disks."""
     try:
         for on_error in ("raise", "continue"):
             failed: list[bool] = []
             yield row(
-                f"fill levels of a small disk, on_error={on_error!r}: told clearly, the last good "
-                f"checkpoint restores, room freed makes the next save succeed",
+                f"fill levels of a small disk, on_error={on_error!r}: a clear message, the last good "
+                f"checkpoint restores, the next save succeeds after space is freed",
                 [level(work, n, on_error, None, failed) for n in range(LEVELS)],
             )
             print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
         failed = []
         yield row(
-            "the same when somebody else takes the room in the middle of the save",
+            "the same when another program fills the disk in the middle of the save",
             [level(work, n, "continue", DURING[n % 4], failed) for n in range(LEVELS)],
         )
         print(f"       the save failed at {sum(failed)} of {LEVELS} levels")
@@ -68,7 +68,7 @@ def disk_rows(work: Path) -> Iterator[Row]:
 def level(
     work: Path, number: int, on_error: Any, during: tuple[str, str] | None, failed: list[bool]
 ) -> bool:
-    """Save 1, fill the disk to a level, try to save 2, restore, free the room, save 3."""
+    """Save 1, fill the disk to a level, try to save 2, restore, free the space, save 3."""
     with small_disk(work / f"{number}-{on_error}-{during is None}", DISK) as disk:
         leave = int(1.5 * STATE * number / (LEVELS - 1)) if during is None else 2 * STATE
         ballast: list[Path] = []
@@ -76,7 +76,7 @@ def level(
         def before(operation: str, path: str) -> None:
             wanted = during is not None and operation == during[0] and during[1] in path
             if wanted and "000000000002" in path and not ballast:
-                # How much is left differs from level to level, below what is still to be written.
+                # Each level leaves another number of free bytes, always less than the save still needs.
                 ballast.append(fill(disk, leave=number * 64))
 
         storage = LocalStorage(disk / "run", before)
@@ -86,10 +86,10 @@ def level(
             manager.wait_until_finished()
             if during is None:
                 ballast.append(fill(disk, leave))
-            told = attempt(manager, 2)
-            newest = 1 if told else 2
-            failed.append(bool(told))
-            clear = not told or ("saving step 2 failed" in told and "last good" in told)
+            message = attempt(manager, 2)
+            newest = 1 if message else 2
+            failed.append(bool(message))
+            clear = not message or ("saving step 2 failed" in message and "last good" in message)
             right = same(manager.restore().state, newest) and verify_run(Run(disk / "run")).ok
             for file in ballast:
                 file.unlink()
@@ -99,7 +99,7 @@ def level(
 
 
 def attempt(manager: CheckpointManager, step: int) -> str:
-    """Save; what the user is told, nothing when it worked."""
+    """Save; return the text of the error or the warnings, empty if it worked."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -110,20 +110,13 @@ def attempt(manager: CheckpointManager, step: int) -> str:
     return "\n".join(str(warning.message) for warning in caught)
 
 
-HOLDER = """
-import sys
-from perdure.store import Run
-run = Run(sys.argv[1], create=True)
-run.begin_writing()
-print(flush=True)
-sys.stdin.read()
-"""
-
-
 def writer_rows(work: Path) -> Iterator[Row]:
-    """Line 6."""
+    """Second writers, and programs that must not release the lock."""
     results = [second_writer(work / f"run{n}") for n in range(WRITERS)]
-    yield row("second writers that are told at once by host and process", (a for a, _ in results))
+    yield row(
+        "second writers that are refused at once, with host and process of the first",
+        (a for a, _ in results),
+    )
     for name in CASES:
         yield row(
             f"one writer, tried by {name}",
@@ -144,69 +137,38 @@ def _lock_holds(work: Path, name: str) -> bool:
 
 
 def second_writer(path: Path) -> tuple[bool, bool]:
-    """Is the second one told who writes, and does it get in when that process is killed?"""
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    """Whether a second writer gets the name of the first, and writes after that process is killed."""
+    with writer_process(path) as holder:
         try:
             Run(path, create=True).begin_writing()
-            told = False
+            names_holder = False
         except LockedError as error:
             owner = json.loads(str(error).split("writes here: ")[1].split(". Nothing")[0])
-            told = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
-        holder.kill()
-        holder.wait()
+            names_holder = (owner["host"], owner["pid"]) == (socket.gethostname(), holder.pid)
     with CheckpointManager(path) as manager:
         manager.save(1, {"x": 1})
         manager.wait_until_finished()
-        return told, verify_run(Run(path)).good == (1,)
+        return names_holder, verify_run(Run(path)).good == (1,)
 
 
 def donation_rows(work: Path) -> Iterator[Row]:
-    """Line 7."""
+    """States that a jitted step donates while they are saved."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
-    import jax.numpy as jnp
+    from donation_cases import equal_to_copies, save_while_donating, taken_over_without_saves
 
-    def update(params: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "w": jnp.sin(params["w"] @ params["w"]) + params["b"],
-            "b": params["b"] * 1.001,
-            "n": params["n"] + 1,
-        }
-
-    step_function = jax.jit(update, donate_argnums=0)
-    key = jax.random.key(0)
-    live = {"w": jax.random.normal(key, (256, 256)), "b": jnp.ones(256), "n": jnp.int32(0)}
-    copies: dict[int, dict[str, bytes]] = {}
-    donated = []
-    given = live
-    with CheckpointManager(work / "run", max_to_keep=None) as manager:
-        for step in range(1, DONATED_STEPS + 1):
-            given = live
-            live = step_function(live)
-            donated.append(all(leaf.is_deleted() for leaf in given.values()))
-            copies[step] = {name: np.array(jnp.copy(leaf)).tobytes() for name, leaf in live.items()}
-            manager.save(step, live)
-        del given
-        live = step_function(live)
+    donated = save_while_donating(work / "run", DONATED_STEPS)
     print(
-        f"       {sum(donated)} of {DONATED_STEPS} states were taken over by the next step; the others "
-        f"were still being read for the save, and the runtime left them alone"
+        f"       {sum(donated)} of {DONATED_STEPS} states were donated to the next step; the runtime "
+        f"kept the others, which the save was still reading"
     )
     yield row(
-        "checkpoints saved behind donating steps that equal a synchronous copy",
-        (
-            {name: leaf.tobytes() for name, leaf in load_checkpoint(work / "run", step).items()}
-            == copies[step]
-            for step in copies
-        ),
+        "checkpoints saved during donating steps that equal a synchronous copy",
+        equal_to_copies(work / "run", DONATED_STEPS),
     )
-    yield row("different states among them", [len({c["w"] for c in copies.values()}) > 100])
-    bare = []
-    for _ in range(DONATED_STEPS):
-        given = live
-        live = step_function(live)
-        bare.append(all(leaf.is_deleted() for leaf in given.values()))
-    yield row("control: states that the same step takes over where none is saved", bare)
+    run = Run(work / "run")
+    prints = {run.manifest(step).fingerprint for step in run.steps()}
+    yield row("different states among them", [len(prints) > 100])
+    yield row(
+        "control: states that the same step takes over if none is saved",
+        taken_over_without_saves(DONATED_STEPS),
+    )

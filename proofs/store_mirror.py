@@ -17,7 +17,7 @@ CONTROLS = 20
 
 
 def mirror_rows(_work: Path) -> Iterator[Row]:
-    """Nothing unreadable in either, and a restore finds what was reported; and the control."""
+    """Both sides stay readable and a restore finds the newest reported checkpoint; and the control."""
     kills = saves = 0
 
     def held(seed: int) -> bool:
@@ -30,8 +30,8 @@ def mirror_rows(_work: Path) -> Iterator[Row]:
         return not story.lost
 
     yield row(
-        "runs on two machines with one mirror, killed at random operations: local and mirror hold "
-        "nothing that cannot be read, and a restore finds the newest reported checkpoint",
+        "runs on two machines with one mirror, killed at random operations: every checkpoint on both "
+        "sides is readable, and a restore finds the newest reported one",
         (held(seed) for seed in range(RUNS)),
     )
     print(f"       {kills} kills, {saves} saves and prunes in the middle of a copy")

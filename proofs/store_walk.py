@@ -1,4 +1,4 @@
-"""Random lives of a run directory: what was committed and not asked to go is restored bit for bit."""
+"""Part "walk" of the proof of the store: random walks, in which no committed checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def walk_rows(_: Path) -> Iterator[Row]:
     )
     with moto_server() as server:
         seeds = range(20_000, 20_000 + S3)
-        yield row("random walks on S3", _walks(lambda at: walk_in_bucket(server, at), seeds, seen))
+        yield row(
+            "random walks on S3", _walks(lambda seed: walk_in_bucket(server, seed), seeds, seen)
+        )
     acts = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
     yield row(f"kinds of acts that happened: {acts}", (count > 0 for count in seen.values()))
 

@@ -46,10 +46,10 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    if missing := [name for name in LONGEST_FIRST if not (here / name).is_file()]:
+    root = Path(__file__).parent
+    if missing := [name for name in LONGEST_FIRST if not (root / name).is_file()]:
         raise pytest.UsageError(f"LONGEST_FIRST in {__file__} names {missing}, which do not exist")
-    rank = {here / name: place for place, name in enumerate(LONGEST_FIRST)}
+    rank = {root / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 

@@ -132,11 +132,11 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: int, headers: list[tuple[str, str]], data: bytes, sent: int | None = None
     ) -> None:
         self.send_response(status)
-        told = {name.lower() for name, _ in headers}
+        names = {name.lower() for name, _ in headers}
         for name, value in headers:
             if name.lower() not in HOP_BY_HOP:
                 self.send_header(name, value)
-        if "content-length" not in told:
+        if "content-length" not in names:
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         with contextlib.suppress(ConnectionError):

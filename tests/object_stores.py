@@ -50,12 +50,12 @@ class ObjectServer:
 
     def options(self, endpoint: str | None = None, **changes: Any) -> CloudOptions:
         """How to reach it, through another `endpoint` (a proxy) if given."""
-        at = endpoint or self.endpoint
+        address = endpoint or self.endpoint
         if self.scheme == "s3":
-            config = {"endpoint": at, "region": "us-east-1"}
+            config = {"endpoint": address, "region": "us-east-1"}
             config |= {"access_key_id": "test", "secret_access_key": "test"}
         else:
-            config = {"endpoint": f"{at}/{ACCOUNT}", "account_name": ACCOUNT}
+            config = {"endpoint": f"{address}/{ACCOUNT}", "account_name": ACCOUNT}
             config |= {"account_key": self.key}
         return replace(TEST_OPTIONS, config=config, **changes)
 
@@ -90,8 +90,8 @@ class ObjectServer:
         if self.scheme != "s3":
             query |= {"comp": "list", "restype": "container"}
         text = (self.request("GET", f"/{bucket}", query) or b"").decode()
-        found = re.findall(r"<(?:Key|Name)>([^<]*)</(?:Key|Name)>", text)
-        return {name.removeprefix(f"{prefix}/") for name in found if name.startswith(prefix)}
+        names = re.findall(r"<(?:Key|Name)>([^<]*)</(?:Key|Name)>", text)
+        return {name.removeprefix(f"{prefix}/") for name in names if name.startswith(prefix)}
 
     def request(
         self,
@@ -168,13 +168,13 @@ def azurite_server() -> Iterator[ObjectServer]:
     key = base64.b64encode(secrets.token_bytes(64)).decode()
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", "0", "--inMemoryPersistence"]
     command += ["--disableTelemetry", "--skipApiVersionCheck", "--silent"]
-    told = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{key}"}
-    with running(command, r"listens on (http://[\d.]+:\d+)", told) as endpoint:
+    variables = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{key}"}
+    with running(command, r"listens on (http://[\d.]+:\d+)", variables) as endpoint:
         yield ObjectServer(endpoint, "az", key)
 
 
 @contextlib.contextmanager
-def running(command: list[str], ready: str, told: Mapping[str, str]) -> Iterator[str]:
+def running(command: list[str], ready: str, variables: Mapping[str, str]) -> Iterator[str]:
     """A server, from its own word that it is ready until the end of the block; yields its URL.
 
     `ready` is a pattern whose first group is the URL, `told` are environment variables. Raises
@@ -187,7 +187,7 @@ def running(command: list[str], ready: str, told: Mapping[str, str]) -> Iterator
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **told},
+            env={**os.environ, **variables},
         )
     except OSError as error:
         raise ServerUnavailable(f"{command[0]} does not start: {error}") from error
@@ -195,20 +195,22 @@ def running(command: list[str], ready: str, told: Mapping[str, str]) -> Iterator
     # A server that hangs as it starts is ended, which ends the loop below.
     watch = threading.Timer(60, server.kill)
     watch.start()
-    said: list[str] = []
+    output: list[str] = []
     try:
         for line in server.stdout:
-            said.append(line)
-            if found := re.search(ready, line):
+            output.append(line)
+            if match := re.search(ready, line):
                 break
         else:
-            raise ServerUnavailable(f"{' '.join(command[:3])} ended: {''.join(said[-5:]).strip()}")
+            raise ServerUnavailable(
+                f"{' '.join(command[:3])} ended: {''.join(output[-5:]).strip()}"
+            )
         watch.cancel()
         # A full pipe would stop the server.
         drain = threading.Thread(target=lambda out: [None for _ in out], args=(server.stdout,))
         drain.start()
         try:
-            yield found[1]
+            yield match[1]
         finally:
             server.kill()
             drain.join()

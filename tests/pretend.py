@@ -45,9 +45,9 @@ class Pretend:
         values = self._world.values(self._channel)
         values[self.index] = data
         self.barrier()
-        found = list(values)
+        gathered = list(values)
         self.barrier()
-        return found
+        return gathered
 
     def broadcast(self, data: bytes | None) -> bytes:
         return self.gather(data or b"")[0]

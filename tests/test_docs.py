@@ -214,7 +214,7 @@ def kill_and_resume(directory: Path, path: Path, code: list[Block]) -> tuple[dic
 # Runs that are in the middle when they are copied. The other runs have one checkpoint.
 RESUMED = {
     "README.md": {"runs/first"},
-    "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/own"},
+    "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/preemptible", "runs/watched"},
     "MODELS.md": {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
     },
@@ -243,6 +243,29 @@ def test_the_readme_shows_something_that_runs() -> None:
     text = README.read_text()
     assert python_blocks(text)
     assert {goals[0] for goals in make_commands(text) if goals} >= {"demo", "test"}
+
+
+def missing_paths(text: str) -> list[str]:
+    """The paths of the table "To add something" that do not exist, in the order of the rows."""
+    section = text.partition("## To add something")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("| a")]
+    assert len(rows) >= 9
+    return [
+        path
+        for row in rows
+        for base, cell in zip(("src/perdure", "tests"), row, strict=True)
+        for path in re.findall(r"`([\w./]+(?:/|\.py|\.txt))`", cell)
+        if not (ROOT / base / path).exists()
+    ]
+
+
+def test_the_paths_in_the_table_of_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert missing_paths(text) == []
+    assert missing_paths(text.replace("retention.py", "keeping.py")) == [
+        "checkpoint/keeping.py",
+        "checkpoint/test_keeping.py",
+    ]
 
 
 # ---------------------------------------------------------------- negative controls

@@ -100,9 +100,9 @@ def test_every_example_is_run_here_and_in_the_table() -> None:
 def test_the_comparison_sees_another_bit_and_another_step(
     value: float, step: int, tmp_path: Path
 ) -> None:
-    for name, held, at in (("one", 1.0, 1), ("other", value, step)):
+    for name, held, saved_step in (("one", 1.0, 1), ("other", value, step)):
         with CheckpointManager(tmp_path / name) as manager:
-            manager.save(at, {"w": np.float32(held)})
+            manager.save(saved_step, {"w": np.float32(held)})
     program = (
         f"from pathlib import Path; from common import prove; prove(*map(Path, {['one', 'other']}))"
     )

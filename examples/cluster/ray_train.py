@@ -1,4 +1,4 @@
-"""train.py under Ray Train: a worker that dies costs the steps since the last checkpoint.
+"""train.py under Ray Train: after a lost worker the run repeats the steps since the last checkpoint.
 
     python ray_train.py /shared/runs/mine --workers 4             (--gpu: one GPU for each)
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--storage", help="where Ray keeps its records (default: ~/ray_results)")
     options, rest = parser.parse_known_args()
-    # Ray calls the loop in a directory of its own.
+    # Ray calls the loop in another directory.
     run = options.run if "://" in options.run else os.path.abspath(options.run)
     JaxTrainer(
         loop,

@@ -24,11 +24,11 @@ EXIT_PREEMPTED = 75  # perdure.EXIT_PREEMPTED: saved, start me again
 
 
 class Training:
-    """One task of the job: the command, as a process of its own."""
+    """One task of the job, which runs the command in a new process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
-        # For the tasks of the local executor: a new one for each attempt, the same in all of them.
+        # For the tasks of the local executor: a new port for each attempt, the same in all tasks.
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -37,7 +37,7 @@ class Training:
         self._process = subprocess.Popen(
             self.command,
             env={**os.environ, **self._group()},
-            # Slurm may signal every process of a task; SIGUSR2 is for submitit alone.
+            # Slurm may signal every process of a task; only submitit handles SIGUSR2.
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
         )
         status = _status(self._process)
@@ -51,7 +51,7 @@ class Training:
         return DelayedSubmission(Training(self.command)) if status in (0, EXIT_PREEMPTED) else None
 
     def _group(self) -> dict[str, str]:
-        """What perdure cannot find out by itself: under Slurm nothing."""
+        """Variables that perdure cannot find out by itself; none under Slurm."""
         task = submitit.JobEnvironment()
         if task.cluster != "local" or task.num_tasks == 1:
             return {}
@@ -63,7 +63,7 @@ class Training:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int:
-    # Popen.wait holds a lock that a signal handler above it would wait for; this holds none.
+    # Popen.wait holds a lock for which a signal handler would wait; this call holds none.
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process.wait()
 
@@ -87,7 +87,7 @@ def main() -> None:
     job = executor.submit(Training(options.command))
     print(f"job {job.job_id}, logs: {job.paths.stdout}", flush=True)
     if options.cluster == "local":
-        job.results()  # raises what a task raised
+        job.results()  # raises the error of a task
 
 
 if __name__ == "__main__":

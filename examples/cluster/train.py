@@ -48,8 +48,8 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 
     def loss(params: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.9, (HIDDEN,))
-        found = (jnp.tanh(batch["x"] @ params["w1"]) * kept @ params["w2"])[:, 0]
-        return ((found - batch["y"]) ** 2 * batch["weight"]).sum()
+        predictions = (jnp.tanh(batch["x"] @ params["w1"]) * kept @ params["w2"])[:, 0]
+        return ((predictions - batch["y"]) ** 2 * batch["weight"]).sum()
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     return {"grads": grads, "loss": value, "weight": batch["weight"].sum()}
@@ -64,7 +64,7 @@ def update(state: Any, total: Any) -> Any:
 
 
 def train(options: argparse.Namespace) -> None:
-    # Finds its group by itself; alone on a laptop. First of all, because it starts JAX.
+    # Finds its group by itself, and on a laptop there is none. Comes first, because it starts JAX.
     strategy = MultiWorkerMirroredStrategy(replicas=options.replicas)
     data = ArrayDataset(examples(), BATCH, seed=0)
     step_fn = strategy.step(grad, update)
@@ -86,8 +86,8 @@ def train(options: argparse.Namespace) -> None:
         manager.wait_until_finished()
         if strategy.is_chief:
             loss = "" if logs is None else f", loss {float(logs['loss']):.4f}"
-            found = manager.fingerprint(options.steps)
-            print(f"done: step {options.steps}{loss}, fingerprint {found}", flush=True)
+            fingerprint = manager.fingerprint(options.steps)
+            print(f"done: step {options.steps}{loss}, fingerprint {fingerprint}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train(parser.parse_args(arguments))
     except WorkerLostError as error:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
-        # Leaving normally would wait for the lost process in the shutdown of JAX.
+        # A normal exit would wait for the lost process in the shutdown of JAX.
         os._exit(1)
 
 

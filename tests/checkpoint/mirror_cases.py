@@ -1,7 +1,7 @@
 """Kills of a run with a mirror at random operations, and what must hold after each of them.
 
 Shared by the tests and by `make proof-store`. Everything runs in one thread, so that a seed gives the
-same run every time: saves happen inside of the operations of a copy, as another thread's would.
+same run every time: saves happen inside the operations of a copy, as those of another thread would.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SESSIONS = 6
 
 
 class Killed(BaseException):
-    """The process is gone: not an Exception, so that no handler of the library tidies up."""
+    """The process is killed. No `Exception`, so that no handler of the library cleans up."""
 
 
 class Hook:
-    """Called ahead of every operation of every storage of the process."""
+    """Called before every operation of every storage of the process."""
 
     def __init__(self) -> None:
         self.left: int | None = None
@@ -66,7 +66,7 @@ class _Sink:
 
 
 class Watched(MemoryStorage):
-    """In memory, with a hook ahead of each operation."""
+    """A storage in memory that calls a hook before each operation."""
 
     def __init__(self, name: str, hook: Hook) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Watched(MemoryStorage):
 
 
 def following(state: dict[str, Any], noise: int) -> dict[str, Any]:
-    """The state after one more step; it differs between machines that compute other bits."""
+    """The state after one more step. Machines that compute other bits get another state."""
     step = state["step"] + 1
     source = np.random.default_rng([int(state["w"][0]), step, noise])
     return {
@@ -127,7 +127,7 @@ def fresh() -> dict[str, Any]:
 
 
 def manifest_first(source: Run, step: int, target: Run, **_: Any) -> int:
-    """A copy with the order turned round, for the control: the packs come after the manifest."""
+    """The control: a copy in the wrong order, which writes the manifest before its packs."""
     target.begin_writing()
     manifest = source.manifest(step)
     create_whole(target.storage, manifest_name(step), encode_manifest(manifest))
@@ -144,8 +144,8 @@ def manifest_first(source: Run, step: int, target: Run, **_: Any) -> int:
 class Story:
     """Sessions on two machines that share a mirror, each killed at a random operation.
 
-    `lost` counts what the promise does not allow, `kills` the kills that happened, `moved` the saves
-    that happened inside of a copy.
+    `lost` lists the broken promises, `kills` counts the kills that happened, and `moved` the saves
+    that happened during a copy.
     """
 
     def __init__(self, seed: int, copy: Callable[..., int] = copy_checkpoint) -> None:
@@ -178,11 +178,11 @@ class Story:
         if self._random.random() < 0.2:  # the disk is lost
             self._here[machine] = Watched(machine, self._hook)
             self._reported[machine] = 0
-        here = self._here[machine]
+        local = self._here[machine]
         manager: CheckpointManager | None = None
         options = ManagerOptions(clock=lambda: 0.0)
         try:
-            manager = CheckpointManager(here, mirror=self._there, max_to_keep=2, options=options)
+            manager = CheckpointManager(local, mirror=self._there, max_to_keep=2, options=options)
             state, step = manager.restore_or_initialize(fresh)
             least = max(self._reported[machine], self._reached)
             if step < least:
@@ -196,7 +196,7 @@ class Story:
         if manager is not None and manager._mirror is not None:
             manager._mirror._release()
             manager._run.close()
-        for storage in (here, self._there):
+        for storage in (local, self._there):
             self._examine(storage)
 
     def _train(self, manager: CheckpointManager, machine: str, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class Story:
                 self._reached = max(self._reached, mirror._reached)
 
     def _examine(self, storage: Watched) -> None:
-        """Every checkpoint can be read, and its bits are those that some save had."""
+        """Check that every checkpoint can be read and has the bits of some save."""
         if not storage.objects:
             return
         run = Run(storage, create=True)

@@ -1,7 +1,7 @@
-"""The life of one run directory as a random sequence of what people and machines do to it.
+"""Random sequences of what users and machines do to one run directory.
 
-Invariant that every walk checks after every act: a checkpoint that was reported as committed and was
-not asked to go is restored bit for bit. Shared by a test and by `make proof-store`.
+Every walk checks after every act: a checkpoint that was reported as committed and was
+not deleted on request is restored bit for bit. Shared by a test and by `make proof-store`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = dict[str, bytes]
 
 
 def make_state(step: int, seed: int) -> dict[str, Any]:
-    """A part that never changes, one that changes at times, and one of its own."""
+    """A leaf that never changes, one that changes at times, and one that every step changes."""
     return {
         "frozen": np.random.default_rng(1).integers(0, 256, 3000, np.uint8),
         "model": {"slow": np.random.default_rng(seed // 3).normal(size=200)},
@@ -62,9 +62,9 @@ def bits(state: Any, path: str = "") -> State:
 
 
 class Place(Protocol):
-    """Where a run directory lies, and how to reach its bytes without the store.
+    """The storage of a run directory, with access to its bytes that bypasses the store.
 
-    A crash is put ahead of one of the first `crash_within` operations of an act.
+    A crash happens before one of the first `crash_within` operations of an act.
     """
 
     crash_within: int
@@ -104,7 +104,7 @@ class Disk:
 
 
 class CrashingStorage:
-    """Another storage, with `before` called ahead of each change."""
+    """A new storage object on the same place that calls `before` before each change."""
 
     def __init__(self, storage: Any, before: Operations) -> None:
         self._storage, self._before = storage, before
@@ -133,7 +133,7 @@ class _CrashingSink:
         self._before("committed", self._name)
 
     def abort(self) -> None:
-        if not self._before.fired:  # a process that is gone tidies nothing up
+        if not self._before.fired:  # a killed process cleans nothing up
             self._sink.abort()
 
 
@@ -195,10 +195,10 @@ class Walk:
         self.expected: dict[int, State] = {}
         self.pinned: set[int] = set()
         self.aside: list[tuple[int, State]] = []  # by rollbacks, in any line
-        self.undo_gives: dict[int, State] = {}  # what an undo right now must bring back
+        self.undo_gives: dict[int, State] = {}  # what an undo must restore at this moment
         self.damage: tuple[str, bytes, int] | None = None  # pack, its good bytes, offset
         self.skipped: set[int] = set()  # damaged steps that a restore skipped
-        self.scarred = False  # a flipped bit may stay in what no checkpoint here needs
+        self.scarred = False  # a flipped bit may stay in bytes that no checkpoint of this run needs
         self.seen: Counter[str] = Counter()
         self.manager = self.open()
 
@@ -243,7 +243,7 @@ class Walk:
             state = self.manager.restore(step).state
             self.manager.save(step, state, force=True)
             self.manager.wait_until_finished()
-            if self.keep is not None:  # a step that was unpinned since goes now
+            if self.keep is not None:  # a step that was unpinned meanwhile is deleted now
                 self.retain(self.keep)
             self.seen["saved again"] += 1
 
@@ -261,7 +261,7 @@ class Walk:
         raise AssertionError(f"step {step} was saved although {max(self.expected)} is committed")
 
     def restore(self) -> None:
-        """By step, and the newest good one; damaged ones that are newer may be set aside."""
+        """Restore the newest good checkpoint. Newer, damaged ones may be set aside."""
         damaged = self.damaged()
         if not set(self.expected) - damaged:
             return
@@ -271,14 +271,14 @@ class Walk:
         assert bits(state) == self.expected[step]
         self.seen["restore"] += 1
         # They move to quarantine now, or when the manager becomes the writer.
-        self.skipped |= {at for at in damaged if at > step}
+        self.skipped |= {damaged_step for damaged_step in damaged if damaged_step > step}
 
     def rollback(self) -> None:
         candidates = sorted(set(self.expected) - self.damaged())
         if not candidates:
             return
         step = self.random.choice(candidates)
-        newer = {at: state for at, state in self.expected.items() if at > step}
+        newer = {other: state for other, state in self.expected.items() if other > step}
         if self.pinned & newer.keys():
             try:
                 self.manager.rollback(step)
@@ -289,7 +289,9 @@ class Walk:
         if newer:
             self.undo_gives = newer
             self.aside += newer.items()
-            self.expected = {at: state for at, state in self.expected.items() if at <= step}
+            self.expected = {
+                other: state for other, state in self.expected.items() if other <= step
+            }
             self.seen["rollback"] += 1
 
     def undo_rollback(self) -> None:
@@ -313,7 +315,7 @@ class Walk:
         fork_run(self.place.storage(), step, other.storage())
         with Run(other.storage()) as forked:
             assert forked.steps() == [step]
-            # A hard link may bring damage along in chunks that only other steps need.
+            # A hard-linked pack may contain damage in chunks that only other steps need.
             assert verify_run(forked).good == (step,)
         self.seen["fork"] += 1
         if self.random.random() < 0.5:
@@ -362,7 +364,7 @@ class Walk:
         self.seen["pin"] += 1
 
     def copy_directory(self) -> None:
-        """A plain copy while the manager is open: it reads like the original, and costs it nothing."""
+        """A copy by plain file operations while the manager is open reads like the original."""
         if not isinstance(self.place, Disk) or not self.expected:
             return
         copy = self.place.another()
@@ -438,7 +440,7 @@ class Walk:
         self.manager = self.open()
 
     def crash(self) -> None:
-        """The process is gone ahead of a random operation of something that it does."""
+        """The process is killed before a random operation of a random action."""
         if self.damage is not None:
             return
         self.manager.close()
@@ -460,19 +462,23 @@ class Walk:
             before.crash_at = -1
             with contextlib.suppress(BaseException):
                 manager._run.close()
-        found = self.present(may)
-        assert must.items() <= found.items(), f"{kind}: lost {sorted(must.keys() - found.keys())}"
-        assert found.keys() <= may.keys(), f"{kind}: unexpected {sorted(found.keys() - may.keys())}"
-        for step in self.expected.keys() - found.keys():
+        present = self.present(may)
+        assert must.items() <= present.items(), (
+            f"{kind}: lost {sorted(must.keys() - present.keys())}"
+        )
+        assert present.keys() <= may.keys(), (
+            f"{kind}: unexpected {sorted(present.keys() - may.keys())}"
+        )
+        for step in self.expected.keys() - present.keys():
             if kind == "rollback":
                 self.aside.append((step, self.expected[step]))
-        self.expected = found
+        self.expected = present
         if not ended or kind != "repair":
             self.undo_gives = {}
         self.manager = self.open()
 
     def crashing_act(self, kind: str, manager: CheckpointManager) -> tuple[Any, Any]:
-        """What must and may be there once it has ended without a crash."""
+        """Do the action; the states that must and that may exist if it ends without a crash."""
         self.planned: Any = None
         if kind == "save":
             step, state = self.new_state()
@@ -489,7 +495,7 @@ class Walk:
         if kind == "rollback":
             self.planned = self.random.choice(steps)
             run.rollback(self.planned)
-            kept = {at: state for at, state in self.expected.items() if at <= self.planned}
+            kept = {step: state for step, state in self.expected.items() if step <= self.planned}
             return kept, kept
         if kind == "undo":
             run.undo_rollback()
@@ -505,36 +511,40 @@ class Walk:
             if self.planned in self.pinned:
                 return self.expected, self.expected
             run.delete([self.planned])
-            kept = {at: state for at, state in self.expected.items() if at != self.planned}
+            kept = {step: state for step, state in self.expected.items() if step != self.planned}
             return kept, kept
         repair(run)
         return self.expected, self.expected
 
     def survivors(self, kind: str) -> tuple[dict[int, State], dict[int, State]]:
-        """What must and may be there after a crash in the middle."""
+        """The states that must and that may exist after a crash in the middle of the action."""
         if kind == "save":
             step, state = self.planned
             may = {**self.expected, step: state}
             kept = self.retained(may, self.keep)
-            return {at: kept[at] for at in kept if at != step}, may
+            return {other: kept[other] for other in kept if other != step}, may
         if kind == "rollback" and self.planned is not None:
-            return {at: s for at, s in self.expected.items() if at <= self.planned}, self.expected
+            return {
+                step: s for step, s in self.expected.items() if step <= self.planned
+            }, self.expected
         if kind == "undo":
             return self.expected, {**self.expected, **dict(self.aside)}
         if kind == "prune" and self.planned is not None:
             return self.retained(self.expected, self.planned), self.expected
         if kind == "delete" and self.planned is not None:
-            return {at: s for at, s in self.expected.items() if at != self.planned}, self.expected
+            return {
+                step: s for step, s in self.expected.items() if step != self.planned
+            }, self.expected
         return self.expected, self.expected
 
     # ------------------------------------------------------------ what must be there
 
     def check_invariant(self, act: str) -> None:
-        found = Run(self.place.storage(), create=True).steps()
-        for step in self.skipped & self.expected.keys() - set(found):
+        steps = Run(self.place.storage(), create=True).steps()
+        for step in self.skipped & self.expected.keys() - set(steps):
             self.forget(step)
         damaged = self.damaged()
-        assert found == sorted(self.expected), f"{act}: steps {found}, not {sorted(self.expected)}"
+        assert steps == sorted(self.expected), f"{act}: steps {steps}, not {sorted(self.expected)}"
         good = loadable(self.place, self.expected)
         assert good == set(self.expected) - damaged, f"{act}: {good} load, {damaged} are damaged"
 
@@ -560,7 +570,7 @@ class Walk:
 
     def retained(self, states: dict[int, State], keep: int | None) -> dict[int, State]:
         newest = sorted(states)[-keep:] if keep else list(states)
-        return {at: states[at] for at in states if at in newest or at in self.pinned}
+        return {step: states[step] for step in states if step in newest or step in self.pinned}
 
     def retain(self, keep: int) -> None:
         kept = self.retained(self.expected, keep)
@@ -572,14 +582,14 @@ class Walk:
         del self.expected[step]  # a pin stays until `unpin`, also without its checkpoint
 
     def present(self, known: dict[int, State] | None = None) -> dict[int, State]:
-        """The committed steps, each with the bits that it is known to have."""
+        """The committed states by step. Each must have bits that were saved as that step."""
         run = Run(self.place.storage(), create=True)
         every = [*self.expected.items(), *self.aside, *(known or {}).items()]
         states: dict[int, State] = {}
         for step in run.steps():
-            found = bits(unflatten(run.load(step).leaves))
-            assert (step, found) in every, f"step {step} holds bits that were never saved as it"
-            states[step] = found
+            state = bits(unflatten(run.load(step).leaves))
+            assert (step, state) in every, f"step {step} holds bits that were never saved as it"
+            states[step] = state
         return states
 
     def damaged(self) -> set[int]:
@@ -619,7 +629,7 @@ def quiet() -> Iterator[None]:
 
 
 def walk(place: Place, seed: int, acts: int = ACTS) -> Counter[str]:
-    """One walk; what happened in it, by name. Raises `AssertionError` when the invariant is broken."""
+    """Walk once; return how often each kind of act happened. Asserts the invariant after each."""
     life = Walk(place, seed)
     with quiet():
         for _ in range(acts):

@@ -1,4 +1,4 @@
-"""What a manager is given: steps, metrics, recipes, states that can be called, names of checkpoints."""
+"""The arguments of a manager: steps, metrics, recipes, callable states, names of checkpoints."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_step_is_any_integer(tmp_path: Path, step: Any) -> None:
 
 
 @pytest.mark.parametrize("step", BAD_STEPS.values(), ids=BAD_STEPS)
-def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
+def test_a_value_that_is_no_step_is_refused_at_once(step: Any) -> None:
     storage = MemoryStorage()
     with CheckpointManager(storage) as manager:
         manager.save(1, state(1))
@@ -133,7 +133,7 @@ def test_a_metric_is_any_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", BAD_METRICS, ids=lambda value: type(value).__name__)
-def test_what_is_no_number_is_refused_at_once_by_name(value: Any) -> None:
+def test_a_metric_that_is_no_number_is_refused_at_once_by_name(value: Any) -> None:
     with CheckpointManager(MemoryStorage()) as manager:
         with pytest.raises(ArgumentError, match="expected a number for 'loss'"):
             manager.save(1, state(1), {"good": 1.0, "loss": value})
@@ -146,7 +146,7 @@ def test_what_is_no_number_is_refused_at_once_by_name(value: Any) -> None:
         assert manager.save(1, state(1))
 
 
-def test_what_cannot_commit_raises_in_the_call(tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_saved_raise_in_the_call(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(UnsupportedLeafError, match="odd"):
             manager.save(1, {"odd": object()})
@@ -154,7 +154,7 @@ def test_what_cannot_commit_raises_in_the_call(tmp_path: Path) -> None:
         assert manager.save(1, state(1))
 
 
-def test_metrics_of_a_step_that_is_not_saved_are_not_looked_at() -> None:
+def test_metrics_of_a_step_that_is_not_saved_are_not_checked() -> None:
     class Waits:
         def __float__(self) -> float:
             raise AssertionError("a loop would wait for the device here")
@@ -261,7 +261,7 @@ class DataModel:
 
 
 class Makes:
-    """No state: nothing of it can be saved."""
+    """An object that is no state, because nothing in it can be saved."""
 
     def __call__(self) -> dict[str, Any]:
         return state(3)
@@ -295,7 +295,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_that_can_be_called_is_not_called(tmp_path: Path, kind: str) -> None:
+def test_a_callable_state_is_not_called(tmp_path: Path, kind: str) -> None:
     fresh = STATES[kind]()
     assert not makes_state(fresh)
     with CheckpointManager(tmp_path) as manager:
@@ -326,7 +326,7 @@ def test_a_class_makes_the_state(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- names, and parts
 
 
-def test_the_names_of_checkpoints_are_accepted_wherever_one_is_read(tmp_path: Path) -> None:
+def test_every_reader_accepts_the_name_of_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with CheckpointManager(run, save_interval_steps=2) as manager:
         assert manager.latest_checkpoint is None
@@ -372,31 +372,33 @@ def members(k: int) -> dict[str, Any]:
     }
 
 
-def test_a_part_of_a_checkpoint_is_read_and_replaced(tmp_path: Path) -> None:
+def test_a_partial_restore_replaces_the_chosen_leaves(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, members(1))
         manager.wait_until_finished()
         like = members(9)
-        found, step = manager.restore(1, like, leaves="model")
+        restored, step = manager.restore(1, like, leaves="model")
         assert step == 1
-        assert found["model"]["a/b"].tolist() == [1, 1, 1]
-        assert found["model"]["c"][1].tolist() == [1] * 4
-        assert found["opt"] is like["opt"], "the rest stays the very same objects"
-        assert found["model2"] is like["model2"]
-        assert found["step"] == 9
+        assert restored["model"]["a/b"].tolist() == [1, 1, 1]
+        assert restored["model"]["c"][1].tolist() == [1] * 4
+        assert restored["opt"] is like["opt"], "the rest stays the very same objects"
+        assert restored["model2"] is like["model2"]
+        assert restored["step"] == 9
         assert like["model"]["a/b"].tolist() == [9, 9, 9], "containers come back new"
-        found, _ = manager.restore(like=like, leaves=["model/c/1", "model/a%2Fb", "step"])
-        assert found["model"]["c"][0] is like["model"]["c"][0]
-        assert found["model"]["c"][1].tolist() == [1] * 4
-        assert found["model"]["a/b"].tolist() == [1, 1, 1]
-        assert found["step"] == 1
-        assert type(found["opt"]) is tuple
-        found, _ = manager.restore(like=like, leaves=("opt", "opt/0"))
-        assert [found["opt"][0].tolist(), found["opt"][1]] == [[1, 1, 1], 1]
+        restored, _ = manager.restore(like=like, leaves=["model/c/1", "model/a%2Fb", "step"])
+        assert restored["model"]["c"][0] is like["model"]["c"][0]
+        assert restored["model"]["c"][1].tolist() == [1] * 4
+        assert restored["model"]["a/b"].tolist() == [1, 1, 1]
+        assert restored["step"] == 1
+        assert type(restored["opt"]) is tuple
+        restored, _ = manager.restore(like=like, leaves=("opt", "opt/0"))
+        assert [restored["opt"][0].tolist(), restored["opt"][1]] == [[1, 1, 1], 1]
         assert manager.restore(leaves="opt").state.keys() == {"opt"}
 
 
-def test_a_part_goes_into_modules_in_place_and_leaves_other_members_alone(tmp_path: Path) -> None:
+def test_a_partial_restore_writes_modules_in_place_and_other_members_not_at_all(
+    tmp_path: Path,
+) -> None:
     def new(k: int) -> Checkpoint:
         torch.manual_seed(k)
         model, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
@@ -408,8 +410,8 @@ def test_a_part_goes_into_modules_in_place_and_leaves_other_members_alone(tmp_pa
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, saved)
         manager.wait_until_finished()
-        found, _ = manager.restore(like=live, leaves="model")
-        assert found is live
+        restored, _ = manager.restore(like=live, leaves="model")
+        assert restored is live
         assert live.model is model
         assert torch.equal(model.weight, saved.model.weight)
         assert torch.equal(live.other.weight, kept)
@@ -418,7 +420,7 @@ def test_a_part_goes_into_modules_in_place_and_leaves_other_members_alone(tmp_pa
         assert live.epoch == 1
 
 
-def test_a_part_that_is_not_there_or_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_a_partial_restore_that_fails_changes_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 2), "n": 1})
         manager.wait_until_finished()
@@ -438,7 +440,7 @@ def test_a_part_that_is_not_there_or_does_not_fit_changes_nothing(tmp_path: Path
         assert torch.equal(live["model"].weight, before)
 
 
-def test_only_the_chunks_of_the_part_are_read(tmp_path: Path) -> None:
+def test_a_partial_restore_reads_only_its_own_chunks(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": np.arange(10.0)})
         manager.wait_until_finished()
@@ -447,8 +449,8 @@ def test_only_the_chunks_of_the_part_are_read(tmp_path: Path) -> None:
         newest = max((tmp_path / "packs").iterdir())
         newest.write_bytes(bytes(newest.stat().st_size))  # where the leaf "opt" is
         like = {"model": np.zeros(10), "opt": np.zeros(20)}
-        found, step = manager.restore(like=like, leaves="model")
-        assert (found["model"].tolist(), step) == (np.arange(10.0).tolist(), 2)
+        restored, step = manager.restore(like=like, leaves="model")
+        assert (restored["model"].tolist(), step) == (np.arange(10.0).tolist(), 2)
         with pytest.raises(StoreError, match="opt"):
             manager.restore(2, like)
 

@@ -1,4 +1,4 @@
-"""The manager's side of one history: refusals in the call itself, rollback, exits, groups."""
+"""One history, as the manager enforces it: refusals in the call itself, rollback, exits, groups."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import flip
 from perdure import (
     CheckpointManager,
     ManagerOptions,
@@ -59,8 +60,8 @@ def test_a_step_that_is_not_new_is_refused_in_the_call_itself() -> None:
         assert manager.all_steps() == [10, 20, 30, 31]
 
 
-def test_after_a_restore_of_an_older_step_no_save_vanishes(tmp_path: Path) -> None:
-    """Steps 200 to 1000; restore(100), save_and_exit(150): it used to prune 150 and exit with 75."""
+def test_no_save_is_lost_after_a_restore_of_an_older_step(tmp_path: Path) -> None:
+    """With steps 200 to 1000, restore(100) and save_and_exit(150) once pruned 150 and exited."""
     filled(tmp_path, *range(100, 1001, 100), max_to_keep=10).close()
     with CheckpointManager(tmp_path, max_to_keep=3) as manager:
         manager.restore(100)
@@ -90,12 +91,12 @@ def test_a_restart_after_a_rollback_resumes_from_the_new_line(tmp_path: Path) ->
     assert verify_run(Run(tmp_path)).ok
 
 
-def test_a_damaged_newest_one_that_a_restore_set_aside_does_not_count(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_that_a_restore_set_aside_does_not_count(
+    tmp_path: Path,
+) -> None:
     filled(tmp_path, 10, 20, 30).close()
     pack = sorted((tmp_path / "packs").iterdir())[-1]
-    data = bytearray(pack.read_bytes())
-    data[100] ^= 1
-    pack.write_bytes(data)
+    flip(pack)
     with CheckpointManager(tmp_path) as manager:
         with pytest.warns(UserWarning, match="step 30 is damaged"):
             assert manager.restore().step == 20
@@ -104,7 +105,7 @@ def test_a_damaged_newest_one_that_a_restore_set_aside_does_not_count(tmp_path: 
         assert manager.all_steps() == [10, 20, 25]
 
 
-def test_a_rollback_says_what_it_cannot_do(tmp_path: Path) -> None:
+def test_a_rollback_that_is_not_possible_names_the_reason(tmp_path: Path) -> None:
     with filled(tmp_path, 1, 2, 3) as manager:
         with pytest.raises(StepNotFoundError, match="step 7"):
             manager.rollback(7)
@@ -124,8 +125,8 @@ def test_every_process_of_a_group_raises_the_same_in_the_same_call(
 ) -> None:
     def program(processes: Pretend) -> str:
         with CheckpointManager(tmp_path, processes=processes) as manager:
-            for each in (10, 20, 30):
-                manager.save(each, state(each))
+            for earlier in (10, 20, 30):
+                manager.save(earlier, state(earlier))
             with pytest.raises(HistoryError) as caught:
                 manager.save(step, state(99))
             manager.save(40, state(40))
@@ -142,7 +143,7 @@ def test_every_process_of_a_group_raises_the_same_in_the_same_call(
     assert load_checkpoint(tmp_path, 25)["step"] == 25
 
 
-def test_a_group_that_starts_again_refuses_at_its_first_save(tmp_path: Path) -> None:
+def test_a_restarted_group_refuses_an_old_step_at_its_first_save(tmp_path: Path) -> None:
     filled(tmp_path, 10, 20, 30).close()
 
     def program(processes: Pretend) -> str:
@@ -173,7 +174,7 @@ def test_a_preemption_at_a_step_that_was_just_saved_reads_no_chunk(
     assert [name for name in read if name.startswith("packs/")] == []
 
 
-def test_a_save_under_way_keeps_a_manager_that_nobody_else_has(tmp_path: Path) -> None:
+def test_a_save_in_progress_keeps_its_manager_alive(tmp_path: Path) -> None:
     """Taking over is only safe once the first manager is done."""
     begun, go = threading.Event(), threading.Event()
 

@@ -80,7 +80,9 @@ class Failing(LocalStorage):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_pin_an_unpin_or_a_delete_that_fails_fails_in_all(tmp_path: Path, count: int) -> None:
+def test_a_pin_unpin_or_delete_that_fails_in_one_process_fails_in_all(
+    tmp_path: Path, count: int
+) -> None:
     train(tmp_path, 1, 2, count=count)
     storages: list[Failing] = []
 
@@ -89,20 +91,20 @@ def test_a_pin_an_unpin_or_a_delete_that_fails_fails_in_all(tmp_path: Path, coun
         storages.append(storage)
         with CheckpointManager(storage, processes=processes) as manager:
             manager.pin(1)
-            found = [
+            errors = [
                 raised(lambda: manager.pin(9)),
                 raised(lambda: manager.delete(9)),
                 raised(lambda: manager.delete(1)),
             ]
             storage.broken = processes.is_chief
-            found += [raised(lambda: manager.delete(2)), raised(lambda: manager.unpin(1))]
+            errors += [raised(lambda: manager.delete(2)), raised(lambda: manager.unpin(1))]
             storage.broken = False
             manager.unpin(1)
             manager.delete(1)
             manager.save(3, state(3))
             manager.wait_until_finished()
             processes.barrier()
-            return [*map(type, found), manager.all_steps()]
+            return [*map(type, errors), manager.all_steps()]
 
     outcomes = play(count, program)
     kinds = [StepNotFoundError, StepNotFoundError, StoreError, PruneError, StoreError]
@@ -124,11 +126,11 @@ def test_calls_that_differ_are_an_error(tmp_path: Path) -> None:
         assert type(error) is StoreError
         assert "process 0 pin(1), process 1 pin(2)" in str(error)
     assert Run(tmp_path).pinned() == set(), "nothing was done"
-    # The group is in step afterwards.
+    # The processes still agree afterwards.
     train(tmp_path, 3)
 
 
-def test_calls_of_different_kinds_are_an_error_in_all_and_change_nothing(tmp_path: Path) -> None:
+def test_different_calls_raise_in_all_processes_and_change_nothing(tmp_path: Path) -> None:
     train(tmp_path, 1, 2)
     kinds: dict[str, Callable[[CheckpointManager], object]] = {
         "delete(1)": lambda manager: manager.delete(1),
@@ -161,7 +163,7 @@ def test_calls_of_different_kinds_are_an_error_in_all_and_change_nothing(tmp_pat
         assert (steps, pinned) == ([1, 2], [])
 
 
-def test_a_barrier_of_the_program_is_not_taken_for_a_call(tmp_path: Path) -> None:
+def test_a_barrier_of_the_program_is_not_mistaken_for_a_call(tmp_path: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             if processes.is_chief:
@@ -183,7 +185,7 @@ def test_a_rollback_that_fails_does_not_change_when_saves_are_due(tmp_path: Path
 
 
 @pytest.mark.parametrize("on_error", ["raise", "continue"])
-def test_a_prune_that_fails_is_told_to_all(tmp_path: Path, on_error: Any) -> None:
+def test_a_prune_that_fails_raises_in_all_processes(tmp_path: Path, on_error: Any) -> None:
     train(tmp_path, 1, 2)
     fired = []
 
@@ -208,13 +210,13 @@ def test_a_prune_that_fails_is_told_to_all(tmp_path: Path, on_error: Any) -> Non
     else:
         with pytest.warns(UserWarning, match="deleting stopped") as caught:
             assert play(2, program) == [(type(None), [4])] * 2
-        assert sum("deleting stopped" in str(each.message) for each in caught) == 2
+        assert sum("deleting stopped" in str(warning.message) for warning in caught) == 2
     assert sum(fired) == 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", [MemoryError, ZeroDivisionError, OSError])
-def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
+def test_any_error_in_one_process_ends_the_save_in_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[Exception]
 ) -> None:
     train(tmp_path, 1)
@@ -225,7 +227,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
     ) -> Any:
         if index == victim and step == 2:
             fired.append(index)
-            raise kind("no room for a share")
+            raise kind("no room for a part")
         return real(storage, step, leaves, known, index, *rest)
 
     monkeypatch.setattr(group_save, "write_pack_part", write_share)
@@ -246,7 +248,7 @@ def test_whatever_goes_wrong_in_one_share_ends_the_save_of_all_at_once(
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, UnsupportedLeafError])
-def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
+def test_a_snapshot_that_fails_in_one_process_ends_the_save_in_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, kind: type[BaseException]
 ) -> None:
     train(tmp_path, 1, count=3)
@@ -269,14 +271,14 @@ def test_a_process_that_cannot_take_its_snapshot_tells_the_others_at_once(
             processes.barrier()
             return type(error), manager.all_steps()
 
-    told = kind if kind is UnsupportedLeafError else SaveError
+    others_error = kind if kind is UnsupportedLeafError else SaveError
     outcomes = play(3, program)
-    own = KeyboardInterrupt if kind is KeyboardInterrupt else told
-    assert outcomes == [(own if n == victim else told, [1, 3]) for n in range(3)]
+    victim_error = KeyboardInterrupt if kind is KeyboardInterrupt else others_error
+    assert outcomes == [(victim_error if n == victim else others_error, [1, 3]) for n in range(3)]
     assert fired == [victim]
 
 
-def test_a_metric_that_one_process_has_wrong_is_told_to_all(tmp_path: Path) -> None:
+def test_an_invalid_metric_in_one_process_raises_in_all(tmp_path: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             loss: Any = "low" if processes.index else 0.5
@@ -317,10 +319,10 @@ def test_on_error_continue_means_the_same_in_every_process(
         warnings.simplefilter("always")
         assert play(2, program) == [[2], [2]]
     assert fired == [1]
-    assert sum("MemoryError" in str(each.message) for each in caught) == 2
+    assert sum("MemoryError" in str(warning.message) for warning in caught) == 2
 
 
-def test_processes_that_save_different_steps_are_told(tmp_path: Path) -> None:
+def test_processes_that_save_different_steps_raise(tmp_path: Path) -> None:
     def program(processes: Pretend) -> None:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             manager.save(1 + processes.index, state(1))
@@ -352,7 +354,7 @@ class Blind(LocalStorage):
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_damage_that_one_follower_reads_makes_all_take_an_older_checkpoint(
+def test_damage_that_one_follower_reads_makes_all_restore_an_older_checkpoint(
     tmp_path: Path, victim: int
 ) -> None:
     train(tmp_path, 1, 2, 3, count=3)
@@ -364,23 +366,23 @@ def test_damage_that_one_follower_reads_makes_all_take_an_older_checkpoint(
         with CheckpointManager(storage, processes=processes) as manager:
             restored, step = manager.restore_or_initialize(state(0))
             fired.append(storage.fired)
-            found = [raised(lambda: manager.restore(3)), raised(lambda: manager.restore(2))]
-            return step, restored["step"], [isinstance(error, CorruptionError) for error in found]
+            errors = [raised(lambda: manager.restore(3)), raised(lambda: manager.restore(2))]
+            return step, restored["step"], [isinstance(error, CorruptionError) for error in errors]
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outcomes = play(3, program)
-    texts = [str(each.message) for each in caught]
+    texts = [str(warning.message) for warning in caught]
     assert [text.count("stays where it is") for text in texts] == [1, 1], (
         "steps 3 and 2, by the chief"
     )
     assert all(f"process {victim}" in text for text in texts)
     assert outcomes == [(1, 1, [True, True])] * 3
-    assert sum(1 for each in fired if each) == 1
+    assert sum(1 for count in fired if count) == 1
     assert Run(tmp_path).steps() == [1, 2, 3], "process 0 can read them"
 
 
-def test_a_follower_that_can_read_nothing_ends_all(tmp_path: Path) -> None:
+def test_a_follower_that_can_read_nothing_raises_in_all(tmp_path: Path) -> None:
     train(tmp_path, 1, 2)
 
     def program(processes: Pretend) -> Any:
@@ -393,7 +395,7 @@ def test_a_follower_that_can_read_nothing_ends_all(tmp_path: Path) -> None:
     assert all("found 2 damaged" in str(error) for error in errors)
 
 
-def test_damage_that_the_chief_reads_is_set_aside_as_ever(tmp_path: Path) -> None:
+def test_damage_that_the_chief_reads_is_set_aside(tmp_path: Path) -> None:
     train(tmp_path, 1, 2)
     for pack in (tmp_path / "packs").glob("000000000002-*"):
         data = bytearray(pack.read_bytes())
@@ -447,7 +449,7 @@ def test_a_restore_that_fails_in_one_process_fails_in_all(
         expected = [kind, kind]
         if kind is KeyboardInterrupt:
             expected[1 - victim] = StoreError
-        assert outcomes == [(each, 1) for each in expected]
+        assert outcomes == [(error, 1) for error in expected]
     assert fired == [MemoryError, OSError, StoreError, KeyboardInterrupt]
 
 
@@ -464,11 +466,11 @@ def test_a_template_or_an_init_function_that_fails_in_one_process_fails_in_all(
 
         with CheckpointManager(tmp_path, processes=processes) as manager:
             like = {**state(0), "new": 1} if processes.index else state(0)
-            found = [
+            errors = [
                 raised(lambda: manager.restore(like=like)),
                 raised(lambda: manager.restore_or_initialize(init)),
             ]
-            return [*map(type, found), manager.restore_or_initialize(state(0)).step]
+            return [*map(type, errors), manager.restore_or_initialize(state(0)).step]
 
     assert play(2, program) == [[MismatchError, ZeroDivisionError, 1]] * 2
 
@@ -497,23 +499,23 @@ def test_a_claim_that_fails_fails_in_all(tmp_path: Path) -> None:
         assert play(2, program) == [LockedError] * 2
 
 
-def test_a_part_is_restored_by_all(tmp_path: Path) -> None:
+def test_a_partial_restore_works_in_all_processes(tmp_path: Path) -> None:
     train(tmp_path, 1)
 
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             like = Checkpoint(**state(9))
-            found, step = manager.restore(like=like, leaves="small")
-            return found.small.tolist(), found.step, step
+            restored, step = manager.restore(like=like, leaves="small")
+            return restored.small.tolist(), restored.step, step
 
     assert play(2, program) == [([1.0] * 10, 9, 1)] * 2
     assert load_checkpoint(tmp_path, leaves="step") == {"step": 1}
 
 
-def test_a_save_into_a_directory_that_each_process_has_for_itself_is_not_committed(
+def test_a_save_into_a_directory_that_is_not_shared_is_not_committed(
     tmp_path: Path,
 ) -> None:
-    """Two hosts, and one path on the disk of each."""
+    """Two hosts where one path leads to the local disk of each."""
 
     def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
         directory = tmp_path / str(processes.index)
@@ -528,7 +530,7 @@ def test_a_save_into_a_directory_that_each_process_has_for_itself_is_not_committ
         assert steps == []
 
 
-def test_a_save_is_not_committed_where_another_directory_has_the_chunks_already(
+def test_a_save_that_finds_its_chunks_in_an_unshared_directory_is_not_committed(
     tmp_path: Path,
 ) -> None:
     for name in ("0", "1"):
@@ -547,7 +549,7 @@ def test_a_save_is_not_committed_where_another_directory_has_the_chunks_already(
         assert steps == [1]
 
 
-def test_two_directories_with_other_bits_at_one_step_are_not_restored(tmp_path: Path) -> None:
+def test_two_unshared_directories_with_different_bits_are_not_restored(tmp_path: Path) -> None:
     for name, value in (("0", 7), ("1", 8)):
         with CheckpointManager(tmp_path / name) as manager:
             manager.save(1, state(value))

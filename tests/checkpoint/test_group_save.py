@@ -1,4 +1,4 @@
-"""A group saves one checkpoint, all of it or none, with the same outcome in every process."""
+"""A group saves one checkpoint, whole or not at all, with the same outcome in every process."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def state(k: int) -> dict[str, Any]:
     }
 
 
-def same(found: Any, k: int) -> bool:
+def same(restored: Any, k: int) -> bool:
     expected = state(k)
-    return found["step"] == k and all(
-        np.array_equal(found[name], expected[name]) for name in ("large", "small")
+    return restored["step"] == k and all(
+        np.array_equal(restored[name], expected[name]) for name in ("large", "small")
     )
 
 
@@ -61,7 +61,7 @@ def writers(directory: Path, step: int) -> set[str]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_process_writes_a_share_and_the_fingerprint_is_that_of_one(
+def test_every_process_writes_a_part_and_the_fingerprint_is_that_of_one_process(
     tmp_path: Path, count: int
 ) -> None:
     together, alone = tmp_path / "together", tmp_path / "alone"
@@ -91,7 +91,7 @@ def test_every_process_hashes_its_copy_once(
     assert hashed.count(CHUNK) == 2 * 3, "each of three large chunks, in each of two processes"
 
 
-def test_a_group_encodes_its_shares(tmp_path: Path) -> None:
+def test_a_group_encodes_its_parts(tmp_path: Path) -> None:
     together, alone = tmp_path / "together", tmp_path / "alone"
     words = {"words": np.arange(3 * CHUNK // 4, dtype=np.int32), "zeros": np.zeros(CHUNK)}
     options = ManagerOptions(codec="shuffle-zstd")
@@ -111,7 +111,7 @@ def test_a_group_encodes_its_shares(tmp_path: Path) -> None:
     assert verify_run(Run(together)).problems == ()
 
 
-def test_what_one_topology_saved_another_restores_and_goes_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_topology_is_restored_and_continued_by_another(tmp_path: Path) -> None:
     play(3, saver(tmp_path, 1))
 
     def resume(processes: Pretend) -> int:
@@ -125,7 +125,7 @@ def test_what_one_topology_saved_another_restores_and_goes_on_from(tmp_path: Pat
     assert play(1, resume) == [2] or same(load_checkpoint(tmp_path, 2), 2)
 
 
-def test_what_is_held_already_nobody_writes_again(tmp_path: Path) -> None:
+def test_chunks_that_a_checkpoint_holds_are_not_written_again(tmp_path: Path) -> None:
     play(2, saver(tmp_path, 1))
     before = sum(path.stat().st_size for path in (tmp_path / "packs").iterdir())
 
@@ -139,7 +139,7 @@ def test_what_is_held_already_nobody_writes_again(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, 2)["step"] == 2
 
 
-def test_a_step_that_is_committed_is_no_work_with_equal_bits_and_refused_with_others(
+def test_saving_a_committed_step_does_nothing_with_equal_bits_and_is_refused_with_others(
     tmp_path: Path,
 ) -> None:
     play(2, saver(tmp_path, 1))
@@ -155,7 +155,7 @@ def test_a_step_that_is_committed_is_no_work_with_equal_bits_and_refused_with_ot
     assert same(load_checkpoint(tmp_path, 1), 1)
 
 
-def test_processes_that_hold_different_states_are_told_which_leaf(tmp_path: Path) -> None:
+def test_processes_with_different_states_are_refused_by_leaf_path(tmp_path: Path) -> None:
     play(3, saver(tmp_path, 1))
 
     def program(processes: Pretend) -> None:
@@ -174,7 +174,7 @@ def test_processes_that_hold_different_states_are_told_which_leaf(tmp_path: Path
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_what_one_process_cannot_write_is_an_error_in_all_and_commits_nothing(
+def test_a_write_that_fails_in_one_process_raises_in_all_and_commits_nothing(
     tmp_path: Path, victim: int
 ) -> None:
     play(2, saver(tmp_path, 1))
@@ -202,7 +202,7 @@ def test_what_one_process_cannot_write_is_an_error_in_all_and_commits_nothing(
     assert verify_run(Run(tmp_path)).ok
 
 
-def test_a_group_that_finds_another_writer_is_told_in_every_process(tmp_path: Path) -> None:
+def test_a_group_that_finds_another_writer_raises_in_every_process(tmp_path: Path) -> None:
     with Run(tmp_path, create=True) as other:
         other.begin_writing()
         errors = play(2, saver(tmp_path, 1))
@@ -210,7 +210,7 @@ def test_a_group_that_finds_another_writer_is_told_in_every_process(tmp_path: Pa
 
 
 class Alone(Pretend):
-    """The chief of two, of whom the other dies while both save."""
+    """The chief of two processes; the other one dies while both save."""
 
     def __init__(self) -> None:
         super().__init__(0, World(2))
@@ -228,7 +228,7 @@ class Alone(Pretend):
         return self
 
 
-def test_a_save_that_waits_for_a_lost_process_holds_nobody_back(tmp_path: Path) -> None:
+def test_a_save_that_waits_for_a_lost_process_does_not_block_the_exit(tmp_path: Path) -> None:
     processes = Alone()
     manager = CheckpointManager(tmp_path, processes=processes)
 
@@ -243,11 +243,11 @@ def test_a_save_that_waits_for_a_lost_process_holds_nobody_back(tmp_path: Path) 
     assert not processes.ended.is_set(), "the save is still under way"
     processes.ended.set()
     with pytest.raises(WorkerLostError, match="in vain"):
-        manager.close()  # in any other case it waits, and tells
+        manager.close()  # after a block without an error, close waits for the save and raises its error
     assert Run(tmp_path).steps() == []
 
 
-def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:
+def test_save_and_exit_ends_every_process_with_status_75(tmp_path: Path) -> None:
     left = []
 
     def program(processes: Pretend) -> None:
@@ -262,7 +262,7 @@ def test_save_and_exit_leaves_with_75_in_every_process(tmp_path: Path) -> None:
     assert same(load_checkpoint(tmp_path), 4)
 
 
-# --- members that each process has for itself ---
+# --- members that differ between processes (PerRank) ---
 
 
 def per_rank(k: int, index: int, on_change: Any = "error", size: int = 3) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def test_each_process_saves_and_gets_its_own_value(tmp_path: Path) -> None:
     assert verify_run(Run(tmp_path)).problems == ()
 
 
-def test_the_fingerprint_covers_the_values_of_all(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_the_values_of_all_processes(tmp_path: Path) -> None:
     assert play(2, rank_saver(tmp_path, 1)) == [[1]] * 2
     assert play(2, rank_saver(tmp_path, 1)) == [[1]] * 2, "equal bits are no work"
     manifest = Run(tmp_path).manifest(1)
@@ -392,7 +392,9 @@ def test_damage_in_the_value_of_another_process_is_a_warning_after_the_commit(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_number_of_processes_needs_a_decision(tmp_path: Path, count: int) -> None:
+def test_another_number_of_processes_is_refused_without_on_change(
+    tmp_path: Path, count: int
+) -> None:
     play(2, rank_saver(tmp_path, 1))
     for error in play(count, rank_restorer(tmp_path)):
         assert isinstance(error, MismatchError)
@@ -405,7 +407,7 @@ def test_another_number_of_processes_needs_a_decision(tmp_path: Path, count: int
     assert play(2, rank_restorer(tmp_path, "keep"))[1] == [11.0] * 3 + [101]
 
 
-def test_a_member_that_the_checkpoint_lacks_or_has_otherwise_is_a_mismatch(tmp_path: Path) -> None:
+def test_a_per_rank_member_that_the_checkpoint_lacks_is_a_mismatch(tmp_path: Path) -> None:
     play(2, rank_saver(tmp_path, 1))
     for error in play(2, rank_restorer(tmp_path, "keep", member="other")):
         assert isinstance(error, MismatchError)
@@ -421,7 +423,7 @@ def test_a_member_that_the_checkpoint_lacks_or_has_otherwise_is_a_mismatch(tmp_p
         assert "own/rank0/seen: the checkpoint has" in str(error)
 
 
-def test_a_value_inside_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_per_rank_value_inside_another_is_refused(tmp_path: Path) -> None:
     def program(processes: Pretend) -> None:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             manager.save(1, {"own": PerRank({"inner": PerRank(1)})})
@@ -431,7 +433,7 @@ def test_a_value_inside_of_another_is_refused(tmp_path: Path) -> None:
         assert "own/rank" in str(error)
 
 
-def test_the_error_for_differing_copies_names_the_way_for_ddp(tmp_path: Path) -> None:
+def test_the_error_for_differing_copies_names_per_rank_for_ddp(tmp_path: Path) -> None:
     def program(processes: Pretend) -> None:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             manager.save(1, {"running_mean": np.full(3, processes.index)})
@@ -441,7 +443,7 @@ def test_the_error_for_differing_copies_names_the_way_for_ddp(tmp_path: Path) ->
         assert "PerRank" in str(error)
 
 
-def test_a_grain_loader_with_a_shard_for_each_process_resumes(tmp_path: Path) -> None:
+def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None:
     def iterator(index: int, seed: int = 1) -> Any:
         options = grain.sharding.ShardOptions(index, 2)
         sampler = grain.samplers.IndexSampler(40, options, shuffle=True, num_epochs=2, seed=seed)

@@ -1,4 +1,4 @@
-"""`save_interval_steps`: which steps are saved, whatever steps a loop asks at and where it restarts."""
+"""`save_interval_steps`: which steps are saved, at whatever steps a loop asks and restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perdure.heartbeats import listeners
 def run(
     storage: Any, asks: list[tuple[int, bool]], interval: int, stop: int | None = None
 ) -> list[int]:
-    """Asks as a loop would that resumes from the newest checkpoint; gives the steps that were saved."""
+    """Ask as a loop that resumes from the newest checkpoint does; return the steps that were saved."""
     saved = []
     with CheckpointManager(storage, save_interval_steps=interval, max_to_keep=None) as manager:
         state, start = manager.restore_or_initialize({"step": 0})
@@ -38,7 +38,7 @@ def test_a_loop_that_never_hits_a_multiple_saves_once_one_is_passed() -> None:
     assert run(MemoryStorage(), asks, 1000) == [1874, 2811, 3748, 4685, 5622]
 
 
-def test_multiples_are_saved_as_ever() -> None:
+def test_multiples_of_the_interval_are_saved() -> None:
     with CheckpointManager(MemoryStorage(), save_interval_steps=10) as manager:
         assert [step for step in range(35) if manager.save(step, {"step": step})] == [0, 10, 20, 30]
         assert manager.save(30, {"step": 30}, {"late": 1.0}), "a multiple may be saved twice"
@@ -60,16 +60,16 @@ def test_a_run_that_is_interrupted_anywhere_saves_at_the_same_steps(seed: int) -
     whole = MemoryStorage()
     expected = run(whole, asks, interval)
     cut = MemoryStorage()
-    found: set[int] = set()
+    saved: set[int] = set()
     for stop in sorted(source.sample(range(asks[-1][0]), 4)):
-        found |= set(run(cut, asks, interval, stop))
-    found |= set(run(cut, asks, interval))
-    assert sorted(found) == expected
+        saved |= set(run(cut, asks, interval, stop))
+    saved |= set(run(cut, asks, interval))
+    assert sorted(saved) == expected
     with CheckpointManager(cut) as one, CheckpointManager(whole) as other:
         assert one.all_steps() == other.all_steps() == expected
 
 
-def test_a_run_that_restores_in_another_way_continues_from_its_newest_checkpoint() -> None:
+def test_without_a_restore_the_interval_counts_from_the_newest_checkpoint() -> None:
     storage = MemoryStorage()
     with CheckpointManager(storage, save_interval_steps=1000) as manager:
         assert manager.save(1874, {"step": 1874})
@@ -78,7 +78,7 @@ def test_a_run_that_restores_in_another_way_continues_from_its_newest_checkpoint
         assert manager.should_save(2001)
 
 
-def test_asking_whether_to_save_is_no_sign_of_life() -> None:
+def test_should_save_sends_no_heartbeat() -> None:
     heard: list[tuple[str, int | None]] = []
 
     def listener(phase: str, step: int | None) -> None:
@@ -96,7 +96,7 @@ def test_asking_whether_to_save_is_no_sign_of_life() -> None:
             listeners.remove(listener)
 
 
-def test_an_answer_does_not_overwrite_a_save_of_another_thread() -> None:
+def test_should_save_does_not_overwrite_the_save_of_another_thread() -> None:
     class Listing:
         """A run in which another thread saves step 25 while its checkpoints are listed."""
 

@@ -1,4 +1,4 @@
-"""The manager: what is saved when, kept how long, restored from where, and how errors surface."""
+"""The manager: when it saves, what it keeps, what it restores, and when it raises errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import flip
 from perdure import (
     Checkpoint,
     CheckpointManager,
@@ -38,12 +39,6 @@ from pretend import Pretend, play
 
 def state(k: int) -> dict[str, Any]:
     return {"w": np.full(1000, k, np.float32), "step": k}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def train(directory: Any, stop: int, **options: Any) -> list[int]:
@@ -83,7 +78,7 @@ def test_save_says_whether_it_saves_and_force_overrides(tmp_path: Path) -> None:
         assert manager.latest_step() == 10
 
 
-def test_what_changes_in_place_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_an_array_that_changes_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
     live = state(1)
     with CheckpointManager(tmp_path) as manager:
         for step in range(1, 6):
@@ -125,7 +120,7 @@ def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save
     assert names[2].startswith("000000000003-00000-"), "word of the damaged pack"
 
 
-def test_a_run_with_only_damaged_checkpoints_does_not_start_afresh(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_raises(tmp_path: Path) -> None:
     train(tmp_path, 2)
     for pack in (tmp_path / "packs").iterdir():
         flip(pack)
@@ -202,7 +197,7 @@ def test_an_error_of_the_last_save_surfaces_at_close(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_saving_goes_on_behind_the_loop(tmp_path: Path) -> None:
+def test_saves_run_in_the_background(tmp_path: Path) -> None:
     reached, release = threading.Event(), threading.Event()
 
     def before(operation: str, path: str) -> None:
@@ -223,7 +218,7 @@ def test_saving_goes_on_behind_the_loop(tmp_path: Path) -> None:
         assert manager.all_steps() == [1, 2]
 
 
-def test_a_second_manager_is_told_at_its_first_save(tmp_path: Path) -> None:
+def test_a_second_manager_raises_at_its_first_save(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as first, CheckpointManager(tmp_path) as second:
         first.save(1, state(1))
         with pytest.raises(LockedError, match="this process already has a manager"):
@@ -238,7 +233,7 @@ def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, int
         CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_sigterm_is_seen_at_the_next_step_saved_and_reported_by_the_status(tmp_path: Path) -> None:
+def test_sigterm_saves_at_the_next_step_and_exits_with_75(tmp_path: Path) -> None:
     previous = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(tmp_path, save_interval_steps=100) as manager:
         assert not manager.reached_preemption(1)
@@ -253,7 +248,7 @@ def test_sigterm_is_seen_at_the_next_step_saved_and_reported_by_the_status(tmp_p
     assert load_checkpoint(tmp_path)["step"] == 2
 
 
-def test_sigterm_keeps_its_meaning_for_a_loop_that_never_asks(tmp_path: Path) -> None:
+def test_sigterm_is_not_taken_over_before_the_loop_asks(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
@@ -292,7 +287,7 @@ def test_a_manager_works_on_any_storage() -> None:
     assert load_checkpoint(storage)["step"] == 4
 
 
-def test_in_a_group_all_restore_what_the_chief_picks_and_agree_on_leaving(tmp_path: Path) -> None:
+def test_in_a_group_all_restore_what_the_chief_picks_and_agree_to_exit(tmp_path: Path) -> None:
     train(tmp_path, 3)
     flip(sorted((tmp_path / "packs").iterdir())[-1])
 
@@ -330,7 +325,7 @@ manager.wait_until_finished()
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_collector_is_as_it_was_after_a_save_of_many_leaves(
+def test_garbage_collection_is_back_on_after_a_save_of_many_leaves(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -351,7 +346,7 @@ def test_the_collector_is_as_it_was_after_a_save_of_many_leaves(
     assert seen == [before, False]  # few leaves, and many
 
 
-def test_an_interrupted_wait_does_not_forget_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_does_not_lose_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     background, go = Background(), threading.Event()
 
     def job() -> None:
@@ -389,11 +384,11 @@ manager.save(1, {"a": np.arange(3_000_000.0)}, force=True)
 
 
 def test_a_program_that_ends_without_close_waits_for_its_save(tmp_path: Path) -> None:
-    # Large enough for the pools of threads, which take no more work by then.
+    # Large enough for the thread pools, which accept no more work at that point.
     command = [sys.executable, "-c", LEAVES]
     subprocess.run([*command, str(tmp_path / "good"), "good"], check=True)
     assert load_checkpoint(tmp_path / "good", 1)["a"].tobytes() == np.arange(3_000_000.0).tobytes()
     full = [*command, str(tmp_path / "full"), "full"]
-    told = subprocess.run(full, check=True, capture_output=True, text=True).stderr
-    assert "The last save before the end failed" in told
-    assert "no room here" in told
+    stderr = subprocess.run(full, check=True, capture_output=True, text=True).stderr
+    assert "The last save before the end failed" in stderr
+    assert "no room here" in stderr

@@ -1,4 +1,4 @@
-"""A mirror: what reaches it, what a restore takes from it, and that it never harms the run."""
+"""A mirror: what it receives, what a restore reads from it, and that it never harms the run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from mirror_cases import Story, manifest_first
 
+from damage import flip
 from http_proxy import Request, proxy_to
 from object_stores import ObjectServer, moto_server
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
@@ -46,8 +47,8 @@ def state(k: int, noise: int = 0) -> dict[str, Any]:
     return {"w": np.full(1000, 1000 * noise + k, np.float32), "step": k}
 
 
-def same(found: Any, k: int, noise: int = 0) -> bool:
-    return found["step"] == k and found["w"].tobytes() == state(k, noise)["w"].tobytes()
+def same(restored: Any, k: int, noise: int = 0) -> bool:
+    return restored["step"] == k and restored["w"].tobytes() == state(k, noise)["w"].tobytes()
 
 
 def prints(place: Any) -> dict[int, str]:
@@ -60,12 +61,6 @@ def packs(place: Any) -> set[str]:
     return {pack.name for step in run.steps() for pack in run.manifest(step).packs}
 
 
-def flip(path: Path, at: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def save(manager: CheckpointManager, *steps: int, noise: int = 0) -> None:
     for step in steps:
         manager.save(step, state(step, noise))
@@ -74,7 +69,7 @@ def save(manager: CheckpointManager, *steps: int, noise: int = 0) -> None:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The texts of all warnings of the block, once it has ended."""
+    """Collects the texts of all warnings of the block."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -126,171 +121,178 @@ class Remote(MemoryStorage):
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def run_path(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
 @pytest.fixture
-def there() -> Remote:
+def remote() -> Remote:
     return Remote()
 
 
 # ---------------------------------------------------------------- what reaches the mirror
 
 
-def test_every_checkpoint_is_in_the_mirror_with_packs_of_its_own(here: Path, there: Remote) -> None:
+def test_every_checkpoint_is_in_the_mirror_with_packs_of_its_own(
+    run_path: Path, remote: Remote
+) -> None:
     recipe = {"seed": 7}
-    with CheckpointManager(here, mirror=there, recipe=recipe) as manager:
+    with CheckpointManager(run_path, mirror=remote, recipe=recipe) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), {"loss": 1 / step})
-    assert prints(there) == prints(here)
-    assert not packs(there) & packs(here)
+    assert prints(remote) == prints(run_path)
+    assert not packs(remote) & packs(run_path)
     for step in (1, 2, 3):
-        one, other = Run(here).manifest(step), Run(there).manifest(step)
+        one, other = Run(run_path).manifest(step), Run(remote).manifest(step)
         assert (one.recipe, one.metrics, one.created) == (
             other.recipe,
             other.metrics,
             other.created,
         )
-    assert check_run(here).good == check_run(there).good == (1, 2, 3)
+    assert check_run(run_path).good == check_run(remote).good == (1, 2, 3)
 
 
-def test_the_mirror_has_the_same_retention_and_the_same_pins(here: Path, there: Remote) -> None:
+def test_the_mirror_has_the_same_retention_and_the_same_pins(
+    run_path: Path, remote: Remote
+) -> None:
     options = ManagerOptions(retention=Retention(keep_period=4))
-    with CheckpointManager(here, mirror=there, max_to_keep=2, options=options) as manager:
+    with CheckpointManager(run_path, mirror=remote, max_to_keep=2, options=options) as manager:
         save(manager, 1, 2)
         manager.pin(1)
         save(manager, *range(3, 9))
-        assert manager.all_steps() == Run(there).steps() == [1, 4, 7, 8]
-        assert manager.pinned_steps() == sorted(Run(there).pinned()) == [1]
+        assert manager.all_steps() == Run(remote).steps() == [1, 4, 7, 8]
+        assert manager.pinned_steps() == sorted(Run(remote).pinned()) == [1]
         manager.unpin(1)
         save(manager, 9)
-        assert manager.all_steps() == Run(there).steps() == [4, 8, 9]
-    assert check_run(there).good == check_run(here).good
+        assert manager.all_steps() == Run(remote).steps() == [4, 8, 9]
+    assert check_run(remote).good == check_run(run_path).good
 
 
-def test_saves_do_not_wait_for_the_mirror_and_it_catches_up(here: Path, there: Remote) -> None:
-    there.gate = threading.Event()
-    with CheckpointManager(here, mirror=there, max_to_keep=2) as manager:
+def test_saves_do_not_wait_for_the_mirror_and_it_catches_up(run_path: Path, remote: Remote) -> None:
+    remote.gate = threading.Event()
+    with CheckpointManager(run_path, mirror=remote, max_to_keep=2) as manager:
         manager.save(1, state(1))
-        assert there.waiting.wait(WAIT_S)
+        assert remote.waiting.wait(WAIT_S)
         for step in range(2, 9):
             manager.save(step, state(step))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 7, 8], "what is being copied stays until that is done"
-        assert Run(there).steps() == []
-        there.gate.set()
-    assert Run(there).steps() == [7, 8], "what retention deleted meanwhile is skipped"
-    assert check_run(there).good == (7, 8)
-    check_run(here)
+        assert Run(remote).steps() == []
+        remote.gate.set()
+    assert Run(remote).steps() == [7, 8], "what retention deleted meanwhile is skipped"
+    assert check_run(remote).good == (7, 8)
+    check_run(run_path)
 
 
-def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(here: Path, there: Remote) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(
+    run_path: Path, remote: Remote
+) -> None:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1, 2, 3)
         manager.delete(3)
-        assert Run(there).steps() == [1, 2]
+        assert Run(remote).steps() == [1, 2]
         assert manager.restore().step == 2
         manager.save(3, state(3, noise=1))
-    assert prints(there) == prints(here)
+    assert prints(remote) == prints(run_path)
 
 
-def test_what_a_rollback_set_aside_here_does_not_come_back_from_the_mirror(
-    here: Path, there: Remote, monkeypatch: pytest.MonkeyPatch
+def test_a_rolled_back_checkpoint_does_not_come_back_from_the_mirror(
+    run_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1, 2, 3)
-    aside = [SimpleNamespace(manifest=Run(here).manifest(step)) for step in (2, 3)]
-    with Run(here) as run:
+    aside = [SimpleNamespace(manifest=Run(run_path).manifest(step)) for step in (2, 3)]
+    with Run(run_path) as run:
         run.delete([2, 3])
     monkeypatch.setattr(
-        Run, "rolled_back", lambda run: aside if run.where == str(here) else [], raising=False
+        Run, "rolled_back", lambda run: aside if run.where == str(run_path) else [], raising=False
     )
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="still holds steps 2, 3, which a rollback set aside"):
             assert manager.restore().step == 1
         save(manager, 2, noise=1)
-    assert prints(there) == prints(here)
-    assert check_run(there).good == (1, 2)
+    assert prints(remote) == prints(run_path)
+    assert check_run(remote).good == (1, 2)
 
 
-def notes_of_removed(here: Path) -> list[int]:
-    return [note.step for note in Run(here).removed()]
+def notes_of_removed(run_path: Path) -> list[int]:
+    return [note.step for note in Run(run_path).removed()]
 
 
-def test_what_was_rolled_back_and_pruned_does_not_come_back_from_the_mirror(
-    here: Path, there: Remote
+def test_a_rolled_back_and_pruned_checkpoint_does_not_come_back_from_the_mirror(
+    run_path: Path, remote: Remote
 ) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1, 2, 3)
-    with Run(here) as run:  # `perdure rollback` and `perdure prune --rolled-back` know of no mirror
+    # As `perdure rollback` and `perdure prune --rolled-back` do, which know of no mirror.
+    with Run(run_path) as run:
         run.rollback(1)
         execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
         assert run.quarantined() == []
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match=r"still holds steps 2, 3, which .* deleted here"):
             assert manager.restore().step == 1
         save(manager, 2, noise=1)
-    assert prints(there) == prints(here)
-    assert check_run(there).good == (1, 2)
-    assert notes_of_removed(here) == [], "nothing holds them any more"
+    assert prints(remote) == prints(run_path)
+    assert check_run(remote).good == (1, 2)
+    assert notes_of_removed(run_path) == [], "nothing holds them any more"
 
 
-def test_what_was_deleted_while_the_mirror_did_not_answer_does_not_come_back(
-    here: Path, there: Remote
+def test_a_checkpoint_deleted_during_an_outage_of_the_mirror_does_not_come_back(
+    run_path: Path, remote: Remote
 ) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1, 2)
-        there.down()
+        remote.down()
         with pytest.warns(UserWarning, match="could not be brought up to date"):
             manager.delete(2)
-    there.error = None
-    with CheckpointManager(here, mirror=there) as manager:
+    remote.error = None
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="still holds step 2, which"):
             assert manager.restore().step == 1
         save(manager, 3)
-    assert check_run(there).good == (1, 3)
-    assert notes_of_removed(here) == []
+    assert check_run(remote).good == (1, 3)
+    assert notes_of_removed(run_path) == []
 
 
 def test_a_removed_checkpoint_that_is_saved_again_stays_in_the_mirror(
-    here: Path, there: Remote
+    run_path: Path, remote: Remote
 ) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1, 2, 3)
-    with Run(here) as run:
+    with Run(run_path) as run:
         run.rollback(1)
         execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
-    with CheckpointManager(here) as manager:  # without the mirror, and with the same bits
+    with CheckpointManager(run_path) as manager:  # without the mirror, with the same bits
         manager.save(2, state(2))
-    assert notes_of_removed(here) == [3]
-    with Run(here) as run:
+    assert notes_of_removed(run_path) == [3]
+    with Run(run_path) as run:
         run.delete([2])  # as retention does
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match=r"restored from|still holds step 3"):
             assert manager.restore().step == 2
         save(manager, 4)
-    assert check_run(there).good == (1, 2, 4)
+    assert check_run(remote).good == (1, 2, 4)
 
 
 # ---------------------------------------------------------------- the three scenarios
 
 
-def test_3a_a_machine_that_comes_back_takes_the_other_ones_checkpoints(
-    tmp_path: Path, there: Remote
+def test_a_machine_that_comes_back_restores_the_checkpoints_of_the_other(
+    tmp_path: Path, remote: Remote
 ) -> None:
     """A commits step 2 and dies before its copy; B continues from 1 elsewhere; A comes back."""
     a, b = tmp_path / "a", tmp_path / "b"
-    with CheckpointManager(a, mirror=there) as manager:
+    with CheckpointManager(a, mirror=remote) as manager:
         save(manager, 1)
-    with CheckpointManager(a) as manager:  # what A had done when it died
+    with CheckpointManager(a) as manager:  # A had done this when it died
         save(manager, 2)
-    with CheckpointManager(b, mirror=there) as manager:
+    with CheckpointManager(b, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="step 1 is restored from the mirror .* not hold it"):
             assert manager.restore().step == 1
         save(manager, 2, 3, noise=1)
-    before = prints(there)
-    with CheckpointManager(a, mirror=there) as manager:
+    before = prints(remote)
+    with CheckpointManager(a, mirror=remote) as manager:
         with warned() as texts:
             restored = manager.restore()
         assert restored.step == 3
@@ -301,61 +303,61 @@ def test_3a_a_machine_that_comes_back_takes_the_other_ones_checkpoints(
         assert all(print_[:16] in differ for print_ in (prints(a)[2], before[2]))
         save(manager, 4, noise=1)
         assert same(manager.restore(2).state, 2), "A's own step 2 stays as it is"
-    after = prints(there)
+    after = prints(remote)
     assert {step: after[step] for step in before} == before, "nothing there was overwritten"
-    assert check_run(there).good == (1, 2, 3, 4)
+    assert check_run(remote).good == (1, 2, 3, 4)
     check_run(a)
 
 
-def test_3b_prune_and_compaction_of_the_mirror_do_not_matter_to_a_run_that_resumes(
-    here: Path, there: Remote
+def test_prune_and_compaction_of_the_mirror_do_not_affect_a_resume(
+    run_path: Path, remote: Remote
 ) -> None:
     shared = {"frozen": np.arange(50_000, dtype=np.int64)}
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         for step in (1, 2, 3):
             manager.save(step, {**shared, **state(step)})
-    with Run(there) as other:
+    with Run(remote) as other:
         from perdure.store import PruneRequest
         from perdure.store.format import MAX_STEP
 
         plan = other.plan(PruneRequest(frozenset({1, 2}), MAX_STEP, 0, everywhere=True))
         assert plan.steps == (1, 2)
         other.execute(plan)
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         assert manager.restore().step == 3
         for step in (4, 5):
             manager.save(step, {**shared, **state(step)})
-    assert check_run(there).good == (3, 4, 5)
-    assert prints(there) == {step: prints(here)[step] for step in (3, 4, 5)}
+    assert check_run(remote).good == (3, 4, 5)
+    assert prints(remote) == {step: prints(run_path)[step] for step in (3, 4, 5)}
 
 
-def test_3c_compaction_does_not_race_the_copies(here: Path, there: Remote) -> None:
+def test_compaction_does_not_race_the_copies(run_path: Path, remote: Remote) -> None:
     """4 MB frozen and 12 MB changing leaves, three kept, and a mirror much slower than the saves."""
     frozen = np.arange(MIB, dtype=np.int32)
-    there.gate = threading.Event()
+    remote.gate = threading.Event()
 
     def big(step: int) -> dict[str, Any]:
         changing = np.random.default_rng(step).integers(0, 255, 12 * MIB, dtype=np.uint8)
         return {"frozen": frozen, "changing": changing, "step": step}
 
     compacted: set[str] = set()
-    with CheckpointManager(here, mirror=there, max_to_keep=3) as manager:
+    with CheckpointManager(run_path, mirror=remote, max_to_keep=3) as manager:
         for step in range(1, 4):
             manager.save(step, big(step))
-        assert there.waiting.wait(WAIT_S), "the copy of step 1 has begun"
-        first = packs(here)
+        assert remote.waiting.wait(WAIT_S), "the copy of step 1 has begun"
+        first = packs(run_path)
         for step in range(4, 10):
             manager.save(step, big(step))
             manager.wait_until_finished()
-            compacted |= first - {path.name for path in (here / "packs").iterdir()}
-        there.gate.set()
+            compacted |= first - {path.name for path in (run_path / "packs").iterdir()}
+        remote.gate.set()
         manager.wait_until_finished(mirror=True)
-        assert Run(there).steps()[-1] == 9
+        assert Run(remote).steps()[-1] == 9
         manager.save(10, big(10))
     assert compacted, "packs were deleted or compacted while they were copied"
-    assert check_run(there).good == (8, 9, 10)
-    assert check_run(here).good == (8, 9, 10)
-    assert prints(there) == prints(here)
+    assert check_run(remote).good == (8, 9, 10)
+    assert check_run(run_path).good == (8, 9, 10)
+    assert prints(remote) == prints(run_path)
 
 
 # ---------------------------------------------------------------- a mirror that fails
@@ -369,119 +371,119 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("cause", FAILURES)
-def test_a_failing_mirror_is_one_warning_and_catches_up(
-    here: Path, there: Remote, cause: str
+def test_a_failing_mirror_warns_once_and_catches_up(
+    run_path: Path, remote: Remote, cause: str
 ) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1)
-        there.error = FAILURES[cause]
+        remote.error = FAILURES[cause]
         manager.save(2, state(2))
         with pytest.warns(UserWarning, match="could not be brought up to date") as caught:
             manager.wait_until_finished(mirror=True)
-        save(manager, 3, 4)  # an error if it warned again
+        save(manager, 3, 4)  # a second warning would be an error
         assert len(caught) == 1
         assert str(FAILURES[cause].strerror) in str(caught[0].message)
         assert manager.all_steps() == [1, 2, 3, 4]
-        there.error = None
+        remote.error = None
         save(manager, 5)
-        assert prints(there) == prints(here)
-        there.error = FAILURES[cause]
+        assert prints(remote) == prints(run_path)
+        remote.error = FAILURES[cause]
         with pytest.warns(UserWarning, match="could not be brought up to date"):
             save(manager, 6)
-        there.error = None
-    assert there.failed >= 4
-    assert prints(there) == prints(here)
-    assert check_run(there).good == (2, 3, 4, 5, 6)
+        remote.error = None
+    assert remote.failed >= 4
+    assert prints(remote) == prints(run_path)
+    assert check_run(remote).good == (2, 3, 4, 5, 6)
 
 
 def test_an_outage_at_the_end_names_the_missing_steps_and_the_next_run_copies_them(
-    here: Path, there: Remote
+    run_path: Path, remote: Remote
 ) -> None:
-    manager = CheckpointManager(here, mirror=there)
+    manager = CheckpointManager(run_path, mirror=remote)
     save(manager, 1)
-    there.down()
+    remote.down()
     with warned() as texts:
         manager.save(2, state(2))
         manager.save(3, state(3))
         manager.close()
     assert sum("lacks steps 2, 3" in text for text in texts) == 1
-    there.error = None
-    with CheckpointManager(here, mirror=there) as manager:
+    remote.error = None
+    with CheckpointManager(run_path, mirror=remote) as manager:
         assert manager.restore().step == 3
         manager.save(4, state(4))
-    assert check_run(there).good == (1, 2, 3, 4)
+    assert check_run(remote).good == (1, 2, 3, 4)
 
 
-def test_close_waits_for_a_bounded_time(here: Path, there: Remote) -> None:
-    there.gate = threading.Event()
-    manager = CheckpointManager(here, mirror=there, options=ManagerOptions(mirror_wait=0.0))
+def test_close_waits_for_the_mirror_for_a_bounded_time(run_path: Path, remote: Remote) -> None:
+    remote.gate = threading.Event()
+    manager = CheckpointManager(run_path, mirror=remote, options=ManagerOptions(mirror_wait=0.0))
     manager.save(1, state(1))
     manager.wait_until_finished()
-    assert there.waiting.wait(WAIT_S)
+    assert remote.waiting.wait(WAIT_S)
     assert manager._mirror is not None
     with pytest.warns(UserWarning, match=r"lacks step 1 of .*`perdure copy"):
         manager.close()
-    there.gate.set()
+    remote.gate.set()
     manager._mirror.wait(WAIT_S)
-    assert Run(there).steps() in ([], [1])
-    with CheckpointManager(here, mirror=there) as again:  # neither lock is held any more
+    assert Run(remote).steps() in ([], [1])
+    with CheckpointManager(run_path, mirror=remote) as again:  # neither lock is held any more
         save(again, 2)
-    assert check_run(there).good == (1, 2)
+    assert check_run(remote).good == (1, 2)
 
 
-def test_another_writer_of_the_mirror_is_a_warning(here: Path, there: Remote) -> None:
-    with Run(there, create=True) as other:
+def test_another_writer_of_the_mirror_is_a_warning(run_path: Path, remote: Remote) -> None:
+    with Run(remote, create=True) as other:
         other.begin_writing()
-        with warned() as texts, CheckpointManager(here, mirror=there) as manager:
+        with warned() as texts, CheckpointManager(run_path, mirror=remote) as manager:
             save(manager, 1)
         assert "could not be brought up to date" in texts[0]
         assert "Nothing was changed" in texts[0]
         assert "lacks step 1 of" in texts[1]
         assert len(texts) == 2
         with pytest.raises(LockedError):
-            Run(there).begin_writing()
-    with CheckpointManager(here, mirror=there) as manager:
+            Run(remote).begin_writing()
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 2)
-    assert check_run(there).good == (1, 2)
+    assert check_run(remote).good == (1, 2)
 
 
-def test_any_error_of_the_mirror_leaves_the_run_alone(
-    here: Path, there: Remote, monkeypatch: pytest.MonkeyPatch
+def test_no_error_of_the_mirror_affects_the_run(
+    run_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> int:
         raise MemoryError("no memory")
 
-    with CheckpointManager(here, mirror=there) as manager:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with monkeypatch.context() as patched:
             patched.setattr("perdure.checkpoint.mirror.copy_checkpoint", broken)
             with pytest.warns(UserWarning, match="no memory"):
                 save(manager, 1)
         save(manager, 2)
-    assert check_run(there).good == (1, 2)
+    assert check_run(remote).good == (1, 2)
 
 
-def test_what_is_damaged_here_is_not_copied(here: Path, there: Remote) -> None:
-    with CheckpointManager(here) as manager:
+def test_a_damaged_checkpoint_is_not_copied(run_path: Path, remote: Remote) -> None:
+    with CheckpointManager(run_path) as manager:
         save(manager, 1, 2)
-    flip(sorted((here / "packs").iterdir())[0])
+    flip(sorted((run_path / "packs").iterdir())[0])
     with (
-        CheckpointManager(here, mirror=there) as manager,
+        CheckpointManager(run_path, mirror=remote) as manager,
         pytest.warns(UserWarning, match="step 1 is not copied to the mirror"),
     ):
         save(manager, 3)
-    assert check_run(there).good == (2, 3)
+    assert check_run(remote).good == (2, 3)
 
 
-def test_save_and_exit_waits_for_the_mirror_and_logs_what_it_lacks(
-    here: Path, there: Remote, caplog: pytest.LogCaptureFixture
+def test_save_and_exit_waits_for_the_mirror_and_logs_missing_steps(
+    run_path: Path, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = CheckpointManager(here, mirror=there)
+    manager = CheckpointManager(run_path, mirror=remote)
     with pytest.raises(SystemExit) as left:
         manager.save_and_exit(1, state(1))
     assert left.value.code == 75
-    assert (Run(there).steps(), caplog.text) == ([1], "")
-    there.down()
-    manager = CheckpointManager(here, mirror=there)
+    assert (Run(remote).steps(), caplog.text) == ([1], "")
+    remote.down()
+    manager = CheckpointManager(run_path, mirror=remote)
     with pytest.warns(UserWarning, match="does not answer"):
         manager.wait_until_finished()
     with pytest.raises(SystemExit) as left:
@@ -490,7 +492,7 @@ def test_save_and_exit_waits_for_the_mirror_and_logs_what_it_lacks(
     assert "lacks steps 1, 2" in caplog.text
 
 
-def test_a_place_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> None:
     for place in (tmp_path / "run", tmp_path / "run" / "mirror", tmp_path):
         with pytest.raises(StoreError, match="expected a directory apart from"):
             CheckpointManager(tmp_path / "run", mirror=place)
@@ -502,21 +504,23 @@ def test_a_place_that_cannot_be_a_mirror_is_refused_at_once(tmp_path: Path) -> N
         ManagerOptions(mirror_wait=-1.0)
 
 
-def test_a_manager_that_only_reads_never_writes_to_the_mirror(here: Path, there: Remote) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+def test_a_manager_that_only_reads_never_writes_to_the_mirror(
+    run_path: Path, remote: Remote
+) -> None:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, 1)
-    with Run(there) as other:
+    with Run(remote) as other:
         other.begin_writing()
-        with CheckpointManager(here, mirror=there) as manager:
+        with CheckpointManager(run_path, mirror=remote) as manager:
             assert manager.restore().step == 1
 
 
-def test_a_manager_that_nobody_closed_gives_its_locks_back(here: Path, tmp_path: Path) -> None:
-    manager = CheckpointManager(here, mirror=tmp_path / "mirror")
+def test_a_manager_that_is_never_closed_releases_its_locks(run_path: Path, tmp_path: Path) -> None:
+    manager = CheckpointManager(run_path, mirror=tmp_path / "mirror")
     save(manager, 1)
     del manager
     gc.collect()
-    with CheckpointManager(here, mirror=tmp_path / "mirror") as manager:
+    with CheckpointManager(run_path, mirror=tmp_path / "mirror") as manager:
         save(manager, 2)
     assert check_run(tmp_path / "mirror").good == (1, 2)
 
@@ -556,27 +560,27 @@ def test_a_forked_child_does_not_wait_for_the_mirror(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- restores
 
 
-def mirrored(here: Path, there: Any, *steps: int) -> None:
-    with CheckpointManager(here, mirror=there) as manager:
+def mirrored(run_path: Path, remote: Any, *steps: int) -> None:
+    with CheckpointManager(run_path, mirror=remote) as manager:
         save(manager, *steps)
 
 
 @pytest.mark.parametrize("lost", ["disk", "chunk", "manifest", "pack"])
-def test_what_is_lost_or_damaged_here_comes_from_the_mirror(
-    here: Path, there: Remote, lost: str
+def test_lost_and_damaged_checkpoints_are_restored_from_the_mirror(
+    run_path: Path, remote: Remote, lost: str
 ) -> None:
-    mirrored(here, there, 1, 2)
-    newest = sorted((here / "packs").iterdir())[-1]
+    mirrored(run_path, remote, 1, 2)
+    newest = sorted((run_path / "packs").iterdir())[-1]
     if lost == "disk":
-        for path in sorted(here.rglob("*"), reverse=True):
+        for path in sorted(run_path.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
     elif lost == "chunk":
         flip(newest)
     elif lost == "manifest":
-        flip(here / "checkpoints" / "000000000002.json")
+        flip(run_path / "checkpoints" / "000000000002.json")
     else:
         newest.unlink()
-    with CheckpointManager(here, mirror=there, max_to_keep=None) as manager:
+    with CheckpointManager(run_path, mirror=remote, max_to_keep=None) as manager:
         with warned() as texts:
             restored, step = manager.restore_or_initialize(lambda: state(0))
         assert sum("step 2 is restored from the mirror memory:mirror: " in t for t in texts) == 1
@@ -589,57 +593,57 @@ def test_what_is_lost_or_damaged_here_comes_from_the_mirror(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if lost == "disk" else "error")
             assert same(manager.restore(1).state, 1)
-    assert check_run(there).good == (1, 2, 3)
-    assert Run(here).steps()[-1] == 3
+    assert check_run(remote).good == (1, 2, 3)
+    assert Run(run_path).steps()[-1] == 3
 
 
-def test_damage_in_the_mirror_is_set_aside_and_copied_again(here: Path, there: Remote) -> None:
-    mirrored(here, there, 1, 2)
-    with CheckpointManager(here) as manager:
+def test_damage_in_the_mirror_is_set_aside_and_copied_again(run_path: Path, remote: Remote) -> None:
+    mirrored(run_path, remote, 1, 2)
+    with CheckpointManager(run_path) as manager:
         manager.delete(2)
-    name = max(name for name in there.objects if name.startswith("packs/"))
-    there.objects[name] = bytes(len(there.objects[name]))
-    with CheckpointManager(here, mirror=there) as manager:
+    name = max(name for name in remote.objects if name.startswith("packs/"))
+    remote.objects[name] = bytes(len(remote.objects[name]))
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="step 2 of the mirror memory:mirror is damaged"):
             assert manager.restore().step == 1
         save(manager, 2, 3)
-    assert prints(there) == prints(here)
-    assert [Run(there).load(step).manifest.step for step in (1, 2, 3)] == [1, 2, 3]
-    assert len(Run(there).quarantined()) == 1
+    assert prints(remote) == prints(run_path)
+    assert [Run(remote).load(step).manifest.step for step in (1, 2, 3)] == [1, 2, 3]
+    assert len(Run(remote).quarantined()) == 1
 
 
-def test_damage_in_both_is_an_older_step_or_an_error(here: Path, there: Remote) -> None:
-    mirrored(here, there, 1, 2)
+def test_damage_in_both_is_an_older_step_or_an_error(run_path: Path, remote: Remote) -> None:
+    mirrored(run_path, remote, 1, 2)
 
     def damage(step: int) -> None:
-        (name,) = (name for name in there.objects if name.startswith(f"packs/{step:012d}"))
-        there.objects[name] = bytes(len(there.objects[name]))
-        (pack,) = (here / "packs").glob(f"{step:012d}-*")
+        (name,) = (name for name in remote.objects if name.startswith(f"packs/{step:012d}"))
+        remote.objects[name] = bytes(len(remote.objects[name]))
+        (pack,) = (run_path / "packs").glob(f"{step:012d}-*")
         flip(pack)
 
     damage(2)
-    with CheckpointManager(here, mirror=there) as manager, warned() as texts:
+    with CheckpointManager(run_path, mirror=remote) as manager, warned() as texts:
         assert manager.restore().step == 1
     assert len(texts) == 2
     assert "step 2 of the mirror memory:mirror is damaged" in texts[0]
     assert "step 2 is damaged and was skipped; step 1" in texts[1]
     damage(1)
     with (
-        CheckpointManager(here, mirror=there) as manager,
+        CheckpointManager(run_path, mirror=remote) as manager,
         pytest.raises(NoGoodCheckpointError, match="expected a readable checkpoint"),
     ):
         manager.restore_or_initialize(lambda: state(0))
 
 
 def test_a_step_that_only_the_mirror_holds_damaged_is_an_error_of_its_own(
-    here: Path, there: Remote
+    run_path: Path, remote: Remote
 ) -> None:
-    mirrored(here, there, 1, 2)
-    with CheckpointManager(here) as manager:
+    mirrored(run_path, remote, 1, 2)
+    with CheckpointManager(run_path) as manager:
         manager.delete(2)
-    name = max(name for name in there.objects if name.startswith("packs/"))
-    there.objects[name] = bytes(len(there.objects[name]))
-    with CheckpointManager(here, mirror=there) as manager:
+    name = max(name for name in remote.objects if name.startswith("packs/"))
+    remote.objects[name] = bytes(len(remote.objects[name]))
+    with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.raises(CorruptionError, match="memory:mirror: step 2"):
             manager.restore(2)
         with pytest.raises(StepNotFoundError):
@@ -648,7 +652,7 @@ def test_a_step_that_only_the_mirror_holds_damaged_is_an_error_of_its_own(
 
 @pytest.mark.parametrize("mirror", ["damaged", "silent", "gone"])
 def test_no_older_step_replaces_one_that_cannot_be_read_here_if_the_mirror_lacks_it(
-    here: Path, there: Remote, mirror: str
+    run_path: Path, remote: Remote, mirror: str
 ) -> None:
     class Unreadable(LocalStorage):
         fired = 0
@@ -659,82 +663,84 @@ def test_no_older_step_replaces_one_that_cannot_be_read_here_if_the_mirror_lacks
                 raise PermissionError(errno.EACCES, "not yours", name)
             return super().read_into(name, offset, target)
 
-    mirrored(here, there, 1, 2)
-    storage = Unreadable(here)
-    with CheckpointManager(storage, mirror=there) as manager:
+    mirrored(run_path, remote, 1, 2)
+    storage = Unreadable(run_path)
+    with CheckpointManager(storage, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="step 2 is restored from the mirror"):
             assert manager.restore().step == 2, "the control: the mirror has it"
-        (name,) = (name for name in there.objects if name.startswith(f"packs/{2:012d}"))
+        (name,) = (name for name in remote.objects if name.startswith(f"packs/{2:012d}"))
         if mirror == "damaged":
-            there.objects[name] = bytes(len(there.objects[name]))
+            remote.objects[name] = bytes(len(remote.objects[name]))
         elif mirror == "gone":
-            del there.objects[name]
+            del remote.objects[name]
         else:
-            there.down()
+            remote.down()
         with pytest.raises(UnreachableError, match="not yours"):
             manager.restore()
         assert storage.fired == 2
-        there.error = None
+        remote.error = None
 
 
-def test_a_mirror_that_does_not_answer_is_a_warning_unless_nothing_is_here(
-    tmp_path: Path, there: Remote
+def test_a_mirror_that_does_not_answer_is_an_error_only_if_the_run_is_empty(
+    tmp_path: Path, remote: Remote
 ) -> None:
-    mirrored(tmp_path / "run", there, 1)
-    there.down()
-    with warned() as texts, CheckpointManager(tmp_path / "run", mirror=there) as manager:
+    mirrored(tmp_path / "run", remote, 1)
+    remote.down()
+    with warned() as texts, CheckpointManager(tmp_path / "run", mirror=remote) as manager:
         assert manager.restore().step == 1
     assert sum("does not answer, so only" in text for text in texts) == 1
-    with CheckpointManager(tmp_path / "new", mirror=there) as manager:
+    with CheckpointManager(tmp_path / "new", mirror=remote) as manager:
         with pytest.warns(UserWarning, match="does not answer"):
             manager.wait_until_finished()
         with pytest.raises(UnreachableError, match="found none, and the mirror"):
             manager.restore_or_initialize(lambda: state(0))
         with pytest.raises(UnreachableError, match="of step 1, found none, and the mirror"):
             manager.restore(1)
-    there.error = None
+    remote.error = None
     with CheckpointManager(tmp_path / "new", mirror=MemoryStorage()) as manager:
         assert manager.restore_or_initialize(lambda: state(0)).step == 0, "both are empty"
         with pytest.raises(StepNotFoundError):
             manager.restore()
 
 
-def test_a_mirror_with_a_newer_history_is_a_warning_when_it_could_not_be_asked(
-    tmp_path: Path, there: Remote
+def test_a_mirror_with_a_newer_history_is_a_warning_if_nothing_was_restored(
+    tmp_path: Path, remote: Remote
 ) -> None:
-    mirrored(tmp_path / "a", there, 1, 3)
+    mirrored(tmp_path / "a", remote, 1, 3)
     with CheckpointManager(tmp_path / "b") as manager:
         save(manager, 1, noise=1)
-    before = prints(there)
-    manager = CheckpointManager(tmp_path / "b", mirror=there)
+    before = prints(remote)
+    manager = CheckpointManager(tmp_path / "b", mirror=remote)
     with pytest.warns(UserWarning, match="holds step 3, .* is step 2.*different histories"):
         save(manager, 2, noise=1)
-    assert prints(there) == before
+    assert prints(remote) == before
     with pytest.warns(UserWarning, match="step 3 is not the same"):
         save(manager, 3, noise=1)
     manager.save(4, state(4, noise=1))
     manager.close()
-    assert prints(there) == {**before, 4: prints(tmp_path / "b")[4]}
-    assert check_run(there).good == (1, 3, 4)
+    assert prints(remote) == {**before, 4: prints(tmp_path / "b")[4]}
+    assert check_run(remote).good == (1, 3, 4)
 
 
-def test_in_a_group_the_chief_mirrors_and_all_restore_the_same(here: Path, tmp_path: Path) -> None:
+def test_in_a_group_the_chief_mirrors_and_all_restore_the_same(
+    run_path: Path, tmp_path: Path
+) -> None:
     mirror = tmp_path / "mirror"
 
     def train(processes: Pretend) -> Any:
-        with CheckpointManager(here, mirror=mirror, processes=processes) as manager:
+        with CheckpointManager(run_path, mirror=mirror, processes=processes) as manager:
             for step in (1, 2):
                 manager.save(step, state(step))
             manager.wait_until_finished(mirror=True)
             return manager._mirror is not None and manager._mirror._target is not None
 
     assert play(3, train) == [True, False, False]
-    assert prints(mirror) == prints(here)
-    flip(sorted((here / "packs").iterdir())[-1])
-    flip(here / "checkpoints" / "000000000002.json")
+    assert prints(mirror) == prints(run_path)
+    flip(sorted((run_path / "packs").iterdir())[-1])
+    flip(run_path / "checkpoints" / "000000000002.json")
 
     def resume(processes: Pretend) -> Any:
-        with CheckpointManager(here, mirror=mirror, processes=processes) as manager:
+        with CheckpointManager(run_path, mirror=mirror, processes=processes) as manager:
             restored, step = manager.restore_or_initialize(lambda: state(0))
             return step, same(restored, 2)
 
@@ -750,7 +756,7 @@ class Numbers:
         return np.full(3, float(step))
 
 
-def test_a_trainer_continues_from_the_mirror(tmp_path: Path, there: Remote) -> None:
+def test_a_trainer_continues_from_the_mirror(tmp_path: Path, remote: Remote) -> None:
     def train(steps: int, directory: str) -> Trainer:
         def step(state: Any, batch: Any) -> Any:
             return {"w": state["w"] + batch}, {}
@@ -758,33 +764,33 @@ def test_a_trainer_continues_from_the_mirror(tmp_path: Path, there: Remote) -> N
         config = RunConfig(
             tmp_path / directory,
             save_checkpoints_steps=2,
-            checkpoint=CheckpointConfig(mirror=there),
+            checkpoint=CheckpointConfig(mirror=remote),
         )
         trainer = Trainer(step, {"w": np.zeros(3)}, Numbers(), config)
         trainer.train(steps)
         return trainer
 
     train(4, "a")
-    assert Run(there).steps()[-1] == 4
+    assert Run(remote).steps()[-1] == 4
     with pytest.warns(UserWarning, match="step 4 is restored from the mirror"):
         trainer = train(6, "b")
     assert trainer.state["w"].tolist() == [15.0] * 3
     assert Run(tmp_path / "b").steps() == [6]
-    assert check_run(there).good == (0, 2, 4, 6)
+    assert check_run(remote).good == (0, 2, 4, 6)
 
 
 # ---------------------------------------------------------------- kills
 
 
-def test_kills_of_either_side_lose_nothing() -> None:
+def test_kills_during_saves_and_copies_lose_nothing() -> None:
     stories = [Story(seed).play() for seed in range(15)]
     assert [lost for story in stories for lost in story.lost] == []
     assert sum(story.kills for story in stories) > 20
     assert sum(story.moved for story in stories) > 50
 
 
-def test_the_kills_find_a_manifest_that_is_there_before_its_pack() -> None:
-    """Negative control."""
+def test_control_kills_find_a_manifest_that_is_written_before_its_pack() -> None:
+    """Negative control of the test above."""
     assert any(Story(seed, manifest_first).play().lost for seed in range(15))
 
 
@@ -819,7 +825,7 @@ def s3() -> Iterator[ObjectServer]:
     ("where", "size"), [("partNumber=2", 9 * MIB), ("/checkpoints/000000000002", 1000)]
 )
 def test_a_kill_during_an_upload_is_finished_by_the_next_run(
-    s3: ObjectServer, here: Path, where: str, size: int
+    s3: ObjectServer, run_path: Path, where: str, size: int
 ) -> None:
     url = s3.new_url()
     child: list[subprocess.Popen[str]] = []
@@ -833,7 +839,7 @@ def test_a_kill_during_an_upload_is_finished_by_the_next_run(
         return None
 
     with proxy_to(s3.endpoint, kill) as proxy:
-        command = [sys.executable, "-c", UPLOADING, str(here), url, proxy.endpoint, str(size)]
+        command = [sys.executable, "-c", UPLOADING, str(run_path), url, proxy.endpoint, str(size)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             child.append(process)
             assert process.stdout is not None
@@ -842,10 +848,10 @@ def test_a_kill_during_an_upload_is_finished_by_the_next_run(
             process.communicate(timeout=WAIT_S)
         assert proxy.fired
         assert process.returncode == -9
-    assert check_run(here).good == (1, 2)
+    assert check_run(run_path).good == (1, 2)
     assert check_run(s3.storage(url)).good == (1,)
-    mirror = Mirror(Run(LocalStorage(here)), s3.storage(url), None, Retention())
+    mirror = Mirror(Run(LocalStorage(run_path)), s3.storage(url), None, Retention())
     mirror.catch_up()
     mirror.close(0.0)
     assert check_run(s3.storage(url)).good == (1, 2)
-    assert prints(s3.storage(url)) == prints(here)
+    assert prints(s3.storage(url)) == prints(run_path)

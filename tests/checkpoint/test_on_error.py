@@ -1,4 +1,4 @@
-"""A save that does not commit: raised, or a warning and another try; never swallowed, nothing lost."""
+"""`on_error`: a save that fails is raised, or warned about and repeated, and never hidden."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Faulty:
             raise OSError(self.code, os.strerror(self.code), path)
 
 
-def test_continue_warns_trains_on_and_saves_again_when_there_is_room(tmp_path: Path) -> None:
+def test_continue_warns_and_saves_again_when_there_is_space(tmp_path: Path) -> None:
     fault = Faulty()
     with CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE) as manager:
         manager.save(1, state(1))
@@ -63,7 +63,7 @@ def test_continue_warns_trains_on_and_saves_again_when_there_is_room(tmp_path: P
     assert verify_run(Run(tmp_path)).ok
 
 
-def test_continue_goes_on_where_not_even_the_lock_can_be_taken(tmp_path: Path) -> None:
+def test_continue_warns_if_the_lock_cannot_be_taken(tmp_path: Path) -> None:
     fault = Faulty("mkdir", errno.EACCES)
     fault.on = True
     manager = CheckpointManager(LocalStorage(tmp_path / "run", fault), options=CONTINUE)
@@ -75,7 +75,7 @@ def test_continue_goes_on_where_not_even_the_lock_can_be_taken(tmp_path: Path) -
     assert manager.all_steps() == [2]
 
 
-def test_continue_warns_at_close_too(tmp_path: Path) -> None:
+def test_continue_warns_at_close(tmp_path: Path) -> None:
     fault = Faulty()
     manager = CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE)
     manager.save(1, state(1))
@@ -87,7 +87,7 @@ def test_continue_warns_at_close_too(tmp_path: Path) -> None:
 
 
 def test_a_last_save_that_fails_is_never_reported_as_saved(tmp_path: Path) -> None:
-    """Exit status 75 means that the state is safe, so `continue` does not apply there."""
+    """Exit status 75 promises a committed state, so `continue` does not apply to it."""
     fault = Faulty()
     manager = CheckpointManager(LocalStorage(tmp_path, fault), options=CONTINUE)
     manager.save(1, state(1))
@@ -99,7 +99,7 @@ def test_a_last_save_that_fails_is_never_reported_as_saved(tmp_path: Path) -> No
     assert fault.fired
 
 
-def test_continue_does_not_hide_a_second_writer(tmp_path: Path) -> None:
+def test_continue_raises_for_a_second_writer(tmp_path: Path) -> None:
     with (
         CheckpointManager(tmp_path, options=CONTINUE) as first,
         CheckpointManager(tmp_path, options=CONTINUE) as second,
@@ -110,7 +110,7 @@ def test_continue_does_not_hide_a_second_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "continue"])
-def test_retention_that_cannot_delete_costs_no_checkpoint(tmp_path: Path, on_error: Any) -> None:
+def test_a_prune_that_cannot_delete_loses_no_checkpoint(tmp_path: Path, on_error: Any) -> None:
     fault = Faulty("unlink", errno.EACCES, "checkpoints/000000000001.json")
     options = ManagerOptions(on_error=on_error)
     storage = LocalStorage(tmp_path, fault)
@@ -167,7 +167,7 @@ def test_a_damaged_pack_is_reported_repaired_and_stops_no_training(
     assert verify_run(Run(tmp_path)).good == (4,)
 
 
-def test_a_slow_disk_holds_the_next_save_back_and_loses_none(tmp_path: Path) -> None:
+def test_a_slow_disk_delays_the_next_save_and_loses_none(tmp_path: Path) -> None:
     reached, release = threading.Event(), threading.Event()
 
     def before(operation: str, path: str) -> None:
@@ -213,4 +213,4 @@ def test_warnings_name_the_line_of_the_caller(tmp_path: Path) -> None:
             manager.save(3, state(3))
             manager.wait_until_finished()
     assert len(caught) == 3
-    assert {each.filename for each in caught} == {__file__}
+    assert {warning.filename for warning in caught} == {__file__}

@@ -1,4 +1,4 @@
-"""The generators that a process shares come back with a checkpoint, and what draws from them too."""
+"""The shared generators of Python, NumPy and PyTorch are restored with a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _generators_stay() -> Iterator[None]:
 
 
 def new_process(seed: int) -> None:
-    """The shared generators are those of another process."""
+    """Seed the shared generators, as another process would have them."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def test_a_torch_loop_with_dropout_resumes_exactly(tmp_path: Path) -> None:
         assert verify_run(Run(tmp_path / place)).problems == ()
 
 
-def test_without_the_generators_it_does_not(tmp_path: Path) -> None:
+def test_control_without_the_generators_a_torch_loop_with_dropout_differs(tmp_path: Path) -> None:
     whole, resumed = trained(torch_loop, tmp_path, OFF)
     assert resumed != whole
 
@@ -108,7 +108,7 @@ def test_a_trainer_without_a_strategy_resumes_exactly(
     assert (resumed == whole) == (options is None)
 
 
-def test_what_the_initialisation_draws_does_not_count_on_a_resume(tmp_path: Path) -> None:
+def test_draws_of_the_initialisation_do_not_affect_a_resume(tmp_path: Path) -> None:
     def init() -> dict[str, Any]:
         return {"x": np.array([random.random() for _ in range(5)])}
 
@@ -116,7 +116,8 @@ def test_what_the_initialisation_draws_does_not_count_on_a_resume(tmp_path: Path
         with CheckpointManager(tmp_path) as manager:
             state, start = manager.restore_or_initialize(init)
             for step in range(start, stop):
-                state = {"x": state["x"] + random.gauss(0, 1)}  # two numbers are made, one is kept
+                # The generator makes two numbers and keeps one for the next call.
+                state = {"x": state["x"] + random.gauss(0, 1)}
                 manager.save(step + 1, state)
         return state["x"].tolist()
 
@@ -130,10 +131,10 @@ def test_what_the_initialisation_draws_does_not_count_on_a_resume(tmp_path: Path
     assert loop(5) == expected.tolist()
 
 
-# --- where they lie ---
+# --- where the generators are stored ---
 
 
-def test_they_are_no_part_of_the_state(tmp_path: Path) -> None:
+def test_generators_are_no_part_of_the_fingerprint(tmp_path: Path) -> None:
     state = {"x": np.arange(3)}
     for name, options in (("with", None), ("without", OFF)):
         with CheckpointManager(tmp_path / name, options=options) as manager:
@@ -164,14 +165,14 @@ def test_a_step_that_is_saved_again_gets_the_generators_of_the_second_save(tmp_p
     assert verify_run(Run(tmp_path)).ok
 
 
-def test_they_keep_no_old_pack_alive(tmp_path: Path) -> None:
+def test_generators_keep_no_old_pack(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, max_to_keep=2) as manager:
         for step in range(1, 7):
             manager.save(step, {"x": np.full(100, step)})
     assert len(list((tmp_path / "packs").iterdir())) == 2
 
 
-def test_they_write_no_pack_where_nothing_has_changed(tmp_path: Path) -> None:
+def test_generators_write_no_pack_if_nothing_has_changed(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"x": np.arange(10)})
@@ -179,7 +180,7 @@ def test_they_write_no_pack_where_nothing_has_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
-def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
+def test_every_bit_generator_of_numpy_can_be_the_shared_one(kind: str) -> None:
     shared: Any = np.random
     shared.set_bit_generator(getattr(np.random, kind)(5))
     try:
@@ -196,7 +197,7 @@ def test_every_generator_of_numpy_that_can_be_the_shared_one(kind: str) -> None:
 
 
 class Faked:
-    """Generators of the processes of a group that is played in one process."""
+    """The generators of a group's processes, which are threads of one process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[int, bytes] = {}
@@ -242,10 +243,10 @@ def resumed_by(fake: Faked, path: Path, count: int) -> tuple[dict[int, bytes], l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert play(count, program) == [None] * count
-    return dict(fake.restored), [str(each.message) for each in caught]
+    return dict(fake.restored), [str(warning.message) for warning in caught]
 
 
-def test_each_process_of_a_group_gets_its_own_back(
+def test_each_process_of_a_group_restores_its_own_generators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Faked(monkeypatch)
@@ -258,7 +259,7 @@ def test_each_process_of_a_group_gets_its_own_back(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_number_of_processes_drops_them_with_one_warning(
+def test_another_number_of_processes_drops_the_generators_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     fake = Faked(monkeypatch)
@@ -270,7 +271,7 @@ def test_another_number_of_processes_drops_them_with_one_warning(
     assert "saved by 2 processes" in warned[0]
 
 
-def test_nobody_is_warned_of_generators_that_the_run_does_not_draw_from(
+def test_generators_that_the_run_never_draws_from_cause_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Faked(monkeypatch)
@@ -278,7 +279,7 @@ def test_nobody_is_warned_of_generators_that_the_run_does_not_draw_from(
     assert resumed_by(fake, tmp_path, 3) == ({}, [])
 
 
-def test_generators_that_are_equal_in_all_processes_continue_in_any_number_of_them(
+def test_generators_that_are_equal_in_all_processes_continue_in_any_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Faked(monkeypatch)
@@ -286,7 +287,7 @@ def test_generators_that_are_equal_in_all_processes_continue_in_any_number_of_th
     assert resumed_by(fake, tmp_path, 3) == ({0: b"A", 1: b"A", 2: b"A"}, [])
 
 
-def test_that_a_generator_was_drawn_from_is_known_after_a_resume(
+def test_a_resume_remembers_which_generators_were_drawn_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Faked(monkeypatch)
@@ -304,7 +305,7 @@ def test_that_a_generator_was_drawn_from_is_known_after_a_resume(
     assert len(warned) == 1
 
 
-def test_a_generator_of_a_device_that_is_gone_is_a_warning(
+def test_a_generator_of_a_missing_device_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = process_random.capture
@@ -326,7 +327,7 @@ def test_a_generator_of_a_device_that_is_gone_is_a_warning(
     assert random.random() == expected, "the others are restored all the same"
 
 
-def test_the_steps_of_a_strategy_are_no_draws(tmp_path: Path) -> None:
+def test_the_steps_of_a_strategy_do_not_count_as_draws(tmp_path: Path) -> None:
     def grad(state: Any, batch: Any, key: Any) -> Any:
         return {"sum": torch.nn.functional.dropout(state["w"], 0.5)}
 
@@ -347,7 +348,7 @@ def test_the_steps_of_a_strategy_are_no_draws(tmp_path: Path) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     drawn = [
-        {name for name, record in process_random.records(each)[0].items() if record.drawn}
-        for each in (first, second)
+        {name for name, record in process_random.records(generator)[0].items() if record.drawn}
+        for generator in (first, second)
     ]
     assert drawn == [set(), {"torch"}]

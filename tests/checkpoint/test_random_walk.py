@@ -1,4 +1,4 @@
-"""Random lives of a run directory; `make proof-store` has 2,000 of them (`ARGS=walk`)."""
+"""Random walks over a run directory; `make proof-store ARGS=walk` runs 2,000 of them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def together(walk_once: Callable[[int], Counter[str]], seeds: range) -> Counter[
 ACTS = ("save", "restore", "rollback", "fork", "prune", "locked", "damage", "crash in save")
 
 
-def test_on_a_disk() -> None:
+def test_random_walks_on_a_disk_lose_nothing() -> None:
     seen = together(walk_on_disk, range(25))
     assert min(seen[act] for act in (*ACTS, "copy")) > 0, seen
 
 
-def test_in_memory() -> None:
+def test_random_walks_in_memory_lose_nothing() -> None:
     seen = together(walk_in_memory, range(1000, 1060))
     assert min(seen[act] for act in (*ACTS, "undone", "repair", "crash in rollback")) > 0, seen
 
 
-def test_in_a_bucket(server: ObjectServer) -> None:
+def test_random_walks_in_a_bucket_lose_nothing(server: ObjectServer) -> None:
     seen = together(lambda seed: walk_in_bucket(server, seed), range(2000, 2003))
     assert min(seen[act] for act in ("save", "locked")) > 0, seen
 
 
-def test_a_store_that_loses_a_checkpoint_is_seen() -> None:
-    """Negative control: the oldest of three manifests vanishes."""
+def test_control_a_store_that_loses_a_checkpoint_fails_a_walk() -> None:
+    """The oldest of three manifests vanishes."""
 
     class Forgetful(Memory):
         def manifests(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A manager finds out at the first save what its program could never restore."""
+"""The first save refuses a state that the program could never restore."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_state_that_does_not_fit_the_target_of_the_restore_is_refused_at_the_f
         assert manager.save(1, {"w": np.ones(2, np.float32), "log": []})
 
 
-def test_the_target_of_an_earlier_checkpoint_counts_too(tmp_path: Path) -> None:
+def test_the_target_of_an_earlier_checkpoint_is_compared_as_well(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": np.zeros(2)})
     with CheckpointManager(tmp_path) as manager:
@@ -80,7 +80,7 @@ def test_a_layer_thawed_after_an_interruption_is_saved_as_without_one(tmp_path: 
         assert manager.restore(like={"o": make(3)[1]}).step == 3
 
 
-def test_what_fits_is_saved_without_a_word(tmp_path: Path) -> None:
+def test_a_state_that_fits_is_saved_without_a_warning(tmp_path: Path) -> None:
     grown = Growing()
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])
@@ -100,7 +100,7 @@ def test_what_fits_is_saved_without_a_word(tmp_path: Path) -> None:
     assert restored["best"] == 0.5
 
 
-def test_a_structure_that_changes_later_is_one_warning(tmp_path: Path) -> None:
+def test_a_structure_that_changes_later_warns_once(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"w": np.zeros(2)})
         manager.save(1, {"w": np.zeros(2)})
@@ -115,7 +115,7 @@ def test_a_structure_that_changes_later_is_one_warning(tmp_path: Path) -> None:
         assert manager.all_steps() == [1, 2, 3]
 
 
-def test_leaving_saves_it_all_the_same(tmp_path: Path) -> None:
+def test_save_and_exit_saves_a_changed_structure(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"w": np.zeros(2)})
         with pytest.warns(UserWarning, match="could never be restored"), pytest.raises(SystemExit):
@@ -150,7 +150,7 @@ def test_the_target_is_not_kept_alive(tmp_path: Path) -> None:
         assert gone() is None
 
 
-def test_the_containers_of_a_state_lie_in_the_manifest(tmp_path: Path) -> None:
+def test_the_manifest_holds_the_containers_of_a_state(tmp_path: Path) -> None:
     grown = Growing()
     grown.history = [1, {"b": (2,), "a": None}]
     with Run(tmp_path, create=True) as run:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: every rule, together, under clocks that jump, and through the manager."""
+"""Retention: every rule, rules together, clocks that jump, and the manager's prunes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scored(*values: float | None) -> list[Candidate]:
     return [Candidate(step, 0, {"loss": value}) for step, value in enumerate(values)]
 
 
-def test_the_newest_stay() -> None:
+def test_the_newest_checkpoints_stay() -> None:
     assert kept(hourly([0] * 6), 2) == [4, 5]
     assert kept(hourly([0] * 6), None) == list(range(6))
     assert kept([], 3) == []
@@ -54,18 +54,18 @@ def test_periods_and_pins_stay_besides_the_newest() -> None:
         ({"best_mode": "min", "best_to_keep": 3}, [2, 3, 5, 6]),
     ],
 )
-def test_the_best_stay_nan_never_is_and_of_equal_ones_the_newer_wins(
+def test_the_best_stay_nan_is_never_best_and_of_equal_values_the_newer_wins(
     rules: dict[str, Any], expected: list[int]
 ) -> None:
     values = scored(math.nan, 3.0, 1.0, 2.0, 5.0, 2.0, None)
     assert kept(values, 1, best_metric="loss", **rules) == expected
 
 
-def test_a_metric_that_nobody_has_keeps_nothing_more() -> None:
+def test_a_metric_that_no_checkpoint_has_keeps_nothing() -> None:
     assert kept(scored(1.0, 2.0), 1, best_metric="accuracy") == [1]
 
 
-def test_one_stays_for_every_so_many_hours() -> None:
+def test_one_checkpoint_stays_for_every_n_hours() -> None:
     assert kept(hourly([0, 0.4, 0.9, 1.0, 1.5, 2.1, 2.2]), 1, keep_every_n_hours=1) == [0, 3, 5, 6]
 
 
@@ -74,7 +74,7 @@ def test_a_clock_that_jumps_back_keeps_both_sides_of_the_jump() -> None:
     assert kept(hourly(times), 1, keep_every_n_hours=1) == [0, 1, 2, 4, 6, 7]
 
 
-def test_a_clock_that_was_wrong_for_a_while_costs_nothing_once_it_is_right() -> None:
+def test_a_clock_that_is_corrected_loses_no_checkpoint() -> None:
     times = [10, 9000, 9000.5, 10.2, 10.5, 11.3, 11.4]
     assert kept(hourly(times), 1, keep_every_n_hours=1) == [0, 1, 2, 3, 5, 6]
 
@@ -97,7 +97,7 @@ HISTORY = st.lists(
 
 
 @given(HISTORY, RULES, st.integers(1, 4))
-def test_pruning_after_every_save_keeps_all_that_the_rules_promise(
+def test_pruning_after_every_save_keeps_what_the_rules_promise(
     history: list[tuple[float, float | None, bool]], rules: dict[str, Any], newest: int
 ) -> None:
     held: list[Candidate] = []
@@ -116,7 +116,7 @@ def test_pruning_after_every_save_keeps_all_that_the_rules_promise(
 def test_no_jump_of_the_clock_leaves_a_longer_gap_than_the_hours_and_one_save(
     jumps: list[float],
 ) -> None:
-    """Saves every quarter of an hour of real time; the clock that they see jumps back at will."""
+    """Saves every 15 minutes of real time, with a clock that jumps back at random."""
     every, hours = 0.25, 1.0
     held: list[Candidate] = []
     clock = 10_000.0
@@ -152,7 +152,7 @@ def state(k: int) -> dict[str, Any]:
     return {"w": np.full(1000, k, np.float32), "step": k}
 
 
-def test_the_manager_keeps_by_metric_hours_and_pins(tmp_path: Path) -> None:
+def test_the_manager_applies_metric_hours_and_pins(tmp_path: Path) -> None:
     now = [0.0]
     rules = Retention(keep_every_n_hours=1, best_metric="loss", best_mode="min")
     options = ManagerOptions(retention=rules, clock=lambda: now[0])
@@ -179,7 +179,7 @@ def test_the_manager_keeps_by_metric_hours_and_pins(tmp_path: Path) -> None:
     assert verify_run(Run(tmp_path)).problems == ()
 
 
-def test_a_pin_outlives_the_process_and_is_the_same_twice(tmp_path: Path) -> None:
+def test_a_pin_outlives_the_process_and_may_be_set_twice(tmp_path: Path) -> None:
     for _ in range(2):
         with CheckpointManager(tmp_path, max_to_keep=1) as manager:
             manager.save(1, state(1))
@@ -200,7 +200,7 @@ def test_asking_for_the_best_without_a_metric_is_refused(tmp_path: Path) -> None
         manager.best_step()
 
 
-def test_a_checkpoint_that_cannot_be_read_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, max_to_keep=None) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
@@ -252,7 +252,7 @@ def test_prune_without_a_policy_deletes_no_checkpoint(tmp_path: Path) -> None:
     assert "every checkpoint stays" in refused.output
 
 
-def test_prune_is_refused_while_a_writer_is_at_work(tmp_path: Path) -> None:
+def test_prune_is_refused_while_another_process_writes(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
         manager.wait_until_finished()

@@ -1,4 +1,4 @@
-"""A manager among threads, in a forked child, after `close`, and when nobody refers to it any more."""
+"""A manager with threads, in a forked child, after `close`, and without references to it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ def saved(directory: Path | str, step: int) -> bool:
     return load_checkpoint(directory, step)["w"].tobytes() == state(step)["w"].tobytes()
 
 
-def test_two_threads_commit_each_its_own_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The first thread stops between its snapshot and its commit, and the second one saves there. It
-    # can only come in without the guard; with it, the wait below ends without it.
+def test_two_threads_commit_their_own_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first thread stops between its snapshot and its commit, and the second one saves then. It
+    # can enter only without the guard; with the guard, the wait below times out.
     first_has_snapshot, second_has_snapshot = threading.Event(), threading.Event()
     real = saver_module.snapshot  # pyright: ignore[reportPrivateImportUsage]
 
@@ -113,7 +111,7 @@ def test_many_threads_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_path: Path) -> None:
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     class Signals:
         """A member of the state that gets a signal while the state is being read."""
@@ -129,7 +127,7 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_pat
         for call in (CALLS["forced save"], CheckpointManager.close):
             with pytest.raises(StoreError, match="in the middle of another call") as error:
                 call(manager)
-            found.append(error.value)
+            errors.append(error.value)
 
     previous = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -137,7 +135,7 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_a_call_is_refused(tmp_pat
             manager.save(1, {"member": Signals()})
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert len(found) >= 2
+    assert len(errors) >= 2
     assert load_checkpoint(tmp_path, 1) == {"member": {"value": 1}}
 
 
@@ -188,7 +186,7 @@ assert saved(run, 2) and saved(run, 3)
 """
 
 
-def test_a_forked_child_changes_nothing_at_once_and_reads(tmp_path: Path) -> None:
+def test_a_forked_child_may_read_and_is_refused_every_change(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKS, str(tmp_path / "run"), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -212,7 +210,7 @@ def test_a_closed_manager_stays_closed(tmp_path: Path, call: str) -> None:
         other.save(2, state(2))
 
 
-def test_a_thread_that_waited_finds_the_manager_closed(tmp_path: Path) -> None:
+def test_a_thread_that_waited_for_close_finds_the_manager_closed(tmp_path: Path) -> None:
     problems: list[BaseException] = []
     manager = CheckpointManager(tmp_path)
 
@@ -230,7 +228,7 @@ def test_a_thread_that_waited_finds_the_manager_closed(tmp_path: Path) -> None:
     assert "closed" in str(problems[0])
 
 
-def test_one_with_for_a_manager(tmp_path: Path) -> None:
+def test_a_manager_is_entered_once(tmp_path: Path) -> None:
     with (
         CheckpointManager(tmp_path) as manager,
         pytest.raises(StoreError, match="one `with`"),
@@ -239,11 +237,11 @@ def test_one_with_for_a_manager(tmp_path: Path) -> None:
         raise AssertionError
 
 
-def test_a_notebook_cell_that_is_run_twice(tmp_path: Path) -> None:
+def test_a_notebook_cell_may_be_run_twice(tmp_path: Path) -> None:
     gc.disable()
     previous = signal.getsignal(signal.SIGTERM)
     try:
-        for step in (1, 2, 3):  # the same name each time, and nothing is closed
+        for step in (1, 2, 3):  # the same name again, and nothing was closed
             manager = CheckpointManager(tmp_path)
             manager.save(step, state(step))
             assert not manager.reached_preemption(step)
@@ -281,7 +279,7 @@ def test_an_abandoned_manager_keeps_the_lock_until_its_save_has_ended(tmp_path: 
     assert saved(tmp_path, 2)
 
 
-def test_an_abandoned_manager_does_not_take_a_later_handler_away(tmp_path: Path) -> None:
+def test_an_abandoned_manager_does_not_remove_a_later_handler(tmp_path: Path) -> None:
     previous = signal.getsignal(signal.SIGTERM)
     try:
         first, second = CheckpointManager(tmp_path / "a"), CheckpointManager(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Counting what an epoch shows, over all workers and through changes of topology."""
+"""Counts the examples of an epoch over all workers, through changes of topology."""
 
 from __future__ import annotations
 
@@ -15,29 +15,58 @@ REPLICAS = 8
 TOPOLOGIES = [(1,), (3,), (8,), (1, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1)]
 
 
+class Lazy:
+    """Examples that are made when they are read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> Any:
+        return {"n": number, "x": np.full(3, number, np.float32)}
+
+
+def numbers_of(batch: Any) -> Any:
+    return batch["n"]
+
+
+def counted_by_worker(
+    data: Any,
+    topology: tuple[int, ...],
+    worker: int,
+    steps: range,
+    number: Callable[[Any], Any] = numbers_of,
+) -> dict[int, Counter[int]]:
+    """How often one worker sees each example in its logical replicas, by epoch."""
+    seen: dict[int, Counter[int]] = {}
+    for step in steps:
+        for first, last in split(REPLICAS, topology)[worker]:
+            for replica in range(first, last):
+                batch = data.batch(step, replica, REPLICAS)
+                real = np.asarray(number(batch))[batch["weight"] == 1]
+                seen.setdefault(data.epoch(step)[0], Counter()).update(real.tolist())
+    if hasattr(data, "close"):
+        data.close()
+    return seen
+
+
 def counted(
     make: Callable[[], Any],
     parts: Iterable[tuple[tuple[int, ...], int, int]],
-    number: Callable[[Any], Any] = lambda batch: batch["n"],
+    number: Callable[[Any], Any] = numbers_of,
 ) -> dict[int, Counter[int]]:
-    """How often each example was seen in each epoch, over (topology, first step, last step) parts.
+    """How often each example was seen in each epoch of (topology, first step, last step) parts.
 
-    Every worker of every part has a dataset of its own, as a process that was just started has.
+    Every worker of every part makes its own dataset, as a new process does.
     """
     seen: dict[int, Counter[int]] = {}
     for topology, start, stop in parts:
-        for ranges in split(REPLICAS, topology):
-            data = make()
-            for step in range(start, stop):
-                epoch = data.epoch(step)[0]
-                for first, last in ranges:
-                    for replica in range(first, last):
-                        batch = data.batch(step, replica, REPLICAS)
-                        weight = batch["weight"]
-                        found = np.asarray(number(batch))[weight == 1]
-                        seen.setdefault(epoch, Counter()).update(found.tolist())
-            if hasattr(data, "close"):
-                data.close()
+        for worker in range(len(topology)):
+            part = counted_by_worker(make(), topology, worker, range(start, stop), number)
+            for epoch, numbers in part.items():
+                seen.setdefault(epoch, Counter()).update(numbers)
     return seen
 
 
@@ -47,7 +76,7 @@ def once(seen: dict[int, Counter[int]], examples: int, epochs: int) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bitwise."""
+    """Whether two batches are equal bit by bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype
         and one[name].shape == other[name].shape

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from messages import unnamed
 from perdure.data import ArrayDataset
 from perdure.errors import DataError, TopologyError
 
@@ -48,7 +49,7 @@ def test_steps_may_come_in_any_order() -> None:
     assert forward == backward[::-1]
 
 
-def test_epochs_and_seeds_have_their_own_order() -> None:
+def test_every_epoch_and_seed_has_its_own_order() -> None:
     data = dataset()
     per_epoch = data.steps_per_epoch
     assert per_epoch == 5
@@ -67,19 +68,19 @@ def test_the_last_batch_is_padded_with_weight_0() -> None:
     assert index[7:].tolist() == data.indices(0)[0][:17].tolist()
 
 
-def test_a_batch_larger_than_the_dataset_wraps_more_than_once() -> None:
+def test_a_batch_larger_than_the_dataset_is_padded_more_than_once() -> None:
     index, weight = ArrayDataset(np.arange(3), 8, shuffle=False).indices(0)
     assert index.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert weight.sum() == 3
 
 
-def test_drop_remainder() -> None:
+def test_drop_remainder_leaves_out_the_incomplete_batch() -> None:
     data = dataset(drop_remainder=True)
     assert data.steps_per_epoch == 4
     assert all((data.indices(step)[1] == 1).all() for step in range(8))
 
 
-def test_a_tuple_and_one_array_get_the_weight_at_their_end() -> None:
+def test_a_tuple_and_a_single_array_get_the_weight_last() -> None:
     x, y, weight = ArrayDataset((np.arange(4), np.arange(4) + 1), 4).batch(0)
     assert (y == x + 1).all()
     assert weight.tolist() == [1] * 4
@@ -98,7 +99,7 @@ def test_fingerprint_sees_names_dtypes_shapes_and_bytes() -> None:
     assert ArrayDataset({"x": x.copy()}, 4, seed=9).fingerprint == prints[0]
 
 
-def test_recipe() -> None:
+def test_the_recipe_has_what_decides_the_batches() -> None:
     data = dataset(seed=5)
     assert data.recipe() == {
         "dataset": data.fingerprint,
@@ -113,10 +114,7 @@ def test_recipe() -> None:
 def test_a_batch_that_does_not_divide_names_the_sizes_that_do() -> None:
     with pytest.raises(TopologyError) as error:
         dataset().batch(0, 0, 7)
-    assert str(error.value) == (
-        "a global batch of 24 does not divide into 7 logical replicas; the nearest batch sizes that "
-        "do: 21 and 28"
-    )
+    assert not unnamed(error.value, "batch of 24", "7 logical replicas", "21 and 28")
     with pytest.raises(TopologyError) as error:
         dataset().batch(0, 0, 32)
     assert str(error.value).endswith("that do: 32")
@@ -142,7 +140,7 @@ def test_arrays_that_are_refused(arrays: Any, says: str) -> None:
     assert says in str(error.value)
 
 
-def test_other_refusals() -> None:
+def test_bad_batch_sizes_and_steps_are_refused() -> None:
     with pytest.raises(DataError) as error:
         ArrayDataset(np.zeros(3), 4, drop_remainder=True)
     assert "leaves no batch" in str(error.value)

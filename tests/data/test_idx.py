@@ -1,4 +1,4 @@
-"""Reading images; a test for every way in which a file can be wrong."""
+"""IDX and npz files of images, and every kind of malformed file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_file_finds_its_labels_even_if_only_one_is_zipped(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "names", [("x_train", "y_train", "x_test", "y_test"), ("images", "labels")]
 )
-def test_npz(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_npz_files_are_read(tmp_path: Path, names: tuple[str, ...]) -> None:
     arrays = {n: images(2) if n[0] in "xi" else labels(2).astype(np.int64) for n in names}
     np.savez(tmp_path / "m.npz", **arrays)  # type: ignore[arg-type]
     x, y = load_images(tmp_path / "m.npz")
@@ -69,7 +69,7 @@ def test_npz(tmp_path: Path, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(0x09, "i1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")]
 )
-def test_every_element_type(tmp_path: Path, kind: int, dtype: str) -> None:
+def test_every_element_type_of_idx_is_read(tmp_path: Path, kind: int, dtype: str) -> None:
     values = np.arange(-3, 3).astype(dtype).reshape(2, 3)
     (tmp_path / "a").write_bytes(idx(values, kind))
     read = read_idx(tmp_path / "a")
@@ -94,7 +94,9 @@ GOOD = idx(labels(9))
         ("a.gz", gzip.compress(GOOD, mtime=0)[:-5] + b"12345", ["truncated or damaged"]),
     ],
 )
-def test_a_bad_idx_file(tmp_path: Path, name: str, content: bytes, says: list[str]) -> None:
+def test_a_malformed_idx_file_is_refused(
+    tmp_path: Path, name: str, content: bytes, says: list[str]
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
@@ -108,7 +110,7 @@ def refused(path: Path, *says: str) -> None:
     assert all(text in str(error.value) for text in says), str(error.value)
 
 
-def test_what_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such file", "nowhere")
     refused(tmp_path, "no IDX images", "images-idx3-ubyte")
     path = write(tmp_path, "t10k-", 2)
@@ -121,7 +123,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
     assert "No such file" in str(error.value)
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_images_and_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "t10k-", 3)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels(4)))
     refused(path, "holds 3 images", "4 labels")
@@ -129,7 +131,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     refused(path, "expected images uint8 of shape [n, 28, 28]", "[4, 28, 27]")
 
 
-def test_bad_npz(tmp_path: Path) -> None:
+def test_a_malformed_npz_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     np.savez(path, pictures=images(1))
     refused(path, "x_train", "pictures")

@@ -10,12 +10,12 @@ from perdure.errors import DataError
 
 
 @pytest.mark.parametrize("length", [*range(1, 66), 255, 256, 257, 1000, 4097])
-def test_it_is_a_bijection(length: int) -> None:
+def test_the_permutation_is_a_bijection(length: int) -> None:
     for key in [(0,), (0, 0), (7, 3)]:
         assert sorted(permute(np.arange(length), length, key)) == list(range(length))
 
 
-def test_its_values_are_part_of_every_recipe() -> None:
+def test_the_values_of_the_permutation_never_change() -> None:
     # Change these and every run that has begun ends with other bits.
     assert permute(np.arange(10), 10, (0, 0)).tolist() == [5, 4, 9, 3, 8, 0, 6, 7, 1, 2]
     assert permute(np.arange(5), 2**40, (0, 0)).tolist() == [
@@ -23,7 +23,7 @@ def test_its_values_are_part_of_every_recipe() -> None:
     ]  # fmt: skip
 
 
-def test_one_index_gets_what_it_gets_among_others() -> None:
+def test_one_index_is_mapped_as_it_is_in_a_batch() -> None:
     whole = permute(np.arange(1000), 1000, (1, 2))
     assert [int(permute(i, 1000, (1, 2))) for i in range(1000)] == whole.tolist()
     assert (permute(np.arange(1000).reshape(10, 100), 1000, (1, 2)).reshape(-1) == whole).all()
@@ -42,7 +42,7 @@ def test_orders_look_random() -> None:
     assert counts.max() < 330
 
 
-def test_what_it_refuses() -> None:
+def test_lengths_and_indices_out_of_range_are_refused() -> None:
     for length in (0, -1, 2**40 + 1):
         with pytest.raises(DataError) as error:
             permute(np.arange(1), length, (0,))

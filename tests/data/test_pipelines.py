@@ -1,4 +1,4 @@
-"""Pipelines of other libraries, whose `batch` is no `batch(step)`: taken, or refused by name."""
+"""Pipelines of other libraries, whose `batch` is not `batch(step)`: accepted or refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [np.full(2, number, np.float32) for number in range(24)]
 
 
 class Pipeline:
-    """The part of `tf.data.Dataset` that counts here: `batch` returns another pipeline."""
+    """The part of `tf.data.Dataset` that matters to these tests: `batch` returns another pipeline."""
 
     def batch(self, size: int) -> Pipeline:
         raise AssertionError(f"batch({size}) was called as if it gave the batch of a step")
@@ -91,13 +91,13 @@ def resumed(make: Callable[[], Any], model_dir: Path, stops: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("make", [lambda: map_dataset().batch(8), iter_dataset])
-def test_a_trainer_takes_batches_of_grain(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_trainer_accepts_batches_of_grain(make: Callable[[], Any], tmp_path: Path) -> None:
     whole = resumed(make, tmp_path / "whole", (3,))
     assert len(set(whole)) == 3
     assert resumed(make, tmp_path / "parts", (1, 2, 3)) == whole
 
 
-def test_each_epoch_of_a_map_dataset_has_an_order_of_its_own(tmp_path: Path) -> None:
+def test_each_epoch_of_a_map_dataset_has_its_own_order(tmp_path: Path) -> None:
     batches = resumed(lambda: map_dataset().batch(8), tmp_path / "run", (2, 6))
     rows = [[row for batch in epoch for row in batch] for epoch in (batches[:3], batches[3:])]
     assert batches[:3] != batches[3:]

@@ -1,4 +1,4 @@
-"""Adds known contributions over a group, by either exchange, and writes the digests as JSON."""
+"""Adds known contributions over a group with both exchanges and writes the digests as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPLICAS = 5
 
 
 def contribution(replica: int) -> dict[str, Any]:
-    """Types of three widths, sizes that no number of processes divides, an empty leaf and -0.0."""
+    """Dtypes of three widths, sizes that no number of processes divides, an empty leaf and -0.0."""
     rng = np.random.default_rng(replica)
     return {
         "a": rng.normal(size=(13, 7)).astype(np.float32),
@@ -62,8 +62,8 @@ def main() -> None:
 
         for name, how in (("all_gather", "gather"), ("all_to_all_single", "scatter")):
             real = getattr(dist, name)
-            told = lambda *a, real=real, how=how: moved.append(how) or real(*a)  # noqa: E731
-            setattr(dist, name, told)
+            recorded = lambda *a, real=real, how=how: moved.append(how) or real(*a)  # noqa: E731
+            setattr(dist, name, recorded)
     strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS)
     engine, plan = strategy._engine, strategy._plan
     every = [contribution(replica) for replica in range(REPLICAS)]

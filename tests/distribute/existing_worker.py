@@ -1,4 +1,4 @@
-"""Joins a group that the program itself made in the framework, as scripts of many hosts do."""
+"""Joins a group that the program itself initialized in the framework, as multi-host scripts do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(directory: str) -> str:
 
 
 def native_ddp(directory: str, processes: Any) -> dict[str, Any]:
-    """A model with BatchNorm and dropout under DDP, whose buffers are those of each rank."""
+    """A model with BatchNorm and dropout under DDP, whose buffers differ between ranks."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +56,7 @@ def native_ddp(directory: str, processes: Any) -> dict[str, Any]:
         return [value.detach().numpy().tobytes().hex() for value in net.state_dict().values()]
 
     net, model = made()
-    torch.manual_seed(7 + processes.index)  # another dropout in each rank
+    torch.manual_seed(7 + processes.index)  # each rank draws another dropout mask
     with perdure.CheckpointManager(directory, processes=processes) as manager:
         train(net, model, 0, STEPS)
         manager.save(STEPS, state(net))

@@ -1,4 +1,4 @@
-"""Small JAX functions made from a seed: what a strategy runs must compute them as plain `jit` does.
+"""Small random JAX functions, made from a seed, which a strategy must compute as plain `jit` does.
 
 Constants come in pairs that differ in the last bit, arrays in pairs whose texts are equal, and every
 dtype is explicit, so that the functions can be traced under any promotion rule.
@@ -232,7 +232,7 @@ def derivatives(rng: Any) -> Fn:
 
 
 QUICK = (arithmetic, averages, rounded, special, narrow, integers, weak, captured)
-# They take most of the time of a compilation: one of each in a group, and one group in four for some.
+# They take longest to compile: one of each kind in a group, and some kinds in every fourth group.
 SLOW = (attention, indexing, draws, derivatives)
 SLOWEST = (loops, reductions)
 
@@ -245,7 +245,7 @@ def functions(count: int, seed: int) -> list[Fn]:
 
 
 def together(fns: list[Fn]) -> Fn:
-    """One function of all of them, as `grad` of a step."""
+    """One function that computes all of them, for use as the `grad` of a step."""
     return lambda state, share, key: [fn(state, share, key) for fn in fns]
 
 

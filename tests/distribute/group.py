@@ -60,7 +60,7 @@ def _answer(out: str) -> Any:
 
 
 def results(*args: Any, **kwargs: Any) -> list[Any]:
-    """The JSON of every process; fails with the stderr of one that did not end well."""
+    """The JSON of every process. Fails with the stderr of a process that did not exit with 0."""
     ended = launch(*args, **kwargs)
     for status, _, err in ended:
         assert status == 0, err[-4000:]

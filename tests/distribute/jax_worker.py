@@ -17,28 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
-from perdure.data import ArrayDataset
-from perdure.distribute import SimpleClusterResolver, SingleProcess, Strategy
-from perdure.distribute.jax.engine import JaxEngine
+from perdure.demo import guards
+from perdure.demo.train_jax import all_reduce
+from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
-from perdure.distribute.reduction import Reduction
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
-
-REPLICAS = 8
-FIRST = 2
-STEPS = 3
-BATCH = 4 * REPLICAS
-
-
-def dataset() -> ArrayDataset:
-    rng = np.random.default_rng(7)
-    # The last of 5 batches is padded, and among the steps that are trained.
-    x = rng.integers(0, 256, (4 * BATCH + 9, 28, 28), dtype=np.uint8)
-    return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, BATCH, seed=3)
 
 
 def digest(tree: Any) -> str:
@@ -96,8 +84,8 @@ def cnn_state() -> Any:
 def cnn_grad(state: Any, batch: Any, key: Any) -> Any:
     def loss(params: Any) -> Any:
         logits = cnn(params, pixels(batch), key)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return (each * batch["weight"]).sum()
+        per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return (per_example * batch["weight"]).sum()
 
     value, grads = jax.value_and_grad(loss)(state["params"])
     return {"grads": grads, "loss": (value, batch["weight"].sum())}
@@ -147,8 +135,8 @@ def nnx_grad(state: Any, batch: Any, key: Any) -> Any:
     def loss(params: Any) -> Any:
         model = nnx.merge(nnx_parts()[0], params, state["stats"], copy=True)
         logits = model(pixels(batch), nnx.Rngs(dropout=key))
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return (each * batch["weight"]).sum(), nnx.state(model, nnx.BatchStat)
+        per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return (per_example * batch["weight"]).sum(), nnx.state(model, nnx.BatchStat)
 
     (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
     return {"grads": grads, "stats": stats, "loss": (value, batch["weight"].sum())}
@@ -166,12 +154,12 @@ def nnx_update(state: Any, total: Any) -> Any:
     return new, {"loss": loss / weight}
 
 
-# --- small, for what needs no network ---
+# --- a small model, for tests that need no network ---
 
 
 def tiny_grad(state: Any, batch: Any, key: Any) -> Any:
     weight = batch["weight"].sum()
-    # What the sums of several devices could make other bits of: -0.0, NaNs of two kinds, a bool, an
+    # Values that sums over several devices could change: -0.0, NaNs of two kinds, a bool, an
     # integer that wraps.
     edges = {"zero": -0.0 * weight, "any": weight > 1, "wraps": (97 * weight).astype(jnp.int8)}
     edges["nan"] = jnp.where(jax.random.bernoulli(key), jnp.nan, jnp.sqrt(-1 - weight))
@@ -182,7 +170,7 @@ def tiny_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] + total["sum"]}, total
 
 
-# --- attention, for which XLA's partitioner removes a common subexpression, and one program for
+# --- attention: XLA's partitioner removes a common subexpression, so that one program for
 # several devices is other arithmetic than the program for one ---
 
 
@@ -230,21 +218,21 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
 
 
 def by_comparison() -> dict[str, Any]:
-    """Which models run on all devices together, what they give, and what without the comparison."""
-    compare, told = jax_hlo.same_program, []
+    """Which models run on all devices together, and their digests with and without the comparison."""
+    compare, answers = jax_hlo.same_program, []
 
     def noted(one: Any, other: Any) -> bool:
-        told.append(compare(one, other))
-        return told[-1]
+        answers.append(compare(one, other))
+        return answers[-1]
 
     out: dict[str, Any] = {}
     for model in ("tiny", "attention"):
         out[model] = {}
         for name, way in (("compared", noted), ("not compared", lambda *_: True)):
             jax_hlo.same_program = way
-            told.clear()
+            answers.clear()
             digests = [train(MirroredStrategy(d, REPLICAS), model) for d in (1, 2, 8)]
-            out[model][name] = (len(set(digests)), list(told))
+            out[model][name] = (len(set(digests)), list(answers))
     jax_hlo.same_program = compare
     return out
 
@@ -265,7 +253,7 @@ def of_generated_functions(devices: int) -> str:
 
 
 def train_in_parts() -> str:
-    """The same run, on another number of devices at every step; the state goes through numpy."""
+    """The same run on another number of devices at every step; NumPy carries the state over."""
     init, grad, update = MODELS["cnn"]
     state, logs, data = init(), {}, dataset()
     for step, devices in zip(range(FIRST, FIRST + STEPS), (4, 3, 8), strict=True):
@@ -275,82 +263,20 @@ def train_in_parts() -> str:
     return digest((state, logs))
 
 
-# --- negative controls: each takes one guard out, and has to depend on the topology ---
-
-
-class Psum(Reduction):
-    """Adds in the order in which the work happens to lie, then with XLA's own collective."""
-
-    def __init__(self, plan: Any) -> None:
-        super().__init__(plan)
-        self._sums: list[Any] = [None] * len(plan.local)
-
-    def push(self, device: int, replica: int, value: Any) -> None:
-        old = self._sums[device]
-        self._sums[device] = value if old is None else self._engine.add(old, value)
-
-    def total(self, *, check: bool) -> Any:
-        devices = tuple(self._engine.devices)
-        whole = jax.tree.map(
-            lambda *parts: np.stack([np.asarray(part) for part in parts]), *self._sums
-        )
-        summed = _psum(devices)(whole)
-        return jax.device_put(jax.tree.map(np.asarray, summed), devices[0])
-
-
-@functools.cache
-def _psum(devices: tuple[Any, ...]) -> Any:
-    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
-    spec = jax.sharding.PartitionSpec
-    return jax.jit(
-        jax.shard_map(
-            lambda tree: jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], "d"), tree),
-            mesh=mesh,
-            in_specs=spec("d"),
-            out_specs=spec(),
-        )
-    )
-
-
-class DeviceRng(JaxEngine):
-    """Numbers the random streams by the place within a device."""
-
-    def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
-        return None
-
-    def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
-        place = stream.replica % (REPLICAS // len(self.devices))
-        return super().grad(fn, state, share, stream._replace(replica=place))
-
-
-class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the devices in turn."""
-
-    devices = 1
-
-    def indices(self, step: int) -> Any:
-        index, weight = super().indices(step)
-        order = np.concatenate([np.arange(d, BATCH, self.devices) for d in range(self.devices)])
-        return index[order], weight[order]
+# --- negative controls: each removes one guard, and its result must depend on the topology ---
 
 
 def controls(devices: int) -> dict[str, str]:
-    out = {}
-    strategy = MirroredStrategy(devices, REPLICAS)
-    plan = strategy._plan
-    plan.reduction = lambda: Psum(plan)
-    # Neither of the two happens where all devices are dispatched together.
-    vars(strategy._engine)["fused_step"] = lambda *_: None
-    out["psum"] = train(strategy, "cnn")
-    engine = DeviceRng(devices, SingleProcess(), 8)
-    out["rng by device"] = train(Strategy(engine, REPLICAS), "cnn")
-    data = dataset()
-    strided = Strided(
-        {name: data._arrays[name] for name in ("x", "y")}, data.batch_size, seed=data.seed
-    )
-    strided.devices = devices
-    out["strided rows"] = train(MirroredStrategy(devices, REPLICAS), "cnn", strided)
-    return out
+    def changed(change: Any) -> Any:
+        strategy = MirroredStrategy(devices, REPLICAS)
+        change(strategy)
+        return strategy
+
+    return {
+        "psum": train(changed(lambda s: guards.sums_by_all_reduce(s, all_reduce)), "cnn"),
+        "rng by device": train(changed(guards.random_numbers_by_device), "cnn"),
+        "strided rows": train(MirroredStrategy(devices, REPLICAS), "cnn", strided(devices)),
+    }
 
 
 def main() -> None:

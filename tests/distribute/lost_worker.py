@@ -1,4 +1,4 @@
-"""One process of a group ends, while the other one waits for it."""
+"""One process of a group ends while the other one waits for it."""
 
 from __future__ import annotations
 

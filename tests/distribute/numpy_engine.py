@@ -1,4 +1,4 @@
-"""An engine of a few lines, on numpy: the seam is all that a strategy needs."""
+"""An engine on NumPy in a few lines: a strategy needs nothing but the members of `Engine`."""
 
 from __future__ import annotations
 

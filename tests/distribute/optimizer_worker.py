@@ -1,4 +1,4 @@
-"""Trains with an optimizer inside of `strategy.run` and writes digests of the weights as JSON."""
+"""Trains with an optimizer inside `strategy.run` and writes digests of the weights as JSON."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def with_torch(strategy: Any) -> dict[str, Any]:
         for optimizer, target in ((one, batch["y"]), (two, 1 - batch["y"])):
             optimizer.zero_grad()
             scores = second(torch.relu(first(batch["x"])))
-            each = torch.nn.functional.cross_entropy(scores, target.long(), reduction="none")
-            loss = compute_average_loss(each, global_batch_size=BATCH)
+            losses = torch.nn.functional.cross_entropy(scores, target.long(), reduction="none")
+            loss = compute_average_loss(losses, global_batch_size=BATCH)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(first.parameters(), 0.05)
             optimizer.step()

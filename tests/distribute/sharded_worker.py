@@ -14,7 +14,7 @@ from perdure import CheckpointManager
 from perdure.distribute.cluster import SimpleClusterResolver
 from perdure.jax import MultiWorkerMirroredStrategy
 
-# The second cannot be cut by its first axis without crossing chunks.
+# The second array cannot be split along its first axis without crossing chunks.
 SHAPES = {"rows": (12, 99_996), "columns": (30, 12 * 4096)}
 
 
@@ -23,7 +23,7 @@ def value(name: str) -> np.ndarray:
 
 
 def placed(by_rows: bool, fill: bool) -> dict[str, Any]:
-    """The arrays over all devices of the group, cut by rows or by columns."""
+    """The arrays over all devices of the group, sharded by rows or by columns."""
     mesh = Mesh(np.array(jax.devices()), ("device",))
     state: dict[str, Any] = {"step": 3}
     for name, shape in SHAPES.items():

@@ -1,4 +1,4 @@
-"""Uses the surface of the strategies in one process of a group and writes what it saw as JSON."""
+"""Calls the public methods of a strategy in one process of a group and writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refused(call: Any) -> str:
 
 
 def use(strategy: Any, xp: Any, forward: Any) -> dict[str, Any]:
-    """Everything that must not depend on the topology, and errors that every process must see."""
+    """Results that must not depend on the topology, and errors that every process must raise."""
     out: dict[str, Any] = {}
     batches = strategy.distribute_dataset(dataset())
     with strategy.scope():
@@ -66,7 +66,7 @@ def use(strategy: Any, xp: Any, forward: Any) -> dict[str, Any]:
         mean = context.all_reduce("mean", {"m": scores.mean(0)})
         again = forward(batch["x"] - mean["m"].sum())
         rows = context.all_gather(again[: 1 + number() % 2], 0)
-        # Where the engine has a generator, what merges draws from it.
+        # If the engine has a generator, the merge draws from it.
         merged = context.merge_call(lambda _: forward(xp(np.ones((2, 5), np.float32))))
         return scores, mean["m"], again, rows, compute_average_loss(again.sum(1)), merged
 
@@ -115,7 +115,7 @@ def use_torch(cluster: Cluster | None) -> tuple[Any, dict[str, Any]]:
     weight = torch.linspace(-1, 1, 20).reshape(5, 4).requires_grad_()
 
     def forward(x: Any) -> Any:
-        # Numbers of the global generator, and a mode that belongs to the caller's thread.
+        # Numbers of the global generator, and a mode of the caller's thread.
         assert not torch.is_grad_enabled()
         return torch.dropout(x, 0.3, True) @ weight + torch.rand(4)
 
@@ -147,7 +147,7 @@ def use_jax(cluster: Cluster | None) -> tuple[Any, dict[str, Any]]:
     weight = jnp.linspace(-1, 1, 20).reshape(5, 4)
 
     def forward(x: Any) -> Any:
-        # A setting that belongs to the caller's thread.
+        # A setting of the caller's thread.
         assert config.jax_default_matmul_precision == "highest"
         return jnp.tanh(x @ weight)
 

@@ -1,4 +1,4 @@
-"""Who belongs to the group: every source, its order, and every way to get it wrong."""
+"""Cluster resolvers: every source, their order, and every malformed description."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from messages import unnamed
 from perdure.distribute import (
     Cluster,
     ClusterOptions,
@@ -46,17 +47,17 @@ def tf_config(cluster: Any, task: Any) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
-def test_workers_without_a_chief() -> None:
-    found = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": 1}))
-    assert (found.coordinator, found.num_processes, found.process_id) == ("a:1", 3, 1)
-    assert found.addresses == ("a:1", "b:2", "c:3")
-    assert not found.is_chief
+def test_tf_config_without_a_chief() -> None:
+    cluster = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": 1}))
+    assert (cluster.coordinator, cluster.num_processes, cluster.process_id) == ("a:1", 3, 1)
+    assert cluster.addresses == ("a:1", "b:2", "c:3")
+    assert not cluster.is_chief
     first = resolve(environ=tf_config({"worker": WORKERS}, {"type": "worker", "index": "0"}))
     assert first.is_chief
     assert first.host_port == ("a", 1)
 
 
-def test_a_chief_comes_first() -> None:
+def test_tf_config_with_a_chief_numbers_it_first() -> None:
     cluster = {"chief": ["z:9"], "worker": WORKERS}
     chief = resolve(environ=tf_config(cluster, {"type": "chief", "index": 0}))
     worker = resolve(environ=tf_config(cluster, {"type": "worker", "index": 0}))
@@ -87,14 +88,14 @@ def test_task_type_and_task_id_are_those_of_tensorflow(
         assert cluster.process_id == number
 
 
-def test_task_type_and_task_id_without_tf_config() -> None:
+def test_task_type_and_task_id_come_from_the_environment() -> None:
     simple = SimpleClusterResolver("a:1", 3, 2)
     assert (simple.task_type, simple.task_id) == ("worker", 2)
     for alone in (TFConfigClusterResolver({}), Cluster(None, 1, 0)):
         assert (alone.task_type, alone.task_id) == (None, None)
 
 
-def test_order_of_the_sources() -> None:
+def test_the_innermost_description_wins() -> None:
     tf = tf_config({"worker": WORKERS}, {"type": "worker", "index": 2})
     jax = {**JAX, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
     torchrun = {**TORCHRUN, "RANK": "2", "WORLD_SIZE": "3"}
@@ -113,34 +114,29 @@ def test_order_of_the_sources() -> None:
     assert resolve(environ={**SLURM, **TORCHRUN}).source == "torchrun's variables"
 
 
-def test_two_launchers_that_contradict_each_other() -> None:
+def test_two_launchers_that_contradict_each_other_are_refused() -> None:
     both = {**JAX, **TORCHRUN}
     with pytest.raises(ClusterError) as error:
         resolve(environ=both)
-    assert (
-        "JAX_* variables says process 3 of 4, torchrun's variables says process 1 of 2. Unset the "
-        "wrong one, or name the right one: PERDURE_CLUSTER=tf_config|jax|torchrun"
-    ) in str(error.value)
-    for found in (
+    assert not unnamed(error.value, "process 3 of 4", "process 1 of 2", "PERDURE_CLUSTER=")
+    for conflict in (
         resolve("torchrun", both),
         resolve(None, {**both, "PERDURE_CLUSTER": "torchrun"}),
     ):
-        assert found == Cluster("t:6", 2, 1, source="torchrun's variables")
+        assert conflict == Cluster("t:6", 2, 1, source="torchrun's variables")
     assert resolve("jax", {**both, "PERDURE_CLUSTER": "torchrun"}).num_processes == 4
     with pytest.raises(ClusterError) as error:
         resolve("pbs", {})
-    assert "expected one of tf_config, jax, torchrun, openmpi, slurm, kubernetes" in str(
-        error.value
-    )
+    assert not unnamed(error.value, "tf_config, jax, torchrun, openmpi, slurm, kubernetes")
     with pytest.raises(ClusterError) as error:
         resolve(environ={"PERDURE_CLUSTER": "slurm"})
-    assert "PERDURE_CLUSTER names slurm, and the environment has nothing of it" in str(error.value)
+    assert not unnamed(error.value, "PERDURE_CLUSTER", "slurm")
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
-def test_nothing_described_is_a_group_of_one(environ: dict[str, str]) -> None:
-    found = resolve(environ=environ)
-    assert (found.num_processes, found.process_id, found.is_chief) == (1, 0, True)
+def test_without_a_description_the_group_has_one_process(environ: dict[str, str]) -> None:
+    cluster = resolve(environ=environ)
+    assert (cluster.num_processes, cluster.process_id, cluster.is_chief) == (1, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_nothing_described_is_a_group_of_one(environ: dict[str, str]) -> None:
         ('{"cluster": {"worker": "a:1"}, "task": {}}', ['"worker" must be a list']),
     ],
 )
-def test_malformed_tf_config(text: str, says: list[str]) -> None:
+def test_malformed_tf_config_is_refused(text: str, says: list[str]) -> None:
     with pytest.raises(ClusterError) as error:
         TFConfigClusterResolver({"TF_CONFIG": text}).cluster()
     assert all(part in str(error.value) for part in says), str(error.value)
@@ -182,7 +178,7 @@ def test_malformed_tf_config(text: str, says: list[str]) -> None:
         ({"worker": ["a:99999"]}, ("worker", 0), "host:port, found 'a:99999'"),
     ],
 )
-def test_contradictions_in_tf_config(cluster: Any, task: Any, says: str) -> None:
+def test_contradictions_in_tf_config_are_refused(cluster: Any, task: Any, says: str) -> None:
     environ = tf_config(cluster, {"type": task[0], "index": task[1]})
     with pytest.raises(ClusterError) as error:
         resolve(environ=environ)
@@ -191,7 +187,7 @@ def test_contradictions_in_tf_config(cluster: Any, task: Any, says: str) -> None
 
 
 @pytest.mark.parametrize("variables", [JAX, TORCHRUN])
-def test_half_a_description_is_never_a_group_of_one(variables: dict[str, str]) -> None:
+def test_an_incomplete_description_is_refused(variables: dict[str, str]) -> None:
     for name in variables:
         rest = {key: value for key, value in variables.items() if key != name}
         with pytest.raises(ClusterError) as error:
@@ -202,7 +198,7 @@ def test_half_a_description_is_never_a_group_of_one(variables: dict[str, str]) -
     assert "RANK: expected an integer, found 'one'" in str(error.value)
 
 
-def test_explicit_arguments_are_checked_too() -> None:
+def test_explicit_arguments_are_checked() -> None:
     for arguments in [("a:1", 2, 2), ("a:1", 0, 0), (None, 2, 0), ("nowhere", 2, 0)]:
         with pytest.raises(ClusterError) as error:
             SimpleClusterResolver(*arguments)
@@ -211,11 +207,11 @@ def test_explicit_arguments_are_checked_too() -> None:
         _ = Cluster(None, 1, 0).host_port
 
 
-def test_slurm() -> None:
-    found = resolve(environ=SLURM)
-    assert found == Cluster("node09:61441", 3, 2, ("node09", "node10", "login"), "Slurm")
-    assert found.name(2) == "process 2 (login)"
-    # Two tasks to a host: which is where is not known.
+def test_slurm_describes_the_group() -> None:
+    cluster = resolve(environ=SLURM)
+    assert cluster == Cluster("node09:61441", 3, 2, ("node09", "node10", "login"), "Slurm")
+    assert cluster.name(2) == "process 2 (login)"
+    # Two tasks to a host: nothing says on which host a task is.
     six = {**SLURM, "SLURM_STEP_NUM_TASKS": "6"}
     assert resolve(environ=six) == Cluster("node09:61441", 6, 2, (), "Slurm")
     older = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NUM_TASKS"}
@@ -243,26 +239,26 @@ def test_slurm() -> None:
         ("gpu-a[1],gpu-b", "gpu-a1 gpu-b"),
     ],
 )
-def test_hosts_of_slurm(text: str, hosts: str) -> None:
+def test_slurm_node_lists_are_expanded(text: str, hosts: str) -> None:
     assert expand_hosts(text) == tuple(hosts.split())
 
 
 @pytest.mark.parametrize(
     "text", ["", "a,", "node[1-", "node[3-1]", "node[]", "n[x]", "n]1", "n[0-999999]"]
 )
-def test_hosts_that_slurm_does_not_write(text: str) -> None:
+def test_malformed_slurm_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ClusterError) as error:
         expand_hosts(text)
     assert "Slurm: expected a" in str(error.value)
     assert repr(text) in str(error.value)
 
 
-def test_open_mpi() -> None:
+def test_open_mpi_describes_the_group() -> None:
     # 61440 + 1531576320 / 4096 % 4096
     assert resolve(environ=OPEN_MPI) == Cluster("10.96.0.1:62624", 2, 1, source="Open MPI")
     six = "1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370"
-    found = resolve(environ={**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": six})
-    assert found.host_port == ("fe80::b9b:ac5d:9cf0:b858", 62880)
+    cluster = resolve(environ={**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": six})
+    assert cluster.host_port == ("fe80::b9b:ac5d:9cf0:b858", 62880)
     newer = {key: value for key, value in OPEN_MPI.items() if "hnp" not in key}
     with pytest.raises(ClusterError) as error:
         resolve(environ=newer)
@@ -277,7 +273,7 @@ def test_open_mpi() -> None:
     assert "lacks OMPI_COMM_WORLD_SIZE" in str(error.value)
 
 
-def test_kubernetes() -> None:
+def test_an_indexed_job_describes_the_group() -> None:
     def pod(environ: dict[str, str], full_name: str = "train-1.pods.team.svc.cluster.local") -> Any:
         return from_kubernetes(environ, lambda: full_name)
 
@@ -289,7 +285,7 @@ def test_kubernetes() -> None:
         pod(POD, "train-1")
     assert "expected a host called JOB-1.SERVICE, found 'train-1'" in str(error.value)
     assert "set `subdomain`" in str(error.value)
-    # What a manifest says of its own counts first, and the index alone comes from the Job.
+    # The pod's own variables come first; only the index comes from the Job.
     stated = {**POD, "JAX_COORDINATOR_ADDRESS": "train-0.pods:9"}
     assert resolve(environ=stated).coordinator == "train-0.pods:9"
     torch = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "m", "MASTER_PORT": "8"}
@@ -309,23 +305,23 @@ JOBSET = {
 }
 
 
-def test_a_jobset() -> None:
+def test_a_jobset_describes_the_group() -> None:
     def pod(full_name: str = "node7", **changes: str | None) -> Cluster | None:
         environ = {**JOBSET, **changes}
         return from_kubernetes({k: v for k, v in environ.items() if v}, lambda: full_name)
 
-    # The labels say it all; on the host's network the name of the host says nothing.
+    # The labels are enough. On the host's network the host name is of no use.
     hosts = tuple(f"run-workers-{job}-{pod}.run" for job in (0, 1) for pod in (0, 1))
     assert pod() == Cluster("run-workers-0-0.run:55527", 4, 3, hosts, "Kubernetes")
     inside = pod(JOBSET_SUBDOMAIN="net")
     assert inside is not None
     assert inside.coordinator == "run-workers-0-0.net:55527"
-    # Without the name of the Jobs, that of the host.
+    # Without the name of the Jobs, the host name is used.
     named = pod("run-workers-1-1.run.team.svc.cluster.local", JOBSET_REPLICATEDJOB_NAME=None)
     assert named is not None
     assert named.process_id == 3
     assert named.coordinator == "run-workers-0-0.run.team.svc.cluster.local:55527"
-    # One Job, which is what most have.
+    # One Job, the usual case.
     one = {"JOBSET_REPLICATEDJOB_REPLICAS": "1", "JOBSET_JOB_INDEX": "0"}
     single = tuple(f"run-workers-0-{pod}.run" for pod in range(4))
     assert pod(**one) == Cluster("run-workers-0-0.run:55527", 4, 1, single, "Kubernetes")
@@ -354,14 +350,16 @@ def test_a_jobset() -> None:
         ),
     ],
 )
-def test_jobs_of_a_jobset_that_do_not_add_up(changes: dict[str, str | None], says: str) -> None:
+def test_jobs_of_a_jobset_that_do_not_add_up_are_refused(
+    changes: dict[str, str | None], says: str
+) -> None:
     environ = {k: v for k, v in {**JOBSET, **changes}.items() if v}
     with pytest.raises(ClusterError) as error:
         from_kubernetes(environ, lambda: "run-workers-1-1.run.team.svc.cluster.local")
     assert says in str(error.value)
 
 
-def test_a_scheduler_that_contradicts_the_environment() -> None:
+def test_a_scheduler_that_contradicts_the_environment_is_refused() -> None:
     with pytest.raises(ClusterError) as error:
         resolve(environ={**SLURM, "WORLD_SIZE": "4"})
     assert "Slurm contradicts the environment: SLURM_STEP_NUM_TASKS is 3, WORLD_SIZE is 4" in str(
@@ -372,7 +370,7 @@ def test_a_scheduler_that_contradicts_the_environment() -> None:
     assert "Slurm: process index 3 is out of range" in str(error.value)
 
 
-def test_limits() -> None:
+def test_cluster_options_come_from_the_environment() -> None:
     assert ClusterOptions() == ClusterOptions.from_environment({})
     environ = {"PERDURE_START_TIMEOUT": "20", "PERDURE_HEARTBEAT": "4.5"}
     assert ClusterOptions.from_environment(environ) == ClusterOptions(20, 4.5)

@@ -1,4 +1,4 @@
-"""The two exchanges give the same total, whatever the sizes, types and the number of processes."""
+"""The two exchanges give the same total for all sizes, dtypes and numbers of processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_slices_and_wholes_have_one_total(engine: str, processes: int) -> None:
-    found: list[Any] = group.results("exchange_worker.py", processes, "--engine", engine)
-    expected = found[0]["expected"]
-    for own in found:
-        assert own["moved"] == {"wholes": ["gather"], "slices": ["scatter", "gather"]}
+def test_both_exchanges_give_one_total(engine: str, processes: int) -> None:
+    reports: list[Any] = group.results("exchange_worker.py", processes, "--engine", engine)
+    expected = reports[0]["expected"]
+    for report in reports:
+        assert report["moved"] == {"wholes": ["gather"], "slices": ["scatter", "gather"]}
         # Of 2 and of 3 processes, 5 replicas leave one partial sum to some and two to others.
-        assert own["wholes"] == own["slices"] == expected
-        assert own["reversed"] != expected, "the order of additions is in the bits"
+        assert report["wholes"] == report["slices"] == expected
+        assert report["reversed"] != expected, "the order of additions is in the bits"

@@ -1,4 +1,4 @@
-"""A group that the program made in the framework is joined, and nobody takes itself for alone."""
+"""A strategy joins a group that the program initialized in the framework."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from perdure.framework_group import FrameworkGroup
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: str) -> None:
-    found = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
-    assert [each["place"] for each in found] == [[0, 2, True], [1, 2, False]]
-    for process, each in enumerate(found):
-        assert each["same"]
-        assert each["sum"] == 15.0
-        assert each["steps"] == [1]
-        assert each["mine"] == [process] * 3
-        assert f"perdure.initialize_distributed('{engine}')" in each["refused"]
+    reports = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
+    assert [report["place"] for report in reports] == [[0, 2, True], [1, 2, False]]
+    for process, report in enumerate(reports):
+        assert report["same"]
+        assert report["sum"] == 15.0
+        assert report["steps"] == [1]
+        assert report["mine"] == [process] * 3
+        assert f"perdure.initialize_distributed('{engine}')" in report["refused"]
     if engine == "torch":
-        assert all(each["ddp"]["resumed"] for each in found)
-        assert found[0]["ddp"]["buffers"] != found[1]["ddp"]["buffers"]
+        assert all(report["ddp"]["resumed"] for report in reports)
+        assert reports[0]["ddp"]["buffers"] != reports[1]["ddp"]["buffers"]
 
 
 def group(count: int, index: int = 1) -> Any:
     return lambda engine: FrameworkGroup(engine, index, count, "host:99")
 
 
-def test_who_described_nothing_belongs_to_the_group_of_the_framework(
+def test_without_a_description_the_group_of_the_framework_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules[with_existing.__module__], "framework_group", group(2))
@@ -53,7 +53,7 @@ def test_a_description_that_contradicts_the_framework_is_an_error(
         with_existing(SimpleClusterResolver(*given).cluster(), "torch")
 
 
-def test_half_a_description_is_none_where_the_framework_has_the_group(
+def test_an_incomplete_description_is_ignored_if_the_framework_has_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}

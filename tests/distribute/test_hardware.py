@@ -1,4 +1,4 @@
-"""What the recipe says of the machine: instruction set, settings, deterministic flags on GPU."""
+"""The machine in the recipe: instruction set, settings, deterministic flags on GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Features\t: fp asimd sve bf16 crc32
 """
 
 
-def test_instruction_set_names_what_kernels_are_chosen_by() -> None:
+def test_instruction_set_names_the_cpu_features_that_select_kernels() -> None:
     assert instruction_set(ZEN, "x86_64") == "x86_64 AuthenticAMD: avx avx2 fma sse4_2"
     assert instruction_set(GRAVITON, "aarch64") == "aarch64 0x41: asimd bf16 sve"
     assert instruction_set("", "arm64") == "arm64"
@@ -41,7 +41,7 @@ def test_instruction_set_names_what_kernels_are_chosen_by() -> None:
     assert instruction_set() == instruction_set()
 
 
-def test_settings_without_topology() -> None:
+def test_settings_leave_out_the_topology() -> None:
     environ = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_dump_to=/x "
         "--xla_cpu_use_xnnpack=true --xla_cpu_use_xnnpack=false --xla_gpu_autotune_level=0 --xla_b",
@@ -58,7 +58,7 @@ def test_settings_without_topology() -> None:
     assert settings("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}) == ""
 
 
-def test_the_deterministic_flag_is_set_while_there_is_time() -> None:
+def test_the_deterministic_flag_is_set_before_jax_starts() -> None:
     environ: dict[str, str] = {}
     assert ask_for_determinism(environ, started=False, plugin=True)
     assert environ == {"XLA_FLAGS": f"{FLAG}=true"}
@@ -66,13 +66,13 @@ def test_the_deterministic_flag_is_set_while_there_is_time() -> None:
     assert ask_for_determinism(environ, started=False, plugin=True)
     assert environ == {"XLA_FLAGS": f"--xla_b=1 {FLAG}=true"}
     assert ask_for_determinism(environ, started=True, plugin=True)
-    # Nothing but a CPU can start: nothing is touched.
+    # Only a CPU can start, so nothing is set.
     environ = {}
     assert ask_for_determinism(environ, started=False, plugin=False)
     assert environ == {}
 
 
-def test_a_gpu_without_the_flag_is_told_and_in_the_recipe() -> None:
+def test_a_gpu_without_the_flag_is_a_warning_and_in_the_recipe() -> None:
     late: dict[str, str] = {}
     asked = ask_for_determinism(late, started=True, plugin=True)
     assert late == {}
@@ -85,7 +85,7 @@ def test_a_gpu_without_the_flag_is_told_and_in_the_recipe() -> None:
     assert check_determinism(True, "gpu")
 
 
-def test_workspaces_of_cublas() -> None:
+def test_the_cublas_workspace_is_set_or_an_error() -> None:
     from perdure.distribute.torch.engine import fix_cublas
 
     environ: dict[str, str] = {}
@@ -93,12 +93,12 @@ def test_workspaces_of_cublas() -> None:
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     fix_cublas(environ, started=True)
     fix_cublas({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, started=True)
-    for found, started, says in [
+    for environ, started, says in [
         ({}, True, "CUDA has started with no CUBLAS_WORKSPACE_CONFIG"),
         ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, False, "with CUBLAS_WORKSPACE_CONFIG=:0:0"),
     ]:
         with pytest.raises(TopologyError) as error:
-            fix_cublas(found, started)
+            fix_cublas(environ, started)
         assert says in str(error.value)
         assert "expected :4096:8 or :16:8" in str(error.value)
 
@@ -130,7 +130,7 @@ def test_the_recipe_of_pytorch_on_a_gpu(torch_engine: Any) -> None:
     assert recipe["instruction_set"] == "Pretend H100"
     assert recipe["engine_version"] == f"torch {torch.__version__}, CUDA 13.0, cuDNN 91700"
     assert recipe["deterministic"] is True
-    assert recipe["cudnn_tf32"] is True  # as PyTorch comes
+    assert recipe["cudnn_tf32"] is True  # PyTorch's default
     assert recipe["matmul_precision"] == "highest"
 
 
@@ -142,22 +142,20 @@ def test_the_recipe_of_pytorch_on_a_gpu(torch_engine: Any) -> None:
         ("backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark = True"),
     ],
 )
-def test_pytorch_that_is_no_longer_deterministic_is_told_once(
-    torch_engine: Any, change: str, says: str
-) -> None:
+def test_nondeterministic_pytorch_warns_once(torch_engine: Any, change: str, says: str) -> None:
     import torch
 
     assert torch_engine.recipe()["deterministic"] is True
     torch_engine._check_determinism()  # no warning, which would be an error here
     exec(f"torch.{change}", {"torch": torch})
     assert torch_engine.recipe()["deterministic"] is False
-    with pytest.warns(RuntimeWarning, match="two runs may give different bits") as told:
+    with pytest.warns(RuntimeWarning, match="two runs may give different bits") as caught:
         torch_engine._check_determinism()
-    assert says in str(told[0].message)
+    assert says in str(caught[0].message)
     torch_engine._check_determinism()
 
 
-def test_a_step_notices_that_pytorch_is_no_longer_deterministic() -> None:
+def test_a_step_warns_if_pytorch_is_no_longer_deterministic() -> None:
     torch = pytest.importorskip("torch")
     from perdure.torch import MirroredStrategy
 
@@ -179,7 +177,7 @@ def test_a_step_notices_that_pytorch_is_no_longer_deterministic() -> None:
         torch.use_deterministic_algorithms(True)
 
 
-# In a process of its own: PyTorch has no way back from its newer settings to none.
+# In a new process, because PyTorch cannot unset its newer precision settings.
 PRECISIONS = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""Batches to iterate over: where they start, where they end, what a function may make them from."""
+"""Distributed datasets: where iteration starts and ends, and datasets made by a function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perdure.errors import DataError, TopologyError
 V = 3
 
 
-def strategy(devices: int = 1, replicas: int = V, seed: int = 0) -> Strategy:
+def make_strategy(devices: int = 1, replicas: int = V, seed: int = 0) -> Strategy:
     return Strategy(NumpyEngine(devices), replicas, seed=seed)
 
 
@@ -30,13 +30,13 @@ def rows(batches: Any) -> list[tuple[int | None, bytes]]:
     return [(b.step, b"".join(share.tobytes() for share, _ in b.values)) for b in batches]
 
 
-def test_for_goes_to_the_end_of_the_epoch_and_the_next_one_goes_on() -> None:
-    own = strategy()
-    every = rows(own.batch(data(), step) for step in range(8))
+def test_a_for_loop_runs_one_epoch_and_the_next_loop_the_next() -> None:
+    strategy = make_strategy()
+    every = rows(strategy.batch(data(), step) for step in range(8))
     assert [share for _, share in every[:4]] != [share for _, share in every[4:]], (
-        "epochs are shuffled anew"
+        "each epoch has its own order"
     )
-    batches = own.distribute_dataset(data())
+    batches = strategy.distribute_dataset(data())
     assert len(batches) == batches.steps_per_epoch == 4
     assert rows(batches) == every[:4]
     assert rows(batches) == every[4:]
@@ -45,56 +45,56 @@ def test_for_goes_to_the_end_of_the_epoch_and_the_next_one_goes_on() -> None:
 
 
 def test_a_resumed_loop_finishes_the_epoch_that_was_begun() -> None:
-    own = strategy()
-    every = rows(own.batch(data(), step) for step in range(8))
-    batches = own.distribute_dataset(data())
+    strategy = make_strategy()
+    every = rows(strategy.batch(data(), step) for step in range(8))
+    batches = strategy.distribute_dataset(data())
     assert rows(batches.from_step(2)) == every[2:4]
     assert rows(batches.from_step(3).take(3)) == every[3:6]
     assert batches.step == 0
     iterator = iter(batches)
-    found = rows(next(iterator) for _ in range(3))
-    assert (found, batches.step) == (every[:3], 3)
+    shares = rows(next(iterator) for _ in range(3))
+    assert (shares, batches.step) == (every[:3], 3)
 
 
 def test_the_position_is_a_member_of_a_checkpoint(tmp_path: Any) -> None:
-    own = strategy()
-    batches = own.distribute_dataset(data())
+    strategy = make_strategy()
+    batches = strategy.distribute_dataset(data())
     for batch in batches:
         if batch.step == 1:
             break
     Checkpoint(batches=batches).save(tmp_path, 2)
-    other = strategy(3).distribute_dataset(data())
+    other = make_strategy(3).distribute_dataset(data())
     Checkpoint(batches=other).restore(tmp_path)
-    assert rows(other) == rows(batches) == rows(own.batch(data(), step) for step in (2, 3))
+    assert rows(other) == rows(batches) == rows(strategy.batch(data(), step) for step in (2, 3))
 
 
-def test_it_trains() -> None:
-    own = strategy()
-    step = own.step(
+def test_a_distributed_dataset_trains_a_step() -> None:
+    strategy = make_strategy()
+    step = strategy.step(
         lambda _, batch, __: (batch[0] * batch[1]).sum(), lambda s, total: (s + total, total)
     )
     state = np.zeros(())
-    for batch in own.distribute_dataset(data()):
+    for batch in strategy.distribute_dataset(data()):
         state, _ = step(state, batch)
     assert float(state) == sum(range(20))
 
 
-def test_policies() -> None:
-    own = strategy()
-    whole = own.distribute_dataset(data(), AutoShardPolicy.OFF)
+def test_auto_shard_policies() -> None:
+    strategy = make_strategy()
+    whole = strategy.distribute_dataset(data(), AutoShardPolicy.OFF)
     expected = data().batch(0)[0].tobytes()
     assert [share.tobytes() for share, _ in next(iter(whole)).values] == [expected] * V
-    assert own.recipe(whole)["sharded"] is False
-    assert "sharded" not in own.recipe(own.distribute_dataset(data()))
-    assert own.recipe(own.distribute_dataset(data())) == own.recipe(data())
+    assert strategy.recipe(whole)["sharded"] is False
+    assert "sharded" not in strategy.recipe(strategy.distribute_dataset(data()))
+    assert strategy.recipe(strategy.distribute_dataset(data())) == strategy.recipe(data())
     with pytest.raises(DataError) as error:
-        own.distribute_dataset(data(), AutoShardPolicy.FILE)
+        strategy.distribute_dataset(data(), AutoShardPolicy.FILE)
     assert "AutoShardPolicy.FILE is refused: it deals files out to workers" in str(error.value)
     assert "Use DATA" in str(error.value)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_without_shards_a_batch_is_made_once(ahead: bool) -> None:
+def test_without_sharding_a_batch_is_made_once(ahead: bool) -> None:
     made: list[int] = []
 
     class Counting(ArrayDataset):
@@ -105,10 +105,10 @@ def test_without_shards_a_batch_is_made_once(ahead: bool) -> None:
     examples = np.arange(20)
     source: Any = Counting(examples, 6)
     with Prefetch(source, 1) if ahead else contextlib.nullcontext(source) as dataset:
-        batches = strategy().distribute_dataset(dataset, AutoShardPolicy.OFF)
+        batches = make_strategy().distribute_dataset(dataset, AutoShardPolicy.OFF)
         for batch in batches.take(4):
             first, *others = (share for share, _ in batch.values)
-            first[:] = -1  # in place, as PyTorch does: nobody else's
+            first[:] = -1  # in place, as PyTorch may do; no other replica sees it
             assert all((other >= 0).all() for other in others)
     assert sorted(set(made)) == sorted(made), "no step twice"
     assert set(made) >= set(range(4))
@@ -130,34 +130,34 @@ def stream(context: InputContext) -> Any:
 
 @pytest.mark.parametrize("make", [pipeline, stream])
 def test_a_function_makes_one_pipeline_for_each_replica(make: Any) -> None:
-    found = set()
+    results = set()
     for devices in (1, 2, 3):
-        own = strategy(devices)
+        strategy = make_strategy(devices)
         made: list[InputContext] = []
 
         def dataset_fn(context: InputContext) -> Any:
             made.append(context)  # noqa: B023
             return make(context)
 
-        batches = own.distribute_datasets_from_function(dataset_fn)
+        batches = strategy.distribute_datasets_from_function(dataset_fn)
         assert made == [InputContext(V, replica, V) for replica in range(V)]
         taken = [b.values for b in batches.take(4)]
         assert np.concatenate([np.concatenate(v) for v in taken]).tolist() == list(range(24))
-        found.add(np.concatenate(next(batches.from_step(2).take(1)).values).tobytes())
-    assert len(found) == 1
+        results.add(np.concatenate(next(batches.from_step(2).take(1)).values).tobytes())
+    assert len(results) == 1
 
 
 def test_pipelines_with_a_length_have_epochs() -> None:
-    batches = strategy().distribute_datasets_from_function(pipeline)
+    batches = make_strategy().distribute_datasets_from_function(pipeline)
     assert [batch.step for batch in batches] == [0, 1, 2, 3]
     again = list(batches)
     assert [batch.step for batch in again] == [4, 5, 6, 7]
     assert np.concatenate(again[0].values).tolist() == list(range(6))
 
 
-def test_what_a_function_may_not_make() -> None:
-    own = strategy()
-    make = own.distribute_datasets_from_function
+def test_unusable_pipelines_are_refused() -> None:
+    strategy = make_strategy()
+    make = strategy.distribute_datasets_from_function
     with pytest.raises(TopologyError) as share:
         make(lambda context: [context.get_per_replica_batch_size(20)])
     assert "a global batch of 20 does not divide into 3 logical replicas" in str(share.value)
@@ -190,24 +190,27 @@ def test_what_a_function_may_not_make() -> None:
     with pytest.raises(DataError):
         batches.from_step(-1)
     with pytest.raises(DataError) as recipe:
-        own.recipe(batches)
+        strategy.recipe(batches)
     assert 'distribute_datasets_from_function(fn, recipe={"dataset": ' in str(recipe.value)
 
 
-def test_a_function_whose_data_are_named_has_a_recipe() -> None:
-    own = strategy(seed=3)
+def test_a_function_with_a_fingerprint_has_a_recipe() -> None:
+    strategy = make_strategy(seed=3)
     named = {"dataset": "numbers", "batch_size": 6, "seed": 9}
-    batches = own.distribute_datasets_from_function(pipeline, named)
-    expected = {**own.recipe(), "dataset": "numbers", "batch_size": 6, "data_seed": 9}
-    assert own.recipe(batches) == own.recipe(batches.from_step(2)) == expected
+    batches = strategy.distribute_datasets_from_function(pipeline, named)
+    expected = {**strategy.recipe(), "dataset": "numbers", "batch_size": 6, "data_seed": 9}
+    assert strategy.recipe(batches) == strategy.recipe(batches.from_step(2)) == expected
 
 
-def test_pipelines_of_other_lengths_in_another_process() -> None:
+def test_pipelines_of_other_lengths_in_another_process_are_refused() -> None:
     class Two:
         index, count, is_chief = 0, 2, True
 
         def gather(self, data: bytes) -> list[bytes]:
-            return [data, b"9" if data.isdigit() else data]  # else it is about the recipe
+            return [
+                data,
+                b"9" if data.isdigit() else data,
+            ]  # otherwise the error is about the recipe
 
     engine: Any = NumpyEngine(1)
     engine.processes, engine.devices_per_process = Two(), (1, 1)
@@ -216,8 +219,8 @@ def test_pipelines_of_other_lengths_in_another_process() -> None:
     assert "an epoch has 4 steps in process 0 and 9 in process 1" in str(error.value)
 
 
-def test_values_from_a_function() -> None:
-    values = strategy(2).distribute_values_from_function(
+def test_distribute_values_from_function() -> None:
+    values = make_strategy(2).distribute_values_from_function(
         lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
     )
     assert values == PerReplica(((0, V), (1, V), (2, V)), (0, 1, 2))

@@ -1,4 +1,4 @@
-"""The JAX engine on one device: states of every kind, the thread pool, what is refused."""
+"""The JAX engine on one device: states of every kind, the thread pool, refusals."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def test_a_state_of_python_scalars_and_keys_becomes_arrays_that_stay() -> None:
 def test_keys_are_those_of_fold_in() -> None:
     strategy = OneDeviceStrategy(replicas=V, seed=2**33 + 5)
     key = jax.random.wrap_key_data(jnp.array([2, 5], jnp.uint32), impl="threefry2x32")
-    for replica, found in enumerate(strategy.keys(7).values):
+    for replica, actual in enumerate(strategy.keys(7).values):
         expected = jax.random.fold_in(jax.random.fold_in(key, 7), replica)
-        assert (jax.random.key_data(found) == jax.random.key_data(expected)).all()
+        assert (jax.random.key_data(actual) == jax.random.key_data(expected)).all()
     small = OneDeviceStrategy(replicas=V, seed=5).keys(0).values[0]
     expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 0), 0)
     assert (jax.random.key_data(small) == jax.random.key_data(expected)).all()
 
 
-def test_run_and_reduce() -> None:
+def test_run_and_reduce_on_jax() -> None:
     strategy = MirroredStrategy(1, V)
     values = strategy.run(lambda batch: batch[0].sum(), (strategy.batch(dataset(), 0),))
     x, _ = dataset().batch(0)
@@ -92,14 +92,14 @@ def test_run_and_reduce() -> None:
         (lambda s, _: s, "expected (state, logs) as its result, found dict"),
     ],
 )
-def test_an_update_that_changes_the_form_of_the_state(fn: Any, says: str) -> None:
+def test_an_update_that_changes_the_structure_of_the_state_is_refused(fn: Any, says: str) -> None:
     strategy = MirroredStrategy(1, V)
     with pytest.raises(StateError) as error:
         strategy.step(grad, fn)(first_state(), strategy.batch(dataset(), 0))
     assert says in str(error.value)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_states_functions_and_devices_are_refused() -> None:
     strategy = MirroredStrategy(1, V)
     batch = strategy.batch(dataset(), 0)
     with pytest.raises(StateError) as error:
@@ -124,7 +124,7 @@ def test_what_is_refused() -> None:
             MirroredStrategy(devices)
 
 
-def test_the_pool_is_pinned_before_the_start() -> None:
+def test_the_thread_pool_is_pinned_before_jax_starts() -> None:
     environ: dict[str, str] = {}
     assert pin(None, environ, started=False) == 8
     assert environ == {"PJRT_NPROC": "8"}
@@ -135,7 +135,7 @@ def test_the_pool_is_pinned_before_the_start() -> None:
     assert pin(None, {"PJRT_NPROC": "5"}, started=False) == 5
 
 
-def test_a_pool_that_is_not_what_was_asked_for() -> None:
+def test_a_thread_pool_of_another_size_is_refused() -> None:
     with pytest.raises(TopologyError) as error:
         pin(4, {"PJRT_NPROC": "8"}, started=False)
     assert "threads=4 contradicts PJRT_NPROC=8" in str(error.value)
@@ -147,14 +147,14 @@ def test_a_pool_that_is_not_what_was_asked_for() -> None:
             pin(threads, environ, started=False)
 
 
-def test_a_pool_that_nobody_pinned_is_in_the_recipe() -> None:
+def test_an_unpinned_thread_pool_is_in_the_recipe() -> None:
     with pytest.warns(RuntimeWarning, match="before the strategy was made"):
-        found = pin(None, {}, started=True)
-    assert isinstance(found, str)
-    assert found.startswith("unpinned:")
+        setting = pin(None, {}, started=True)
+    assert isinstance(setting, str)
+    assert setting.startswith("unpinned:")
 
 
-def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
+def test_weakly_typed_values_are_not_placed_on_all_devices() -> None:
     for leaf in (np.float32(1), np.ones(2), jnp.ones(2)):
         assert step_by_form._is_strong(leaf)
     weak = jnp.asarray(0.1)
@@ -163,12 +163,12 @@ def test_what_gives_way_in_promotions_is_not_placed_on_all_devices() -> None:
         assert not step_by_form._is_strong(leaf)
 
 
-def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypatch: Any) -> None:
-    compare, told = hlo.is_grad_then_update, list[bool]()
+def test_a_step_is_fused_only_if_the_fused_program_is_grad_then_update(monkeypatch: Any) -> None:
+    compare, answers = hlo.is_grad_then_update, list[bool]()
 
     def noted(*programs: Any, **between: Any) -> bool:
-        told.append(compare(*programs, **between))
-        return told[-1]
+        answers.append(compare(*programs, **between))
+        return answers[-1]
 
     def one_grad(state: Any, batch: Any, key: Any) -> Any:
         return {"s": state["w"] * batch[0].sum(), "n": jnp.float32(3)}
@@ -188,19 +188,19 @@ def test_a_step_is_one_program_only_while_the_update_stands_apart_in_it(monkeypa
     as_one = train()
     monkeypatch.setattr(proven_programs, "_kept", lambda fn, *args: fn(*args))
     apart = train()
-    assert told == [True, False]
+    assert answers == [True, False]
     assert as_one == apart
-    # What would have run without the comparison.
+    # The control: without the comparison the fused program would have run.
     monkeypatch.setattr(hlo, "is_grad_then_update", lambda *_, **__: True)
     assert train() != apart
 
 
-def test_a_smaller_last_batch_is_proven_once(monkeypatch: Any) -> None:
-    compare, told = hlo.is_grad_then_update, list[bool]()
+def test_a_smaller_last_batch_is_compared_once(monkeypatch: Any) -> None:
+    compare, answers = hlo.is_grad_then_update, list[bool]()
 
     def noted(*programs: Any, **between: Any) -> bool:
-        told.append(compare(*programs, **between))
-        return told[-1]
+        answers.append(compare(*programs, **between))
+        return answers[-1]
 
     monkeypatch.setattr(hlo, "is_grad_then_update", noted)
     strategy = OneDeviceStrategy(replicas=1)
@@ -212,11 +212,11 @@ def test_a_smaller_last_batch_is_proven_once(monkeypatch: Any) -> None:
     for number, rows in enumerate((4, 4, 3, 4, 4, 3)):
         share = {"x": np.ones(rows, np.float32)}
         state, _ = step(state, PerReplica((share,), strategy.local_replicas, number))
-    assert told == [True, True]
+    assert answers == [True, True]
 
 
 @pytest.mark.parametrize("text", ["", "ENTRY %e (p: f32[]) -> f32[] {\n  a = b(%z)\n}"])
-def test_a_program_that_is_printed_otherwise_is_like_no_other(text: str) -> None:
+def test_an_unreadable_program_equals_no_other(text: str) -> None:
     class Program:
         def as_text(self) -> str:
             return text
@@ -226,7 +226,7 @@ def test_a_program_that_is_printed_otherwise_is_like_no_other(text: str) -> None
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_with_disable_jit_the_functions_see_values(replicas: int) -> None:
+def test_under_disable_jit_the_functions_see_values(replicas: int) -> None:
     strategy = MirroredStrategy(1, replicas)
     seen: list[float] = []
 
@@ -241,7 +241,7 @@ def test_with_disable_jit_the_functions_see_values(replicas: int) -> None:
     assert float(state) == sum(seen)
 
 
-def test_a_function_that_only_one_device_takes_runs_on_it() -> None:
+def test_a_function_over_a_mesh_of_one_device_runs() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("own",))
     spec = jax.sharding.PartitionSpec()
 
@@ -262,8 +262,8 @@ def test_many_steps_are_the_steps_one_by_one() -> None:
     train_step, batches = strategy.step(grad, update), [strategy.batch(data, n) for n in range(3)]
     alone, logs = first_state(), []
     for batch in batches:
-        alone, own = train_step(alone, batch)
-        logs.append(own["n"])
+        alone, step_logs = train_step(alone, batch)
+        logs.append(step_logs["n"])
     together, stacked = train_step.many(first_state(), batches)
     assert np.asarray(alone["w"]).tobytes() == np.asarray(together["w"]).tobytes()
-    assert stacked["n"].tolist() == [float(each) for each in logs]
+    assert stacked["n"].tolist() == [float(number) for number in logs]

@@ -1,6 +1,6 @@
-"""A strategy computes the user's functions as they are written: 200 generated ones against plain `jit`.
+"""A strategy computes the user's functions as written: 200 random ones compared with plain `jit`.
 
-The functions are generated_functions.py's; the settings around them are those that change how values
+generated_functions.py makes the functions; the settings around them change how values
 are printed, promoted, multiplied or drawn.
 """
 
@@ -62,7 +62,7 @@ def plain(fn: generated.Fn) -> Any:
 
 
 def by_strategy(fn: generated.Fn, grad: Callable[..., Any] | None = None) -> Any:
-    """The same as the logs of a step; its update is a function of the generator's too."""
+    """The same values as the logs of a step."""
     strategy = OneDeviceStrategy(replicas=1, seed=SEED)
     step = strategy.step(grad or fn, lambda state, total: (state, total))
     batch = PerReplica((generated.share(),), strategy.local_replicas, STEP)
@@ -76,17 +76,17 @@ def test_200_functions_give_the_bits_of_plain_jit(group: int) -> None:
         fn = generated.together(generated.functions(IN_A_GROUP, group))
         expected = generated.as_bytes(plain(fn))
         if SETTINGS[group]:
-            found = grad_program(ReplicaFunction(fn, 1, "grad"))(
+            actual = grad_program(ReplicaFunction(fn, 1, "grad"))(
                 generated.state(), generated.share(), words(SEED), np.uint32(STEP), np.uint32(0)
             )
-        else:  # a whole step, whose programs are compared and made one
-            found = by_strategy(fn)
-        assert generated.as_bytes(found) == expected
+        else:  # a whole step, whose programs are compared and fused
+            actual = by_strategy(fn)
+        assert generated.as_bytes(actual) == expected
     assert len(expected) > 2 * IN_A_GROUP
 
 
 def merged_by_text(fn: generated.Fn) -> generated.Fn:
-    """`fn` with operations merged whose operands print alike: what perdure once did to every `grad`."""
+    """`fn` with operations merged if their operands print alike, which perdure once did by mistake."""
 
     def merged(*args: Any) -> Any:
         closed, form = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -108,8 +108,8 @@ def merged_by_text(fn: generated.Fn) -> generated.Fn:
             if key not in known:
                 operands = [read(atom) for atom in equation.invars]
                 with equation.ctx.manager:
-                    found = equation.primitive.bind(*functions, *operands, **params)
-                known[key] = found if equation.primitive.multiple_results else [found]
+                    output = equation.primitive.bind(*functions, *operands, **params)
+                known[key] = output if equation.primitive.multiple_results else [output]
             values |= dict(zip(equation.outvars, known[key], strict=True))
         results = [read(atom) for atom in closed.jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(form), results)
@@ -122,14 +122,14 @@ def test_negative_control_constants_merged_by_their_text_are_caught(hostile: boo
     fn = generated.together(generated.functions(10, 0))
     with under({}) if hostile else contextlib.nullcontext():
         expected = generated.as_bytes(plain(fn))
-        found = generated.as_bytes(by_strategy(fn, merged_by_text(fn)))
-    assert [one[:3] for one in found] == [one[:3] for one in expected]
-    assert found != expected
+        actual = generated.as_bytes(by_strategy(fn, merged_by_text(fn)))
+    assert [one[:3] for one in actual] == [one[:3] for one in expected]
+    assert actual != expected
 
 
 @pytest.mark.parametrize("hostile", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_two_moving_averages_stay_two(replicas: int, hostile: bool) -> None:
+def test_two_moving_averages_are_not_merged(replicas: int, hostile: bool) -> None:
     """Decays of 0.001 and 0.0001 print alike with two digits, 0.000123456 and ...459 always do."""
     decays = (0.001, 0.0001, 0.000123456, 0.000123459)
 
@@ -151,7 +151,7 @@ def test_two_moving_averages_stay_two(replicas: int, hostile: bool) -> None:
     assert len({float(value) for value in state}) == len(decays)
 
 
-def test_effects_happen_as_often_as_they_are_written() -> None:
+def test_effects_happen_as_often_as_written() -> None:
     seen: list[float] = []
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -171,7 +171,7 @@ def test_effects_happen_as_often_as_they_are_written() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """Equal, with equal hashes, for 0.0 and -0.0 and for 1 and True."""
+    """A function object that is equal, with an equal hash, for 0.0 and -0.0 and for 1 and True."""
 
     value: Any
 
@@ -179,9 +179,9 @@ class Inverse:
         return {"x": 1 / (batch["x"][0, 0] ** 2 * self.value)}
 
 
-def test_functions_that_are_equal_are_not_taken_for_each_other() -> None:
+def test_equal_function_objects_are_not_confused() -> None:
     assert Inverse(0.0) == Inverse(-0.0)
-    found = []
+    results = []
     for value in (0.0, -0.0):
         strategy = OneDeviceStrategy(replicas=2)
 
@@ -190,15 +190,15 @@ def test_functions_that_are_equal_are_not_taken_for_each_other() -> None:
 
         shares = PerReplica((generated.share(0), generated.share(1)), (0, 1), 0)
         fn = Inverse(np.float32(value))
-        found.append(float(strategy.step(fn, update)(jnp.zeros(()), shares)[1]["x"]))
+        results.append(float(strategy.step(fn, update)(jnp.zeros(()), shares)[1]["x"]))
     expected = [
         float(jax.jit(Inverse(np.float32(v)))(0, generated.share(), 0)["x"]) for v in (0.0, -0.0)
     ]
-    assert found == expected
-    assert len(set(found)) == 2
+    assert results == expected
+    assert len(set(results)) == 2
 
 
-def test_a_setting_that_changes_between_two_steps_counts() -> None:
+def test_a_setting_that_changes_between_two_steps_takes_effect() -> None:
     def grad(state: Any, batch: Any, key: Any) -> Any:
         return {"x": (batch["x"] * batch["x"][0]).sum()}
 
@@ -218,17 +218,17 @@ def compiled(table: Any, scope: str = "a") -> Any:
     return jax.jit(fn).lower(jnp.ones(len(table))).compile()
 
 
-def test_large_constants_count_where_programs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_constants_are_part_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = generated._tables(np.random.default_rng(0), 40)
     assert "constant({...})" in compiled(one).as_text(), "XLA prints it whole"
     assert hlo.same_program(compiled(one), compiled(one))
     assert not hlo.same_program(compiled(one), compiled(other))
-    # An XLA that cannot print them gives no proof.
+    # If XLA cannot print the constants, nothing is fused.
     monkeypatch.setattr("importlib.import_module", lambda _: jax)
     assert not hlo.same_program(compiled(one), compiled(one))
 
 
-def test_names_of_scopes_hide_nothing_of_a_program() -> None:
+def test_named_scopes_hide_no_operation_from_the_comparison() -> None:
     for scope in ('"', '\\"', 'a"}, metadata={op_name="', "}\n", "%param_0.1 constant(3)"):
         one, other = np.full(4, 0.1, np.float32), np.full(4, 0.2, np.float32)
         assert hlo.same_program(compiled(one, scope), compiled(one))

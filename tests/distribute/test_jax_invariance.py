@@ -1,4 +1,4 @@
-"""JAX: one digest over devices and processes, and controls that show that it could differ."""
+"""JAX: one digest on any devices and processes, and controls that show that it could differ."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def pair() -> Any:
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_one_process_any_devices(alone: Any, devices: int) -> None:
+def test_one_process_with_any_devices(alone: Any, devices: int) -> None:
     assert alone[str(devices)] == alone["1"]
 
 
-def test_models_are_not_all_alike(alone: Any) -> None:
+def test_different_models_have_different_digests(alone: Any) -> None:
     assert len({alone["1"][model] for model in MODELS}) == len(MODELS)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes(alone: Any, pair: Any, devices: int) -> None:
+def test_two_processes_have_the_digest_of_one(alone: Any, pair: Any, devices: int) -> None:
     for process in pair:
         assert process[str(devices)] == alone["1"]
 
@@ -50,23 +50,23 @@ def test_topology_may_change_between_steps(alone: Any) -> None:
     assert alone["in parts"] == alone["1"]["cnn"]
 
 
-def test_recipe_does_not_know_the_topology(alone: Any, pair: Any) -> None:
+def test_the_recipe_leaves_out_the_topology(alone: Any, pair: Any) -> None:
     assert pair[0]["recipe"] == pair[1]["recipe"] == alone["recipe"]
 
 
 @pytest.mark.parametrize("control", ["psum", "rng by device", "strided rows"])
-def test_negative_control_differs(alone: Any, control: str) -> None:
+def test_negative_controls_depend_on_the_topology(alone: Any, control: str) -> None:
     digests = {alone[f"controls {devices}"][control] for devices in (1, 2, 4)}
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize("control", ["rng by device", "strided rows"])
-def test_negative_control_agrees_where_its_guard_is_not_needed(alone: Any, control: str) -> None:
-    # On one device these controls are the real thing, so what differs above is the guard alone.
+def test_negative_controls_on_one_device_are_the_real_thing(alone: Any, control: str) -> None:
+    # So only the missing guard makes the difference above.
     assert alone["controls 1"][control] == alone["1"]["cnn"]
 
 
-def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
+def test_a_lost_worker_is_reported_and_nothing_hangs() -> None:
     survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3")
     assert victim[0] == -9, "the fault did not fire"
     assert survivor[0] == 0, survivor[2][-4000:]
@@ -74,15 +74,15 @@ def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
     assert "restart the whole group from the last checkpoint" in survivor[1]["lost"]
 
 
-def test_all_devices_together_only_where_the_compiled_programs_are_the_same(alone: Any) -> None:
-    found = alone["by comparison"]
-    # grad and update, on 2 and on 8 devices.
-    assert found["tiny"]["compared"] == [1, [True] * 4]
-    assert found["tiny"]["not compared"] == [1, []]
-    assert found["attention"]["compared"] == [1, [False, False]]
+def test_devices_run_together_only_if_the_compiled_programs_are_equal(alone: Any) -> None:
+    models = alone["by comparison"]
+    # `grad` and `update`, on 2 and on 8 devices.
+    assert models["tiny"]["compared"] == [1, [True] * 4]
+    assert models["tiny"]["not compared"] == [1, []]
+    assert models["attention"]["compared"] == [1, [False, False]]
 
 
-def test_negative_control_without_the_comparison_bits_differ(alone: Any) -> None:
+def test_control_without_the_comparison_the_bits_differ(alone: Any) -> None:
     digests, _ = alone["by comparison"]["attention"]["not compared"]
     assert digests > 1
 

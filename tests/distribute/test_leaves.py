@@ -1,4 +1,4 @@
-"""Leaves that a strategy takes bit for bit, and those that it refuses by path."""
+"""Leaves that a strategy carries bit for bit, and leaves that it refuses by path."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from perdure.torch import MirroredStrategy
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def report() -> Any:
     (out,) = group.results(
         "leaves_worker.py", 1, env={"JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "8"}
     )
     return out
 
 
-def test_elements_that_share_a_byte_on_1_2_and_8_devices(found: Any) -> None:
-    assert found["1"] == found["2"] == found["8"]
-    assert found["1"][0] != found["1"][1]
-    assert all(found["round trip"])
+def test_elements_that_share_a_byte_on_1_2_and_8_devices(report: Any) -> None:
+    assert report["1"] == report["2"] == report["8"]
+    assert report["1"][0] != report["1"][1]
+    assert all(report["round trip"])
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_what_a_strategy_on_jax_refuses_by_path(found: Any, devices: int) -> None:
-    assert found[f"keys {devices}"].startswith(
+def test_a_strategy_on_jax_refuses_sharded_leaves_and_added_keys_by_path(
+    report: Any, devices: int
+) -> None:
+    assert report[f"keys {devices}"].startswith(
         "a/k: values of the replicas are added, and random keys"
     )
-    sharded = found[f"sharded {devices}"]
+    sharded = report[f"sharded {devices}"]
     assert sharded.startswith("net/kernel: float32[8, 2] is sharded (NamedSharding")
     assert "every device holds the whole state" in sharded
-    assert found[f"whole {devices}"] == "nothing"
+    assert report[f"whole {devices}"] == "nothing"
 
 
 def test_keys_in_reduce_are_refused_by_path() -> None:
@@ -57,7 +59,7 @@ def test_keys_in_reduce_are_refused_by_path() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of one process; a DTensor with Shard is sharded all the same."""
+    """A mesh of one process, on which a DTensor with `Shard` still counts as sharded."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

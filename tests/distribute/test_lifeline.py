@@ -1,4 +1,4 @@
-"""A process of a group that is gone is reported to the others, however it ended."""
+"""A process of a group that ended is reported to the others, however it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.stdin.read()
 
 
 class Board:
-    """Where process 0 writes its address."""
+    """The key-value store in which process 0 writes its address."""
 
     def __init__(self) -> None:
         self.address: bytes | None = None
@@ -74,7 +74,7 @@ def test_a_killed_process_is_reported_to_all() -> None:
         chief.stop()
 
 
-def test_process_0_is_reported_too_and_who_comes_late_hears_of_all() -> None:
+def test_process_0_is_reported_and_late_processes_hear_of_all_losses() -> None:
     board = Board()
     chief, chief_gone = made(0, board)
     first, first_gone = made(1, board)
@@ -95,7 +95,7 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     board = Board()
     chief, _ = made(0, board)
     other, gone = made(1, board)
-    other.leaving()  # only process 0 has anything to say
+    other.leaving()  # only process 0 sends messages
     assert gone.empty()
     chief.leaving()
     late, late_gone = made(2, board)
@@ -106,7 +106,7 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     chief.stop()
 
 
-def test_a_process_that_looked_too_early_is_reported() -> None:
+def test_a_process_that_starts_before_process_0_is_reported() -> None:
     board = Board()
     early, _ = made(1, board)  # process 0 does not listen yet
     chief, chief_gone = made(0, board)
@@ -115,8 +115,8 @@ def test_a_process_that_looked_too_early_is_reported() -> None:
     chief.stop()
 
 
-def test_who_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a process that ends right after its first exchange would be waited for."""
+def test_a_process_that_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the others would wait for a process that ends right after its first exchange."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from perdure.distribute.torch import group
@@ -140,15 +140,15 @@ def test_who_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) ->
     chief.stop()
 
 
-def test_strangers_are_no_processes() -> None:
+def test_other_connections_are_ignored() -> None:
     board = Board()
     chief, gone = made(0, board)
     member, _ = made(1, board)
     assert board.address is not None
     port = int(board.address.split(b":")[1].split(b",")[0])
-    for said in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
+    for message in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(message)
     member.stop()
     assert gone.get(timeout=LIMIT_S) == 1
     assert gone.empty()
@@ -162,7 +162,7 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
     member, _ = made(1, board)
     read, write = os.pipe()
     child = os.fork()
-    if child == 0:  # as a worker of a data loader, it outlives its parent
+    if child == 0:  # like a worker of a data loader, it outlives its parent
         os.close(write)
         os.read(read, 1)
         os._exit(0)
@@ -177,7 +177,7 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "how", "victim"),
+    ("origin", "how", "victim"),
     [
         ("made", "kill", "1"),
         ("made", "raise", "0"),
@@ -185,16 +185,16 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
         ("joined", "raise", "1"),
     ],
 )
-def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim: str) -> None:
-    """The time limit of an operation is 600 s, so that `launch` would fail before."""
-    ended = launch("lost_worker.py", 2, "--group", own, "--how", how, "--victim", victim)
+def test_a_wait_for_a_lost_torch_process_ends(origin: str, how: str, victim: str) -> None:
+    """`launch` has a shorter limit than the 600 s of an operation, so a wait would fail the test."""
+    ended = launch("lost_worker.py", 2, "--group", origin, "--how", how, "--victim", victim)
     _, answer, err = ended[1 - int(victim)]
     assert answer is not None, err
     assert answer["error"] == "WorkerLostError"
     assert "Save nothing" in answer["text"]
 
 
-def test_a_time_limit_says_who_did_not_come() -> None:
+def test_a_timeout_names_the_missing_process() -> None:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from perdure.distribute.torch import group

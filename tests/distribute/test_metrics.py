@@ -1,4 +1,4 @@
-"""Metrics: figures worked by hand, bits on every topology and engine, and exact restores."""
+"""Metrics: results worked out by hand, equal bits on every topology and engine, exact restores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def array(request: Any) -> Any:
     return ARRAYS[request.param]
 
 
-def strategy(devices: int = 1, replicas: int = V) -> Strategy:
+def make_strategy(devices: int = 1, replicas: int = V) -> Strategy:
     return Strategy(NumpyEngine(devices), replicas)
 
 
@@ -76,36 +76,36 @@ def test_a_sum_keeps_what_float32_loses(array: Any) -> None:
 def test_accumulators_have_the_same_bits_on_every_engine(dtype: str) -> None:
     rng = np.random.default_rng(0)
     steps = [(rng.normal(size=4) * 1e6).astype(dtype) for _ in range(200)]
-    found = set()
+    totals = set()
     compiled = jax.jit(accumulators.add)
     for add, array in [
         (accumulators.add, np.asarray),
         (accumulators.add, torch.as_tensor),
         (compiled, jnp.asarray),
     ]:
-        own: Any = accumulators.zeros((4,), dtype)
+        total: Any = accumulators.zeros((4,), dtype)
         for step in steps:
-            own = add(own, array(step))
-        assert str(own.dtype).endswith(dtype)
-        found.add(np.asarray(own).tobytes())
-    assert len(found) == 1
+            total = add(total, array(step))
+        assert str(total.dtype).endswith(dtype)
+        totals.add(np.asarray(total).tobytes())
+    assert len(totals) == 1
 
 
 # ---------------------------------------------------------------- figures
 
 
-def test_means_and_sums(array: Any) -> None:
+def test_mean_and_sum(array: Any) -> None:
     assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0])) == 4.0
     weights = array([1.0, 1.0, 0.0, 0.5])
     assert once(metrics.Mean(), array([1.0, 3.0, 5.0, 7.0]), weights) == 7.5 / 2.5
     assert once(metrics.Mean(), array([[1.0, 3.0], [5.0, 7.0]]), array([1.0, 0.0])) == 2.0
     assert np.isnan(metrics.Mean().result())
     assert once(metrics.Sum(), array([0.5, 0.25])) == 0.75
-    found = once(metrics.Sum(integer=True), array([2, 5]))
-    assert (found, found.dtype) == (7, np.int64)
+    total = once(metrics.Sum(integer=True), array([2, 5]))
+    assert (total, total.dtype) == (7, np.int64)
 
 
-def test_accuracies(array: Any) -> None:
+def test_accuracy(array: Any) -> None:
     scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [0.4, 0.4, 0.2]])
     labels, mask = array([1, 2, 2, 0]), array([1.0, 1.0, 0.0, 1.0])
     one_hot = array(np.eye(3)[[1, 2, 2, 0]])
@@ -121,18 +121,20 @@ def test_accuracies(array: Any) -> None:
     assert once(metrics.BinaryAccuracy(), truth.reshape(2, 2), guess.reshape(2, 2)) == 0.75
 
 
-def test_top_k(array: Any) -> None:
+def test_top_k_accuracy(array: Any) -> None:
     scores = array([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [np.nan, 0.4, 0.2]])
     labels = array([0, 2, 0, 0])
-    found = [once(metrics.SparseTopKCategoricalAccuracy(k=k), labels, scores) for k in (1, 2, 3)]
-    # Of equal scores all are in; a score of NaN never is.
-    assert found == [0.0, 0.5, 0.75]
+    accuracies = [
+        once(metrics.SparseTopKCategoricalAccuracy(k=k), labels, scores) for k in (1, 2, 3)
+    ]
+    # Of equal scores all count as in the top k; a NaN never does.
+    assert accuracies == [0.0, 0.5, 0.75]
     one_hot = array(np.eye(3)[[0, 2, 0, 0]])
     assert once(metrics.TopKCategoricalAccuracy(k=2), one_hot, scores) == 0.5
     assert once(metrics.SparseTopKCategoricalAccuracy(k=2), array([9, -1]), scores[:2]) == 0.0
 
 
-def test_confusion(array: Any) -> None:
+def test_confusion_matrix(array: Any) -> None:
     labels, guess = array([0, 1, 2, 2, 2]), array([0, 2, 2, 2, 0])
     matrix = once(metrics.ConfusionMatrix(3), labels, guess)
     assert matrix.tolist() == [[1, 0, 0], [0, 0, 1], [1, 0, 2]]
@@ -148,7 +150,7 @@ def test_confusion(array: Any) -> None:
     assert "4 labels or predictions were outside of 0 to 1" in str(error.value)
 
 
-def test_auc_by_hand(array: Any) -> None:
+def test_auc_worked_by_hand(array: Any) -> None:
     """The example of keras.metrics.AUC: thresholds -e, 0.5, 1 + e."""
     labels, guess = array([0, 0, 1, 1]), array([0.0, 0.5, 0.3, 0.9])
     # above each threshold: tp [2, 1, 0], fp [2, 0, 0]
@@ -167,44 +169,44 @@ def test_auc_has_the_counts_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = rng.integers(0, 2, 500)
     guess = np.clip(rng.normal(0.4 + 0.2 * labels, 0.2), 0, 1).astype(np.float32)
     for curve in ("ROC", "PR"):
-        own, theirs = metrics.AUC(curve=curve), keras.metrics.AUC(curve=curve)
-        found = once(own, labels, guess)
+        metric, theirs = metrics.AUC(curve=curve), keras.metrics.AUC(curve=curve)
+        area = once(metric, labels, guess)
         theirs.update_state(labels, guess)
-        read = {name: accumulators.read(a) for name, a in own.state_dict().items()}
+        read = {name: accumulators.read(a) for name, a in metric.state_dict().items()}
         for name in ("true_positives", "false_positives"):
             expected = np.asarray(getattr(theirs, name).value)
             assert read[name].tolist() == expected.astype(int).tolist()
-        # Keras integrates in float32, so that only its first digits can agree.
-        assert round(found, 5) == round(float(theirs.result()), 5)
+        # Keras integrates in float32, so only its first digits can agree.
+        assert round(area, 5) == round(float(theirs.result()), 5)
 
 
 def test_auc_is_the_sum_of_trapezoids() -> None:
     rng = np.random.default_rng(2)
     labels = rng.integers(0, 2, 64)
     guess = rng.integers(0, 65, 64) / 64  # none of them on a threshold but 0 and 1
-    own = metrics.AUC(num_thresholds=8)
+    metric = metrics.AUC(num_thresholds=8)
     exact = Fraction(0)
     rates = []
-    for threshold in own.thresholds:
+    for threshold in metric.thresholds:
         above = guess.astype(np.float32) > threshold
         rates.append(
             [Fraction(int((above & (labels == y)).sum()), int((labels == y).sum())) for y in (0, 1)]
         )
     for (x, y), (next_x, next_y) in itertools.pairwise(rates):
         exact += (x - next_x) * (y + next_y) / 2
-    assert once(own, labels, guess) == float(exact)
+    assert once(metric, labels, guess) == float(exact)
 
 
-def test_auc_of_fine_bins_is_that_of_scikit_learn() -> None:
+def test_auc_with_fine_bins_equals_scikit_learn() -> None:
     sklearn = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(3)
-    # Each in a bin of its own, and as many of each kind as make every rate exact.
+    # Each guess has its own bin, and 128 of each label make every rate exact.
     labels, guess = np.repeat([0, 1], 128), (rng.permutation(256) + 0.5) / 256
     expected = sklearn.roc_auc_score(labels, guess)
     assert once(metrics.AUC(num_thresholds=257), labels, guess) == expected
 
 
-def test_what_a_metric_says_of_its_arguments() -> None:
+def test_bad_arguments_of_a_metric_are_refused() -> None:
     scores = np.eye(3)
     for metric, args, says in [
         (metrics.SparseCategoricalAccuracy(), (np.zeros(2, int), scores), "labels have the shape"),
@@ -253,16 +255,16 @@ def all_metrics() -> dict[str, Any]:
     }
 
 
-def contributions(own: dict[str, Any], batch: Any, scores: Any) -> dict[str, Any]:
+def contributions(by_name: dict[str, Any], batch: Any, scores: Any) -> dict[str, Any]:
     """For the functional style; `update` below does the same with objects."""
     y, w = batch["y"], batch["weight"]
     return {
-        "mean": own["mean"].contribution(scores[:, 0], w),
-        "seen": own["seen"].contribution(w != 0),
-        "accuracy": own["accuracy"].contribution(y, scores, w),
-        "top": own["top"].contribution(y, scores, w),
-        "matrix": own["matrix"].contribution(y, scores, w),
-        "auc": own["auc"].contribution(y == 1, scores[:, 1], w),
+        "mean": by_name["mean"].contribution(scores[:, 0], w),
+        "seen": by_name["seen"].contribution(w != 0),
+        "accuracy": by_name["accuracy"].contribution(y, scores, w),
+        "top": by_name["top"].contribution(y, scores, w),
+        "matrix": by_name["matrix"].contribution(y, scores, w),
+        "auc": by_name["auc"].contribution(y == 1, scores[:, 1], w),
     }
 
 
@@ -272,66 +274,72 @@ def dataset() -> ArrayDataset:
     return ArrayDataset({"x": x, "y": rng.integers(0, 4, 100).astype(np.int32)}, 12)
 
 
-def by_objects(own: Strategy, steps: Any, found: dict[str, Any] | None = None) -> dict[str, Any]:
-    with own.scope():
-        found = all_metrics() if found is None else found
+def by_objects(
+    strategy: Strategy, steps: Any, by_name: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    with strategy.scope():
+        by_name = all_metrics() if by_name is None else by_name
 
     def fn(batch: Any) -> None:
         y, x, w = batch["y"], batch["x"], batch["weight"]
-        found["mean"].update_state(x[:, 0], w)
-        found["seen"].update_state(w != 0)
+        by_name["mean"].update_state(x[:, 0], w)
+        by_name["seen"].update_state(w != 0)
         for name in ("accuracy", "top", "matrix"):
-            found[name].update_state(y, x, w)
-        found["auc"].update_state(y == 1, x[:, 1], w)
+            by_name[name].update_state(y, x, w)
+        by_name["auc"].update_state(y == 1, x[:, 1], w)
 
     for step in steps:
-        own.run(fn, (own.batch(dataset(), step),))
-    return found
+        strategy.run(fn, (strategy.batch(dataset(), step),))
+    return by_name
 
 
-def digest(found: dict[str, Any]) -> dict[str, str]:
-    return {name: _hex(metric.state_dict()) for name, metric in found.items()}
+def digest(by_name: dict[str, Any]) -> dict[str, str]:
+    return {name: _hex(metric.state_dict()) for name, metric in by_name.items()}
 
 
 def _hex(state: dict[str, Any]) -> str:
     return ",".join(f"{key}:{np.asarray(state[key]).tobytes().hex()}" for key in sorted(state))
 
 
-def test_objects_have_the_same_bits_on_any_devices() -> None:
-    found = [by_objects(strategy(devices, 6), range(9)) for devices in (1, 2, 5, 6)]
-    assert len({json.dumps(digest(one)) for one in found}) == 1
-    results = {name: metric.result() for name, metric in found[0].items()}
+def test_metric_objects_have_the_same_bits_on_any_devices() -> None:
+    runs = [by_objects(make_strategy(devices, 6), range(9)) for devices in (1, 2, 5, 6)]
+    assert len({json.dumps(digest(one)) for one in runs}) == 1
+    results = {name: metric.result() for name, metric in runs[0].items()}
     assert results["seen"] == 100
     assert int(results["matrix"].sum()) == 100
     assert results["accuracy"] == np.trace(results["matrix"]) / 100
     # The updates of many runs may wait for their tree together.
-    assert digest(by_objects(strategy(1, 6), range(90))) == digest(
-        by_objects(strategy(4, 6), range(90))
+    assert digest(by_objects(make_strategy(1, 6), range(90))) == digest(
+        by_objects(make_strategy(4, 6), range(90))
     )
 
 
-def test_reading_in_between_changes_nothing() -> None:
-    own = strategy(2, 6)
-    found = by_objects(own, range(4))
-    before = [metric.result() for metric in found.values()]
+def test_reading_a_result_changes_nothing() -> None:
+    strategy = make_strategy(2, 6)
+    by_name = by_objects(strategy, range(4))
+    before = [metric.result() for metric in by_name.values()]
     assert len(before) == 6
-    assert digest(by_objects(own, range(4, 9), found)) == digest(by_objects(own, range(9)))
+    assert digest(by_objects(strategy, range(4, 9), by_name)) == digest(
+        by_objects(strategy, range(9))
+    )
 
 
-def test_seven_restores_as_seven(tmp_path: Any) -> None:
-    """A counter of 7 on 3 replicas: a mean over replicas, in integers, would make 6 of it."""
-    own = strategy(replicas=3)
-    assert 7 // own.num_replicas_in_sync * own.num_replicas_in_sync == 6, "negative control"
-    with own.scope():
+def test_a_counter_of_seven_restores_as_seven_on_any_replicas(tmp_path: Any) -> None:
+    """On 3 replicas, an integer mean over replicas would turn a counter of 7 into 6."""
+    strategy = make_strategy(replicas=3)
+    assert 7 // strategy.num_replicas_in_sync * strategy.num_replicas_in_sync == 6, (
+        "negative control"
+    )
+    with strategy.scope():
         seen = metrics.Sum("seen", integer=True)
-        counts = own.distribute_values_from_function(
+        counts = strategy.distribute_values_from_function(
             lambda context: np.array([3, 2, 2][context.replica_id_in_sync_group])
         )
-        own.run(seen.update_state, (counts,))
+        strategy.run(seen.update_state, (counts,))
     assert seen.result() == 7
     perdure.Checkpoint(seen=seen).save(tmp_path, 1)
     for replicas in (1, 2, 3, 5):
-        with strategy(replicas=replicas).scope():
+        with make_strategy(replicas=replicas).scope():
             again = metrics.Sum("seen", integer=True)
         perdure.Checkpoint(seen=again).restore(tmp_path)
         assert again.result() == 7
@@ -340,20 +348,20 @@ def test_seven_restores_as_seven(tmp_path: Any) -> None:
     assert alone.result() == 7
 
 
-def test_interrupted_and_moved_is_the_same(tmp_path: Any) -> None:
-    whole = by_objects(strategy(1, 6), range(9))
-    perdure.Checkpoint(**by_objects(strategy(4, 6), range(5))).save(tmp_path, 5)
-    other = strategy(3, 6)
+def test_metrics_resume_on_another_topology_with_the_same_bits(tmp_path: Any) -> None:
+    whole = by_objects(make_strategy(1, 6), range(9))
+    perdure.Checkpoint(**by_objects(make_strategy(4, 6), range(5))).save(tmp_path, 5)
+    other = make_strategy(3, 6)
     with other.scope():
-        found = all_metrics()
-    perdure.Checkpoint(**found).restore(tmp_path)
-    assert digest(by_objects(other, range(5, 9), found)) == digest(whole)
-    for metric in found.values():
+        by_name = all_metrics()
+    perdure.Checkpoint(**by_name).restore(tmp_path)
+    assert digest(by_objects(other, range(5, 9), by_name)) == digest(whole)
+    for metric in by_name.values():
         metric.reset_state()
-    assert digest(found) == digest(all_metrics())
+    assert digest(by_name) == digest(all_metrics())
 
 
-def functional(own: Strategy, steps: Any, wrap: Any) -> dict[str, Any]:
+def functional(strategy: Strategy, steps: Any, wrap: Any) -> dict[str, Any]:
     mine = all_metrics()
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -364,47 +372,50 @@ def functional(own: Strategy, steps: Any, wrap: Any) -> dict[str, Any]:
         return new, {"accuracy": mine["accuracy"].result(new["accuracy"])}
 
     state: Any = {name: metric.init() for name, metric in mine.items()}
-    train_step, logs = own.step(grad, update), {}
+    train_step, logs = strategy.step(grad, update), {}
     for step in steps:
-        state, logs = train_step(state, own.batch(dataset(), step))
-    found = {name: _hex({k: np.asarray(v) for k, v in s.items()}) for name, s in state.items()}
+        state, logs = train_step(state, strategy.batch(dataset(), step))
+    digests = {name: _hex({k: np.asarray(v) for k, v in s.items()}) for name, s in state.items()}
     assert round(float(logs["accuracy"]), 6) == round(mine["accuracy"].result(state["accuracy"]), 6)
-    return found
+    return digests
 
 
 def test_both_styles_and_all_engines_have_the_same_counts() -> None:
     """The order of a sum within one share is each framework's own; counts have no order."""
-    objects = digest(by_objects(strategy(2, 6), range(9)))
-    for own, wrap in [
-        (strategy(3, 6), np.asarray),
+    objects = digest(by_objects(make_strategy(2, 6), range(9)))
+    for strategy, wrap in [
+        (make_strategy(3, 6), np.asarray),
         (JaxStrategy(replicas=6), jnp.asarray),
         (TorchStrategy(replicas=6), torch.as_tensor),
     ]:
-        found = functional(own, range(9), wrap)
-        assert found.keys() == objects.keys()
-        for name in found.keys() - {"mean"}:
-            assert found[name] == objects[name], name
+        digests = functional(strategy, range(9), wrap)
+        assert digests.keys() == objects.keys()
+        for name in digests.keys() - {"mean"}:
+            assert digests[name] == objects[name], name
 
 
 @pytest.mark.parametrize("make", [JaxStrategy, TorchStrategy])
-def test_objects_on_the_engines(make: Any) -> None:
-    expected = digest(by_objects(strategy(1, 6), range(3)))
-    found = digest(by_objects(make(replicas=6), range(3)))
-    assert found.keys() == expected.keys()
-    for name in found.keys() - {"mean"}:
-        assert found[name] == expected[name], name
+def test_metric_objects_have_the_same_counts_on_the_engines(make: Any) -> None:
+    expected = digest(by_objects(make_strategy(1, 6), range(3)))
+    digests = digest(by_objects(make(replicas=6), range(3)))
+    assert digests.keys() == expected.keys()
+    for name in digests.keys() - {"mean"}:
+        assert digests[name] == expected[name], name
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_a_metric_outside_of_its_scope() -> None:
-    own, other = strategy(), strategy()
-    with own.scope():
+def test_a_metric_outside_its_scope_is_refused() -> None:
+    strategy, other = make_strategy(), make_strategy()
+    with strategy.scope():
         inside = metrics.Mean("loss")
     outside = metrics.Mean("loss")
     for call, says in [
-        (lambda: own.run(outside.update_state, (1.0,)), "was made outside of the scope of the"),
+        (
+            lambda: strategy.run(outside.update_state, (1.0,)),
+            "was made outside of the scope of the",
+        ),
         (lambda: other.run(inside.update_state, (1.0,)), "the scope of another strategy than the"),
         (lambda: inside.update_state(1.0), "is updated outside of its scope; call update_state in"),
     ]:
@@ -412,15 +423,15 @@ def test_a_metric_outside_of_its_scope() -> None:
             call()
         assert str(error.value).startswith('Mean "loss"')
         assert says in str(error.value)
-    with own.scope():
+    with strategy.scope():
         inside.update_state(2.0)
     outside.update_state(2.0)
     assert inside.result() == outside.result() == 2.0
 
 
-def test_what_a_replica_may_not_do_with_a_metric() -> None:
-    own = strategy()
-    with own.scope():
+def test_reads_resets_and_uneven_updates_in_a_replica_are_refused() -> None:
+    strategy = make_strategy()
+    with strategy.scope():
         mean = metrics.Mean("loss")
     for call, what in [
         (mean.result, "result()"),
@@ -428,7 +439,7 @@ def test_what_a_replica_may_not_do_with_a_metric() -> None:
         (mean.state_dict, "saving"),
     ]:
         with pytest.raises(StateError) as error:
-            own.run(call)
+            strategy.run(call)
         assert f'Mean "loss": {what} in a logical replica, which has only its own share' in str(
             error.value
         )
@@ -440,7 +451,7 @@ def test_what_a_replica_may_not_do_with_a_metric() -> None:
             mean.update_state(1.0)
 
     with pytest.raises(StateError) as error:
-        own.run(uneven)
+        strategy.run(uneven)
     assert "logical replica 0 updated it 1 times and replica 1 2 times in one run" in str(
         error.value
     )
@@ -450,21 +461,21 @@ def test_what_a_replica_may_not_do_with_a_metric() -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        own.run(failing)
+        strategy.run(failing)
     assert np.isnan(mean.result()), "a run that fails leaves nothing behind"
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         mean.update_state(1.0)
 
     with pytest.raises(StateError) as error:
-        own.step(grad, lambda state, total: (state, total))({}, own.batch(dataset(), 0))
+        strategy.step(grad, lambda state, total: (state, total))({}, strategy.batch(dataset(), 0))
     assert "update_state in grad of a step, which must be pure" in str(error.value)
-    with pytest.raises(StateError) as error, own.scope():
+    with pytest.raises(StateError) as error, strategy.scope():
         jax.jit(mean.update_state)(1.0)
     assert "update_state was called inside of jit" in str(error.value)
 
 
-def test_accumulators_that_do_not_fit(tmp_path: Any) -> None:
+def test_accumulators_that_do_not_fit_are_refused(tmp_path: Any) -> None:
     counts = metrics.ConfusionMatrix(3)
     perdure.Checkpoint(m=counts).save(tmp_path, 1)
     with pytest.raises(StateError) as error:
@@ -492,7 +503,7 @@ def test_metrics_import_no_framework() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_counts_of_another_threshold_or_k_are_not_taken() -> None:
+def test_counts_of_another_threshold_or_k_are_refused() -> None:
     pairs = [
         (metrics.SparseTopKCategoricalAccuracy(k=2), metrics.SparseTopKCategoricalAccuracy(k=1)),
         (metrics.BinaryAccuracy(), metrics.BinaryAccuracy(threshold=0.7)),

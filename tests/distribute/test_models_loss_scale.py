@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: growth, backoff, limits; the same on both engines; an overflow is skipped."""
+"""Dynamic loss scaling: growth, backoff and limits, the same on both engines."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def start(kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["jax", "torch"])
-def test_grows_after_finite_steps_and_halves_at_an_overflow(kind: str) -> None:
+def test_the_loss_scale_grows_after_finite_steps_and_halves_at_an_overflow(kind: str) -> None:
     scale, boolean = start(kind)
     dtypes = (scale.scale.dtype, scale.steps.dtype)
-    found = []
+    history = []
     for finite in FINITE:
-        # Through a checkpoint at every step: nothing else decides what comes next.
+        # A checkpoint at every step: nothing outside it may decide the next scale.
         scale = restore(start(kind)[0], flatten(scale)).after(boolean(finite), growth_steps=3)
-        found.append((float(scale.scale), int(scale.steps)))
+        history.append((float(scale.scale), int(scale.steps)))
         assert (scale.scale.dtype, scale.steps.dtype) == dtypes
-    assert found == list(zip(SCALES, STEPS, strict=True))
+    assert history == list(zip(SCALES, STEPS, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["jax", "torch"])
-def test_stays_within_its_limits(kind: str) -> None:
+def test_the_loss_scale_stays_within_its_limits(kind: str) -> None:
     scale, boolean = start(kind)
     for _ in range(40):
         scale = scale.after(boolean(False))

@@ -10,7 +10,7 @@ import pytest
 
 from perdure.supervise import WorkerGroup
 
-WORKER = Path(__file__).parents[2] / "proofs" / "distribute_worker.py"
+WORKER = Path(__file__).parent / "matrix_worker.py"
 
 # (processes, devices); the cells of one engine share the processes.
 TOPOLOGIES = {"jax": [(1, "1"), (2, "1")], "torch": [(1, "1"), (3, "1")]}
@@ -21,7 +21,7 @@ MODELS = {
 
 
 def fingerprints(engine: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
+    by_model: dict[str, list[str]] = defaultdict(list)
     models = ";".join(MODELS[engine])
     for processes, devices in TOPOLOGIES[engine]:
         command = [sys.executable, "-W", "error", str(WORKER), "--engine", engine]
@@ -29,18 +29,18 @@ def fingerprints(engine: str) -> dict[str, list[str]]:
         environment = {"JAX_NUM_CPU_DEVICES": "1", "KERAS_BACKEND": engine}
         with WorkerGroup(command, processes, environment) as group:
             for _, event in group.events():
-                found[event["model"]].append(event["fingerprint"])
+                by_model[event["model"]].append(event["fingerprint"])
             group.require(group.wait(), [0])
-    return found
+    return by_model
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_one_fingerprint_for_each_model(engine: str) -> None:
-    found = fingerprints(engine)
+    by_model = fingerprints(engine)
     cases = sum(processes * len(d.split(",")) for processes, d in TOPOLOGIES[engine])
-    assert {model: len(prints) for model, prints in found.items()} == dict.fromkeys(
+    assert {model: len(prints) for model, prints in by_model.items()} == dict.fromkeys(
         MODELS[engine], cases
     )
-    assert [model for model, prints in found.items() if len(set(prints)) > 1] == []
-    # They could have differed: no two models have the same one.
-    assert len({prints[0] for prints in found.values()}) == len(MODELS[engine])
+    assert [model for model, prints in by_model.items() if len(set(prints)) > 1] == []
+    # The control: no two models have the same fingerprint.
+    assert len({prints[0] for prints in by_model.values()}) == len(MODELS[engine])

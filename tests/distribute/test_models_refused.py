@@ -1,4 +1,4 @@
-"""Statistics that cross replicas are refused with the reason; those of a replica are not."""
+"""Statistics over several replicas are refused with the reason; statistics of one are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a strategy restores under another, on the other engine, and without any."""
+"""A checkpoint of one strategy restores under another, on the other engine, and without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data() -> ArrayDataset:
     return ArrayDataset({"x": x, "y": x.sum(1, keepdims=True)}, 16)
 
 
-# Linear regression with momentum, in operators that JAX arrays and torch tensors both have.
+# Linear regression with momentum, in operators that JAX arrays and torch tensors share.
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -74,7 +74,7 @@ def values(state: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("first", "second"), [("jax", "torch"), ("torch", "jax")])
-def test_the_other_engine_takes_over(tmp_path: Path, first: str, second: str) -> None:
+def test_the_other_engine_continues_a_checkpoint(tmp_path: Path, first: str, second: str) -> None:
     written = run(first, tmp_path, 3)
     taken = run(second, tmp_path, 3)
     assert values(taken) == values(written)
@@ -86,7 +86,7 @@ def test_the_other_engine_takes_over(tmp_path: Path, first: str, second: str) ->
     assert values(continued) != values(written)
 
 
-def test_a_state_of_another_form_is_refused_by_path(tmp_path: Path) -> None:
+def test_a_state_of_another_structure_is_refused_by_path(tmp_path: Path) -> None:
     run("jax", tmp_path, 1)
     with CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError) as caught:
         manager.restore(like={"w": torch.zeros(7, 1), "momentum": torch.zeros(6, 1), "step": 0})
@@ -111,7 +111,7 @@ print(w.tobytes().hex())
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_another_strategy_takes_over_with_the_same_bits(tmp_path: Path, engine: str) -> None:
+def test_another_strategy_continues_with_the_same_bits(tmp_path: Path, engine: str) -> None:
     straight = run(engine, tmp_path / "straight", 4)
     run(engine, tmp_path / "changed", 2)
     facade: Any = perdure.jax if engine == "jax" else perdure.torch

@@ -1,4 +1,4 @@
-"""An optimizer inside of `strategy.run` steps once, with the sum of all gradients in the tree."""
+"""An optimizer inside `strategy.run` steps once, with the sum of all gradients from the tree."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def model() -> torch.nn.Sequential:
 
 
 def loss_of(net: Any, batch: Any) -> Any:
-    each = cross_entropy(net(batch["x"]), batch["y"], reduction="none")
-    return compute_average_loss(each, global_batch_size=BATCH)
+    losses = cross_entropy(net(batch["x"]), batch["y"], reduction="none")
+    return compute_average_loss(losses, global_batch_size=BATCH)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -48,7 +48,7 @@ def bits(tensors: Any) -> list[bytes]:
 
 
 def trained(make: Any, devices: int, replicas: int = V, zero: str = "first") -> list[bytes]:
-    """The tutorials' train step, as it is written."""
+    """The train step of TensorFlow's tutorials, as written there."""
     net, strategy = model(), MirroredStrategy(devices, replicas)
     optimizer = make(net.parameters())
 
@@ -98,7 +98,7 @@ def test_the_tutorials_train_step_on_any_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_replica_is_the_same_loop_without_a_strategy(name: str) -> None:
+def test_one_replica_equals_the_loop_without_a_strategy(name: str) -> None:
     net = model()
     optimizer = OPTIMIZERS[name](net.parameters())
     batches = MirroredStrategy(1, 1)
@@ -111,11 +111,11 @@ def test_one_replica_is_the_same_loop_without_a_strategy(name: str) -> None:
     assert trained(OPTIMIZERS[name], 1, 1) == bits(net.parameters())
     four = [np.frombuffer(b, np.float32) for b in trained(OPTIMIZERS[name], 1)]
     one = [np.frombuffer(b, np.float32) for b in bits(net.parameters())]
-    # Other additions, the same mathematics: far closer than one step of the optimizer.
+    # Other additions of the same numbers: far closer than one step of the optimizer.
     assert max(np.abs(a - b).max() for a, b in zip(four, one, strict=True)) < 1e-5
 
 
-def test_one_process_and_two_with_two_optimizers() -> None:
+def test_two_optimizers_on_one_process_and_two() -> None:
     alone = [optimizer_worker.with_torch(MirroredStrategy(d, V)) for d in (1, 2, 4)]
     pair = group.results("optimizer_worker.py", 2, "--engine", "torch")
     assert [*alone, *pair] == [alone[0]] * 5
@@ -150,7 +150,7 @@ def test_gradients_accumulate_over_runs_until_a_step(devices: int) -> None:
     first = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     strategy.run(accumulate, (strategy.batch(dataset(), 1),), {"last": True})
 
-    # By hand: what was there counts once, as part of replica 0.
+    # By hand: the gradients from before count once, as part of replica 0.
     again, parts = model(), []
     for replica, share in enumerate(strategy.batch(dataset(), 1).values):
         rows = {name: torch.from_numpy(array) for name, array in share.items()}
@@ -165,7 +165,7 @@ def test_gradients_accumulate_over_runs_until_a_step(devices: int) -> None:
     assert bits(net.parameters()) == bits(again.parameters())
 
 
-def test_replicas_that_do_not_step_alike() -> None:
+def test_replicas_that_do_not_step_alike_are_refused() -> None:
     net, strategy = model(), MirroredStrategy(2, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
@@ -196,7 +196,7 @@ def test_replicas_that_do_not_step_alike() -> None:
         assert says in str(error.value)
         assert bits(net.parameters()) == before
         assert all(p.grad is None for p in net.parameters()), "no gradient of one replica stays"
-    # A step is taken again after that, and outside of replicas optimizers are what they were.
+    # Afterwards a step works again, and optimizers outside replicas are unchanged.
     loss_of(net, {"x": torch.ones(2, 4), "y": torch.tensor([0, 1])}).backward()
     optimizer.step()
     assert bits(net.parameters()) != before
@@ -268,7 +268,7 @@ def scaler(net: Any, batch: Any) -> None:
         (scaler, "GradScaler.step() in a replica"),
     ],
 )
-def test_other_changes_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
+def test_other_changes_of_shared_state_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
     net, strategy = model(), MirroredStrategy(1, V)
     net[0].weight.grad = torch.zeros(8, 4)
     before, ema = bits(net.parameters()), EMA.clone()
@@ -282,7 +282,7 @@ def test_other_changes_in_a_replica_raise_at_once(fn: Any, says: str) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("inside", [True, False])
-def test_gradients_that_a_replica_sets_itself(devices: int, inside: bool) -> None:
+def test_gradients_that_a_replica_sets_itself_are_added(devices: int, inside: bool) -> None:
     """`.grad = ...`, as after `torch.autograd.grad` or `torch.func.grad`: their sum counts."""
     net, strategy = model(), MirroredStrategy(devices, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
@@ -301,7 +301,7 @@ def test_gradients_that_a_replica_sets_itself(devices: int, inside: bool) -> Non
     assert bits(net.parameters()) == expected(OPTIMIZERS["SGD"])
 
 
-def test_a_gradient_from_before_the_run_is_not_added_by_hand() -> None:
+def test_adding_to_a_gradient_from_before_the_run_is_refused() -> None:
     net, strategy = model(), MirroredStrategy(1, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     weight: Any = net[0].weight
@@ -319,7 +319,7 @@ def test_a_gradient_from_before_the_run_is_not_added_by_hand() -> None:
     assert torch.equal(weight.grad, torch.full((8, 4), float(V)))
 
 
-def test_settings_of_an_optimizer_are_those_of_all_replicas() -> None:
+def test_settings_of_an_optimizer_must_agree_in_all_replicas() -> None:
     net, strategy = model(), MirroredStrategy(1, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
@@ -350,14 +350,14 @@ def test_a_sparse_gradient_is_refused() -> None:
         strategy.run(train_step)
 
 
-def test_a_module_may_be_moved_to_where_it_is() -> None:
+def test_a_module_may_be_moved_to_its_own_device() -> None:
     strategy, net = MirroredStrategy(1, V), model()
     before = bits(net.parameters())
     strategy.run(lambda: net.to("cpu")(torch.ones(1, 4)).sum())
     assert bits(net.parameters()) == before
 
 
-def test_a_step_in_a_merge_call_needs_gradients_of_its_own() -> None:
+def test_a_step_in_a_merge_call_needs_its_own_gradients() -> None:
     net, strategy = model(), MirroredStrategy(1, V)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
@@ -390,17 +390,17 @@ def test_a_step_in_a_merge_call_needs_gradients_of_its_own() -> None:
     assert bits(net.parameters()) == bits(other.parameters())
 
 
-def test_what_belongs_to_a_replica_may_be_changed_in_place() -> None:
+def test_tensors_of_one_replica_may_be_changed_in_place() -> None:
     strategy, rows = MirroredStrategy(2, V), torch.zeros(V, 4)
 
     def fn(batch: Any) -> Any:
         context = get_replica_context()
         assert context is not None
         x = torch.zeros(4)
-        x += batch["x"].mul_(2).sum(0)  # its own share, and a tensor of its own
+        x += batch["x"].mul_(2).sum(0)  # its part of the batch, and a tensor that it made
         x[1:] *= 3
         buffer = torch.from_numpy(np.ones(4, np.float32)).add_(x)
-        rows[context.replica_id_in_sync_group] = x  # a row that only it writes
+        rows[context.replica_id_in_sync_group] = x  # a row that only this replica writes
         torch.nn.functional.relu_(buffer)
         return torch.nn.functional.batch_norm(batch["x"], None, None, training=True).sum() + buffer
 

@@ -1,4 +1,4 @@
-"""Agreement through a key-value store: every process gets the same answer, and keys are tidied."""
+"""Agreement through a key-value store: every process gets the same answer; old keys are deleted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perdure.process_group import SingleProcess
 
 
 class Shelf:
-    """A key-value store for threads that play processes."""
+    """A key-value store for threads that stand for processes."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
@@ -43,7 +43,7 @@ def together(count: int, work: Callable[[KeyValueProcesses], Any]) -> tuple[list
         return list(pool.map(work, members)), shelf
 
 
-def test_answers_are_the_same_everywhere() -> None:
+def test_every_process_gets_the_same_answers() -> None:
     big = bytes(range(256)) * 10_000
 
     def work(group: KeyValueProcesses) -> Any:
@@ -76,7 +76,7 @@ def test_channels_do_not_wait_for_each_other() -> None:
     assert answers == [{"save": [b"save0", b"save1"], "main": [b"main0", b"main1"]}] * 2
 
 
-def test_the_store_does_not_grow() -> None:
+def test_old_keys_are_deleted() -> None:
     def work(group: KeyValueProcesses) -> None:
         for _ in range(50):
             group.barrier()
@@ -87,7 +87,7 @@ def test_the_store_does_not_grow() -> None:
     assert len(shelf.content) <= 3
 
 
-def test_a_group_of_one() -> None:
+def test_a_group_of_one_process() -> None:
     alone = SingleProcess()
     alone.barrier()
     assert (alone.index, alone.count, alone.is_chief) == (0, 1, True)

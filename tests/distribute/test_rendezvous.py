@@ -1,4 +1,4 @@
-"""The rendezvous: all processes come, or those that came get an error that names the others."""
+"""The rendezvous: all processes arrive, or those that did get an error that names the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perdure.distribute import Cluster, ClusterOptions
 from perdure.distribute.cluster import Member, await_members, rendezvous
 from perdure.errors import ClusterError
 
-# Limits for a rendezvous that nothing completes, and for one that completes as soon as all have come.
+# Limits for a rendezvous that never completes, and for one that completes when all have arrived.
 BRIEF_S, AMPLE_S = 0.5, 30
 HOSTS = ("a:1", "b:1", "c:1")
 
@@ -27,7 +27,7 @@ def play(
     limit: float = AMPLE_S,
     join: Callable[[Cluster, float], Any] = await_members,
 ) -> list[Any]:
-    """What each process gets or raises; `numbers` are those that come, by threads of this process."""
+    """What each process returns or raises; `numbers` are the processes that arrive, as threads."""
     address = f"127.0.0.1:{free_port()}"
 
     def attend(number: int) -> Any:
@@ -40,14 +40,14 @@ def play(
         return list(pool.map(attend, numbers))
 
 
-def test_all_come_in_any_order_and_learn_who_is_there() -> None:
+def test_all_processes_arrive_in_any_order_and_get_the_members() -> None:
     for order in ([0, 1, 2], [2, 1, 0]):
         answers = play(order, 3)
         expected = [Member(n, 3, socket.gethostname(), os.getpid(), "the test") for n in range(3)]
         assert answers == [tuple(expected)] * 3
 
 
-def test_who_did_not_come_is_named_in_every_process_that_came() -> None:
+def test_missing_processes_are_named_in_every_process_that_arrived() -> None:
     answers = play([0, 2], 3, BRIEF_S)
     assert len(set(answers)) == 1
     assert "after 0.5 s 1 of 3 processes had not come: process 1 (b:1). Here are" in answers[0]
@@ -57,7 +57,7 @@ def test_who_did_not_come_is_named_in_every_process_that_came() -> None:
     assert "Nobody came at all: is 127.0.0.1:" in alone
 
 
-def test_a_coordinator_that_does_not_come() -> None:
+def test_a_coordinator_that_does_not_start_is_named() -> None:
     answers = play([1, 2], 3, BRIEF_S)
     for number, answer in enumerate(answers, 1):
         assert answer.startswith(f"process {number} ({socket.gethostname()}, pid")
@@ -66,7 +66,7 @@ def test_a_coordinator_that_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 1], [0, 0, 1]])
-def test_a_number_claimed_twice_is_told_to_all(numbers: list[int]) -> None:
+def test_a_number_claimed_twice_is_an_error_in_all(numbers: list[int]) -> None:
     answers = play(numbers, 3)
     twice = numbers[1]
     assert len(set(answers)) == 1
@@ -74,7 +74,7 @@ def test_a_number_claimed_twice_is_told_to_all(numbers: list[int]) -> None:
     assert "Every process needs its own number, 0 to 2" in answers[0]
 
 
-def test_processes_that_do_not_agree_how_many_they_are() -> None:
+def test_processes_that_disagree_about_their_number_are_refused() -> None:
     address = f"127.0.0.1:{free_port()}"
 
     def attend(cluster: Cluster) -> str:
@@ -90,7 +90,7 @@ def test_processes_that_do_not_agree_how_many_they_are() -> None:
     assert "expects 2 (from y)" in answers[0]
 
 
-def test_strangers_and_those_that_went_away_do_not_count() -> None:
+def test_other_connections_and_dead_workers_do_not_count() -> None:
     """A scan of ports, a health probe, and a worker that died and was started again."""
     port = free_port()
     cluster = Cluster(f"127.0.0.1:{port}", 3, 0)
@@ -117,11 +117,11 @@ def test_strangers_and_those_that_went_away_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("number", "answer"), [(0, b"SSH-2.0\r\n"), (1, b"SSH-2.0\r\n"), (1, b"")])
-def test_a_port_where_something_else_listens(
+def test_a_port_where_something_else_listens_is_named(
     number: int, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program, or a group that has started already: of the two engines' services one answers
-    nonsense, and the other one nothing. It is told at once, and an error in the end."""
+    """Another program, or a group that has started already: one engine's service answers nonsense, the
+    other's nothing. A warning comes at once and an error at the end."""
     monkeypatch.setattr(rendezvous, "_SHORT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
         port = other.getsockname()[1]
@@ -145,14 +145,14 @@ def test_a_port_where_something_else_listens(
             with (
                 pytest.warns(
                     UserWarning, match=f"no rendezvous answers at 127.0.0.1:{port}"
-                ) as told,
+                ) as caught,
                 pytest.raises(ClusterError) as error,
             ):
                 await_members(Cluster(f"127.0.0.1:{port}", 2, number), BRIEF_S)
         finally:
             other.shutdown(socket.SHUT_RDWR)
-    assert len(told) == 1
-    assert "again for up to 0.5 s" in str(told[0].message)
+    assert len(caught) == 1
+    assert "again for up to 0.5 s" in str(caught[0].message)
     if not answer:
         assert "which never answered: timed out" in str(error.value)
     elif number == 0:

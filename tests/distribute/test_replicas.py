@@ -1,4 +1,4 @@
-"""The function of `run`: what each replica sees, and how replicas meet in the middle of it."""
+"""`strategy.run`: what each replica sees, and collectives in the middle of the function."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy_engine import NumpyEngine
 
+from messages import unnamed
 from perdure.data import ArrayDataset
 from perdure.distribute import (
     PerReplica,
@@ -27,17 +28,17 @@ from perdure.errors import NonFiniteError, StateError, TopologyError
 V = 6
 
 
-def strategy(devices: int = 1, replicas: int | None = V, seed: int = 0) -> Strategy:
+def make_strategy(devices: int = 1, replicas: int | None = V, seed: int = 0) -> Strategy:
     return Strategy(NumpyEngine(devices), replicas, seed=seed)
 
 
-def here() -> Any:
+def replica_context() -> Any:
     context = get_replica_context()
     assert context is not None
     return context
 
 
-def test_where_code_stands() -> None:
+def test_scope_and_replica_context() -> None:
     def stands() -> tuple[bool, bool, bool]:
         return has_strategy(), get_replica_context() is not None, in_cross_replica_context()
 
@@ -45,81 +46,90 @@ def test_where_code_stands() -> None:
     with pytest.raises(TopologyError) as error:
         get_strategy()
     assert "no strategy here: expected a call in `with strategy.scope():`" in str(error.value)
-    own = strategy()
-    with own.scope() as entered:
-        assert entered is own
-        assert get_strategy() is own
+    strategy = make_strategy()
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert get_strategy() is strategy
         assert stands() == (True, False, True)
-        with own.scope():
-            assert get_strategy() is own
-        with pytest.raises(TopologyError) as error, strategy().scope():
+        with strategy.scope():
+            assert get_strategy() is strategy
+        with pytest.raises(TopologyError) as error, make_strategy().scope():
             pass
         assert "was entered in that of another" in str(error.value)
-        assert own.run(stands).values == ((True, True, False),) * V
+        assert strategy.run(stands).values == ((True, True, False),) * V
     assert stands() == (False, False, False)
-    numbers = own.run(lambda: (here().replica_id_in_sync_group, here().num_replicas_in_sync))
+    numbers = strategy.run(
+        lambda: (replica_context().replica_id_in_sync_group, replica_context().num_replicas_in_sync)
+    )
     assert numbers.values == tuple((replica, V) for replica in range(V))
-    assert own.run(lambda: here().strategy is own and get_strategy() is own).values == (True,) * V
-    assert own.run(stands).values == ((True, True, False),) * V
+    assert (
+        strategy.run(
+            lambda: replica_context().strategy is strategy and get_strategy() is strategy
+        ).values
+        == (True,) * V
+    )
+    assert strategy.run(stands).values == ((True, True, False),) * V
     assert stands() == (False, False, False)
-    assert own.cluster_resolver is None
+    assert strategy.cluster_resolver is None
 
 
 def test_random_numbers_of_a_replica_follow_the_step_of_an_argument() -> None:
-    own = strategy(seed=3)
+    strategy = make_strategy(seed=3)
     data = ArrayDataset(np.arange(24.0), 12)
-    own.run(lambda batch: batch, (own.batch(data, 5),))
-    own.run(lambda key: key, kwargs={"key": own.keys(7)})
-    own.run(lambda: None)
-    engine: Any = own._engine
+    strategy.run(lambda batch: batch, (strategy.batch(data, 5),))
+    strategy.run(lambda key: key, kwargs={"key": strategy.keys(7)})
+    strategy.run(lambda: None)
+    engine: Any = strategy._engine
     streams = [stream for verb, stream in engine.calls if verb == "call"]
     assert streams[:V] == [Stream(3, 5, replica) for replica in range(V)]
     assert streams[V:] == [Stream(3, 7, replica) for replica in range(V)] + [None] * V
 
 
-def test_without_a_collective_there_is_no_thread() -> None:
-    threads = set(strategy(2).run(threading.current_thread).values)
+def test_without_a_collective_no_thread_is_started() -> None:
+    threads = set(make_strategy(2).run(threading.current_thread).values)
     assert threads == {threading.main_thread()}
 
 
 @pytest.mark.parametrize("op", ["sum", "MEAN", ReduceOp.MEAN])
-def test_all_reduce_is_reduce(op: Any) -> None:
+def test_all_reduce_equals_reduce(op: Any) -> None:
     def fn(key: Any) -> Any:
-        own = {"a": key.normal(size=3), "b": key.normal(size=())}
-        first = here().all_reduce(op, own)
-        second = here().all_reduce("sum", first["a"] * key.normal(size=3))
-        return own, first, second
+        values = {"a": key.normal(size=3), "b": key.normal(size=())}
+        first = replica_context().all_reduce(op, values)
+        second = replica_context().all_reduce("sum", first["a"] * key.normal(size=3))
+        return values, first, second
 
-    found = set()
+    results = set()
     for devices in (1, 2, 4, V):
-        own = strategy(devices)
-        out = own.run(fn, (own.keys(1),)).values
-        expected = own.reduce(op, PerReplica(tuple(o for o, _, _ in out), own.local_replicas))
+        strategy = make_strategy(devices)
+        out = strategy.run(fn, (strategy.keys(1),)).values
+        expected = strategy.reduce(
+            op, PerReplica(tuple(o for o, _, _ in out), strategy.local_replicas)
+        )
         for _, first, second in out:
             assert {k: v.tobytes() for k, v in first.items()} == {
                 k: v.tobytes() for k, v in expected.items()
             }
-            found.add(second.tobytes())
-    assert len(found) == 1
+            results.add(second.tobytes())
+    assert len(results) == 1
 
 
 def replica_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "perdure-replica"]
 
 
-def test_replicas_run_in_turns_between_meetings() -> None:
+def test_replicas_run_in_turns_between_collectives() -> None:
     seen: list[tuple[str, int]] = []
 
     threads: set[int] = set()
 
     def fn() -> None:
         for part in ("first", "second", "last"):
-            seen.append((part, here().replica_id_in_sync_group))
+            seen.append((part, replica_context().replica_id_in_sync_group))
             threads.add(len(replica_threads()))
             if part != "last":
-                here().all_reduce("sum", np.ones(()))
+                replica_context().all_reduce("sum", np.ones(()))
 
-    strategy(3).run(fn)
+    make_strategy(3).run(fn)
     assert seen == [(part, r) for part in ("first", "second", "last") for r in range(V)]
     assert max(threads) == V - 1
     assert not replica_threads()
@@ -127,25 +137,25 @@ def test_replicas_run_in_turns_between_meetings() -> None:
 
 def test_all_gather_and_gather() -> None:
     for devices in (1, 4):
-        own = strategy(devices)
+        strategy = make_strategy(devices)
 
         def rows() -> Any:
-            number = here().replica_id_in_sync_group
+            number = replica_context().replica_id_in_sync_group
             return {"x": np.full((number % 2 + 1, 2), number), "y": np.array([number])}
 
-        values = own.run(rows)
+        values = strategy.run(rows)
         expected = [r for r in range(V) for _ in range(r % 2 + 1)]
-        joined = own.gather(values, axis=0)
+        joined = strategy.gather(values, axis=0)
         assert joined["x"][:, 0].tolist() == expected
         assert joined["y"].tolist() == list(range(V))
-        for inside in own.run(lambda: here().all_gather(rows(), 0)).values:
+        for inside in strategy.run(lambda: replica_context().all_gather(rows(), 0)).values:
             assert inside["x"].tobytes() == joined["x"].tobytes()
-        wide = own.run(lambda: np.zeros((2, here().replica_id_in_sync_group)))
-        assert own.gather(wide, axis=-1).shape == (2, sum(range(V)))
+        wide = strategy.run(lambda: np.zeros((2, replica_context().replica_id_in_sync_group)))
+        assert strategy.gather(wide, axis=-1).shape == (2, sum(range(V)))
 
 
 def test_merge_call_sees_all_replicas_at_once() -> None:
-    own = strategy(2)
+    strategy = make_strategy(2)
 
     def merge(across: Strategy, numbers: PerReplica, *, plus: PerReplica) -> PerReplica:
         assert in_cross_replica_context()
@@ -153,21 +163,21 @@ def test_merge_call_sees_all_replicas_at_once() -> None:
         return PerReplica(tuple(total + p for p in plus.values), numbers.replicas)
 
     def fn() -> Any:
-        number = here().replica_id_in_sync_group
-        one = here().merge_call(merge, (np.array(number),), {"plus": number})
-        return one, here().merge_call(lambda _: "same")
+        number = replica_context().replica_id_in_sync_group
+        one = replica_context().merge_call(merge, (np.array(number),), {"plus": number})
+        return one, replica_context().merge_call(lambda _: "same")
 
-    assert own.run(fn).values == tuple((sum(range(V)) + r, "same") for r in range(V))
+    assert strategy.run(fn).values == tuple((sum(range(V)) + r, "same") for r in range(V))
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def assert_clean(own: Strategy) -> None:
-    """No thread and no context is left behind, and the strategy still works."""
+def assert_clean(strategy: Strategy) -> None:
+    """Assert that no thread and no context is left, and that the strategy still works."""
     assert not replica_threads()
     assert not has_strategy()
-    assert own.run(lambda: here().all_reduce("sum", np.ones(()))).values == (V,) * V
+    assert strategy.run(lambda: replica_context().all_reduce("sum", np.ones(()))).values == (V,) * V
 
 
 @pytest.mark.parametrize(
@@ -177,157 +187,158 @@ def assert_clean(own: Strategy) -> None:
         (3, 'replicas 0, 1, 2, 4, 5 reached all_reduce("sum"); replica 3 reached the end'),
     ],
 )
-def test_a_replica_that_leaves_out_a_later_collective(who: int, says: str) -> None:
-    own = strategy(2)
+def test_a_replica_that_skips_a_later_collective_is_named(who: int, says: str) -> None:
+    strategy = make_strategy(2)
 
     def uneven() -> Any:
-        here().all_reduce("sum", np.ones(()))
+        replica_context().all_reduce("sum", np.ones(()))
         return (
             None
-            if here().replica_id_in_sync_group == who
-            else here().all_reduce("sum", np.ones(()))
+            if replica_context().replica_id_in_sync_group == who
+            else replica_context().all_reduce("sum", np.ones(()))
         )
 
     with pytest.raises(StateError) as error:
-        own.run(uneven)
+        strategy.run(uneven)
     assert f"the replicas of uneven diverge: {says}. Every replica must call" in str(error.value)
-    assert_clean(own)
+    assert_clean(strategy)
 
 
-def test_a_first_replica_that_calls_no_collective() -> None:
-    own = strategy()
+def test_a_first_replica_that_calls_no_collective_is_named() -> None:
+    strategy = make_strategy()
 
     def uneven() -> Any:
-        if here().replica_id_in_sync_group == 2:
-            here().all_gather(np.ones(1), 0)
+        if replica_context().replica_id_in_sync_group == 2:
+            replica_context().all_gather(np.ones(1), 0)
 
     with pytest.raises(StateError) as error:
-        own.run(uneven)
+        strategy.run(uneven)
     assert "replica 2 reached all_gather(axis=0); replica 0 ended without it" in str(error.value)
-    assert_clean(own)
+    assert_clean(strategy)
 
 
-def test_replicas_that_call_different_collectives() -> None:
-    own = strategy()
+def test_replicas_that_call_different_collectives_are_named() -> None:
+    strategy = make_strategy()
 
     def uneven() -> Any:
-        op = "mean" if here().replica_id_in_sync_group in (1, 4) else "sum"
-        return here().all_reduce(op, np.ones(()))
+        op = "mean" if replica_context().replica_id_in_sync_group in (1, 4) else "sum"
+        return replica_context().all_reduce(op, np.ones(()))
 
     with pytest.raises(StateError) as error:
-        own.run(uneven)
+        strategy.run(uneven)
     assert (
         'replicas 0, 2, 3, 5 reached all_reduce("sum"); replicas 1, 4 reached all_reduce("mean")'
     ) in str(error.value)
-    assert_clean(own)
+    assert_clean(strategy)
 
 
-def test_structures_that_differ_in_a_collective() -> None:
-    own = strategy()
+def test_structures_that_differ_in_a_collective_are_refused() -> None:
+    strategy = make_strategy()
 
     def fn(call: Any) -> Any:
-        number = here().replica_id_in_sync_group
+        number = replica_context().replica_id_in_sync_group
         return call({"a": np.ones((2, 3 if number == 4 else 2))})
 
     with pytest.raises(StateError) as error:
-        own.run(fn, (lambda value: here().all_reduce("sum", value),))
+        strategy.run(fn, (lambda value: replica_context().all_reduce("sum", value),))
     assert "a: float64[2, 2] in replica 0, float64[2, 3] in replica 4" in str(error.value)
     with pytest.raises(StateError) as error:
-        own.run(fn, (lambda value: here().all_gather(value, 0),))
-    assert (
-        "gather along axis 0: a of logical replica 4 is float64[2, 3], that of replica 0 is "
-        "float64[2, 2]; they may differ along that axis only"
-    ) in str(error.value)
-    assert_clean(own)
+        strategy.run(fn, (lambda value: replica_context().all_gather(value, 0),))
+    assert not unnamed(error.value, "axis 0", "a of logical replica 4", "[2, 3]", "[2, 2]")
+    assert_clean(strategy)
 
 
 @pytest.mark.parametrize("meetings", [0, 1, 2])
 @pytest.mark.parametrize("who", [0, 4])
 def test_an_exception_in_one_replica_ends_the_others(who: int, meetings: int) -> None:
-    own = strategy(2)
+    strategy = make_strategy(2)
     ended: list[int] = []
 
     def fn() -> None:
-        number = here().replica_id_in_sync_group
+        number = replica_context().replica_id_in_sync_group
         try:
             for _ in range(meetings):
-                here().all_reduce("sum", np.ones(()))
+                replica_context().all_reduce("sum", np.ones(()))
             if number == who:
                 raise KeyError("lost")
-            here().all_reduce("sum", np.ones(()))
+            replica_context().all_reduce("sum", np.ones(()))
         except Exception:
-            # What another replica did is no business of this handler.
+            # The error of another replica must not reach this handler.
             assert number == who
             raise
         finally:
             ended.append(number)
 
     with pytest.raises(KeyError) as error:
-        own.run(fn)
+        strategy.run(fn)
     assert error.value.__notes__ == [f"in logical replica {who}"]
-    # Those after it have not begun where nobody waits for them.
+    # Replicas after it have not started if no collective waits for them.
     assert sorted(ended) == list(range(V if meetings else who + 1))
-    assert_clean(own)
+    assert_clean(strategy)
 
 
 def test_a_function_that_swallows_everything_does_not_hide_the_error() -> None:
-    own = strategy()
+    strategy = make_strategy()
 
     def fn() -> str:
         try:
-            here().all_reduce("sum" if here().replica_id_in_sync_group else "mean", np.ones(()))
+            replica_context().all_reduce(
+                "sum" if replica_context().replica_id_in_sync_group else "mean", np.ones(())
+            )
         except BaseException:  # noqa: BLE001  the habit that must not hide an error
             return "fine"
         return "reduced"
 
     with pytest.raises(StateError, match="diverge"):
-        own.run(fn)
-    assert_clean(own)
+        strategy.run(fn)
+    assert_clean(strategy)
 
 
 def test_collectives_for_all_replicas_are_refused_in_one() -> None:
-    own = strategy()
-    values = own.run(lambda: np.ones(1))
+    strategy = make_strategy()
+    values = strategy.run(lambda: np.ones(1))
     for call, name in [
-        (lambda: own.reduce("sum", values), "reduce"),
-        (lambda: own.gather(values, 0), "gather"),
-        (lambda: own.run(lambda: 1), "run"),
+        (lambda: strategy.reduce("sum", values), "reduce"),
+        (lambda: strategy.gather(values, 0), "gather"),
+        (lambda: strategy.run(lambda: 1), "run"),
     ]:
         with pytest.raises(TopologyError) as error:
-            own.run(call)
+            strategy.run(call)
         assert f"strategy.{name} was called in a logical replica" in str(error.value)
         assert "all_reduce" in str(error.value)
 
 
-def test_what_gather_refuses() -> None:
-    own = strategy()
+def test_gather_refuses_values_that_are_not_per_replica() -> None:
+    strategy = make_strategy()
     for value, says in [
         (np.ones(2), "gather: expected a PerReplica, such as strategy.run returns, found ndarray"),
-        (strategy(replicas=3).keys(0), "(0, 1, 2): it was made by another strategy"),
+        (make_strategy(replicas=3).keys(0), "(0, 1, 2): it was made by another strategy"),
     ]:
         with pytest.raises(TopologyError) as error:
-            own.gather(value, 0)  # type: ignore[arg-type]
+            strategy.gather(value, 0)  # type: ignore[arg-type]
         assert says in str(error.value)
     with pytest.raises(StateError) as scalar:
-        own.gather(own.run(lambda: np.ones(())), 0)
+        strategy.gather(strategy.run(lambda: np.ones(())), 0)
     assert "the value of logical replica 0 has the shape [], which has no such axis" in str(
         scalar.value
     )
     with pytest.raises(StateError) as names:
-        own.gather(own.run(lambda: {f"n{here().replica_id_in_sync_group}": np.ones(1)}), 0)
+        strategy.gather(
+            strategy.run(lambda: {f"n{replica_context().replica_id_in_sync_group}": np.ones(1)}), 0
+        )
     assert "logical replica 1 gives another structure than replica 0: ['n1'] and ['n0']" in str(
         names.value
     )
     with pytest.raises(TopologyError) as axis:
-        own.reduce("sum", own.run(lambda: np.ones(2)), axis=1)
+        strategy.reduce("sum", strategy.run(lambda: np.ones(2)), axis=1)
     assert "reduce over axis 1: a value has the shape [2]" in str(axis.value)
     with pytest.raises(TopologyError) as op:
-        own.run(lambda: here().all_reduce("max", np.ones(1)))
+        strategy.run(lambda: replica_context().all_reduce("max", np.ones(1)))
     assert '"sum" or "mean"' in str(op.value)
 
 
 class Two:
-    """Process 0 of two, where the other one answers what `answer` makes of the message."""
+    """Process 0 of two; `answer(message)` is what the other one sends."""
 
     index, count, is_chief = 0, 2, True
 
@@ -354,59 +365,63 @@ def in_a_group(replicas: int, answer: Any) -> tuple[Strategy, Two]:
 
 
 @pytest.mark.parametrize("replicas", [2, 6])
-def test_processes_agree_on_every_meeting_and_on_the_end(replicas: int) -> None:
-    own, processes = in_a_group(replicas, lambda said: said)
+def test_processes_agree_on_every_collective_and_on_the_end(replicas: int) -> None:
+    strategy, processes = in_a_group(replicas, lambda message: message)
 
     def count(_: Strategy) -> int:
         return 1
 
     def meets(meetings: int) -> None:
         for _ in range(meetings):
-            here().merge_call(count)
+            replica_context().merge_call(count)
 
-    own.run(meets, (0,))
-    assert processes.said == [], "without a meeting nobody waits for anybody"
-    own.run(meets, (2,))
-    assert [said["call"] for said in processes.said] == [
+    strategy.run(meets, (0,))
+    assert processes.said == [], "without a collective no process waits"
+    strategy.run(meets, (2,))
+    assert [message["call"] for message in processes.said] == [
         "merge_call(count) with 0 arguments (meeting 0 of meets)",
         "merge_call(count) with 0 arguments (meeting 1 of meets)",
         "the end (meeting 2 of meets)",
     ]
 
 
-def test_what_another_process_says_ends_the_run() -> None:
-    own, processes = in_a_group(6, lambda _: {"call": "the end (meeting 0 of fn)", "error": None})
+def test_an_error_of_another_process_ends_the_run() -> None:
+    strategy, processes = in_a_group(
+        6, lambda _: {"call": "the end (meeting 0 of fn)", "error": None}
+    )
 
     def fn() -> None:
-        here().all_reduce("sum", np.ones(1))
+        replica_context().all_reduce("sum", np.ones(1))
 
     with pytest.raises(StateError) as error:
-        own.run(fn)
-    assert str(error.value).startswith(
-        'process 0 reached all_reduce("sum") (meeting 0 of fn) and process 1 reached the end (meeting 0'
+        strategy.run(fn)
+    assert not unnamed(
+        error.value, 'process 0 reached all_reduce("sum")', "process 1 reached the end"
     )
-    own, processes = in_a_group(6, lambda _: {"call": "", "error": "ValueError: odd"})
+    strategy, processes = in_a_group(6, lambda _: {"call": "", "error": "ValueError: odd"})
     with pytest.raises(StateError) as error:
-        own.run(fn)
+        strategy.run(fn)
     assert str(error.value) == "fn failed in process 1: ValueError: odd"
-    assert len(processes.said) == 1, "it need not be told what it said"
-    own, processes = in_a_group(6, lambda said: said)
+    assert len(processes.said) == 1, "the other process knows its own error"
+    strategy, processes = in_a_group(6, lambda message: message)
 
     def odd() -> None:
-        if here().replica_id_in_sync_group == 1:
+        if replica_context().replica_id_in_sync_group == 1:
             raise ValueError("odd")
-        here().all_reduce("sum", np.ones(1))
+        replica_context().all_reduce("sum", np.ones(1))
 
     with pytest.raises(ValueError, match="odd"):
-        own.run(odd)
-    assert [said["error"] for said in processes.said] == ["ValueError: odd in logical replica 1"]
+        strategy.run(odd)
+    assert [message["error"] for message in processes.said] == [
+        "ValueError: odd in logical replica 1"
+    ]
 
 
 # ---------------------------------------------------------------- inside of a step
 
 
-def test_the_context_in_grad_and_update() -> None:
-    own = strategy()
+def test_the_replica_context_in_grad_and_update() -> None:
+    strategy = make_strategy()
     data = ArrayDataset(np.arange(24.0), 12)
     seen: dict[str, Any] = {}
 
@@ -416,7 +431,7 @@ def test_the_context_in_grad_and_update() -> None:
         return str(error.value)
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
-        context = here()
+        context = replica_context()
         seen["grad"] = context.num_replicas_in_sync, in_cross_replica_context()
         seen["errors"] = [
             refused(lambda: context.replica_id_in_sync_group),
@@ -431,7 +446,7 @@ def test_the_context_in_grad_and_update() -> None:
         seen["update"] = get_replica_context(), in_cross_replica_context()
         return state + total["w"], {}
 
-    own.step(grad, update)(np.zeros(()), own.batch(data, 0))
+    strategy.step(grad, update)(np.zeros(()), strategy.batch(data, 0))
     assert seen["grad"] == (V, False)
     assert seen["update"] == (None, True)
     number, reduce, gather, merge, asked = seen["errors"]
@@ -444,8 +459,8 @@ def test_the_context_in_grad_and_update() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_contributions_that_are_not_finite(devices: int) -> None:
-    own = strategy(devices)
+def test_contributions_that_are_not_finite_are_refused(devices: int) -> None:
+    strategy = make_strategy(devices)
     data = ArrayDataset(np.arange(24.0), 12, shuffle=False)
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -455,40 +470,44 @@ def test_contributions_that_are_not_finite(devices: int) -> None:
     def update(state: Any, total: Any) -> Any:
         return total["grads"][0], {}
 
-    watched = own.step(grad, update, check_finite=True)
-    plain = own.step(grad, update)
+    watched = strategy.step(grad, update, check_finite=True)
+    plain = strategy.step(grad, update)
     state = np.ones(())
-    after, _ = watched(state, own.batch(data, 0))
-    assert after.tobytes() == plain(state, own.batch(data, 0))[0].tobytes()
-    assert np.isnan(plain(state, own.batch(data, 1))[0]), "the fault did not fire"
+    after, _ = watched(state, strategy.batch(data, 0))
+    assert after.tobytes() == plain(state, strategy.batch(data, 0))[0].tobytes()
+    assert np.isnan(plain(state, strategy.batch(data, 1))[0]), "the fault did not fire"
     for _ in range(2):
         with pytest.raises(NonFiniteError) as error:
-            watched(state, own.batch(data, 1))
-        assert str(error.value).startswith(
-            "step 1: NaN or infinity in grads/0 of logical replica 1, grads/0 of logical replica 5. "
-            "The state has not changed."
+            watched(state, strategy.batch(data, 1))
+        assert not unnamed(
+            error.value,
+            "step 1: NaN",
+            "grads/0 of logical replica 1, grads/0 of logical replica 5",
+            "state has not changed",
         )
-    assert watched(state, own.batch(data, 0))[0] == after
+    assert watched(state, strategy.batch(data, 0))[0] == after
 
 
-def test_a_step_that_failed_and_is_tried_again_is_looked_at() -> None:
-    """Whatever failed before it, and in whatever order."""
-    own = strategy()
+def test_a_step_that_is_repeated_after_an_error_is_checked_for_nan() -> None:
+    """Whatever the error was, and in whatever order steps failed."""
+    strategy = make_strategy()
     data = ArrayDataset(np.arange(24.0), 12, shuffle=False)
     fails = True
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         if fails and batch[0][0] == 14.0:  # in the middle of step 1
             raise RuntimeError("on purpose")
-        if fails and batch[0][-1] == 11.0:  # in the last replica of step 0: it is found behind it
+        if (
+            fails and batch[0][-1] == 11.0
+        ):  # in the last replica of step 0, which is found after the replica has run
             return {"sum": state, "more": state}
         return {"sum": np.where(batch[0] == 0.0, np.nan, batch[0]).sum() * state}
 
-    watched = own.step(grad, lambda _, total: (total, {}), check_finite=True)
+    watched = strategy.step(grad, lambda _, total: (total, {}), check_finite=True)
     with pytest.raises(StateError, match="replica 5"):
-        watched(np.ones(()), own.batch(data, 0))
+        watched(np.ones(()), strategy.batch(data, 0))
     with pytest.raises(RuntimeError, match="on purpose"):
-        watched(np.ones(()), own.batch(data, 1))
+        watched(np.ones(()), strategy.batch(data, 1))
     fails = False
     with pytest.raises(NonFiniteError, match="step 0: NaN or infinity in sum of logical replica 0"):
-        watched(np.ones(()), own.batch(data, 0))
+        watched(np.ones(()), strategy.batch(data, 0))

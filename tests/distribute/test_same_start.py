@@ -1,4 +1,4 @@
-"""A group begins with one recipe and one state, or every process is told what differs, and where."""
+"""A group starts with one recipe and one state, or every process raises what differs, and where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V = 4
 
 
 class Member(NumpyEngine):
-    """One process of a group, played by a thread; partial sums travel as bytes."""
+    """One process of a group, as a thread; partial sums are sent as bytes."""
 
     def __init__(self, processes: Any, recipe: dict[str, Any]) -> None:
         super().__init__(1)
@@ -34,8 +34,8 @@ class Member(NumpyEngine):
             np.frombuffer(part).reshape(count, -1)
             for part, count in zip(parts, counts, strict=True)
         ]
-        found = [[{"x": row} for row in block] for block in rows]
-        return found if merge is None else merge(found)
+        nested = [[{"x": row} for row in block] for block in rows]
+        return nested if merge is None else merge(nested)
 
 
 def outcomes(count: int, program: Any) -> list[Any]:
@@ -48,10 +48,10 @@ def outcomes(count: int, program: Any) -> list[Any]:
     return together(count, run)[0]
 
 
-def texts(found: list[Any], kind: type[Exception]) -> str:
+def texts(errors: list[Any], kind: type[Exception]) -> str:
     """The one text that all processes raised."""
-    assert {type(error) for error in found} == {kind}, found
-    (text,) = {str(error) for error in found}
+    assert {type(error) for error in errors} == {kind}, errors
+    (text,) = {str(error) for error in errors}
     return text
 
 
@@ -59,7 +59,9 @@ def texts(found: list[Any], kind: type[Exception]) -> str:
     ("field", "replicas", "seed", "threads"),
     [("replicas", 8, 0, 1), ("seed", V, 5, 1), ("threads", V, 0, 2)],
 )
-def test_a_worker_with_another_recipe(field: str, replicas: int, seed: int, threads: int) -> None:
+def test_a_worker_with_another_recipe_is_refused(
+    field: str, replicas: int, seed: int, threads: int
+) -> None:
     def program(processes: Any) -> None:
         odd = processes.index == 1
         engine = Member(processes, {"threads": threads if odd else 1})
@@ -73,7 +75,7 @@ def test_a_worker_with_another_recipe(field: str, replicas: int, seed: int, thre
     assert f"has {other}" in line
 
 
-def test_another_recipe_that_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_of_recipes_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERDURE_ALLOW", "threads")
 
     def program(processes: Any) -> int:
@@ -81,7 +83,7 @@ def test_another_recipe_that_was_allowed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.warns(UserWarning, match="do not have one recipe") as caught:
         assert outcomes(2, program) == [V, V]
-    assert len(caught) == 1, "the chief says it for all"
+    assert len(caught) == 1, "only the chief warns"
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -95,11 +97,11 @@ def step_from(weights: dict[int, float], again: bool = False) -> Any:
         train_step = strategy.step(
             grad, lambda s, total: ({"layer": {"w": s["layer"]["w"]}}, total)
         )
-        own = {"layer": {"w": np.full(3, weights.get(processes.index, 1.0))}}
-        state = {"layer": {"w": np.ones(3)}} if again else own
+        local_state = {"layer": {"w": np.full(3, weights.get(processes.index, 1.0))}}
+        state = {"layer": {"w": np.ones(3)}} if again else local_state
         state, total = train_step(state, strategy.batch(data, 0))
         if again:
-            total = train_step(own, strategy.batch(data, 1))[1]
+            total = train_step(local_state, strategy.batch(data, 1))[1]
         return total["x"].tobytes()
 
     return program
@@ -112,7 +114,7 @@ def test_states_that_differ_at_the_first_step_name_leaf_and_process() -> None:
     assert "give them one seed, and restore in all of them" in text
 
 
-def test_equal_states_begin_and_the_look_is_taken_once() -> None:
+def test_states_are_compared_at_the_first_step_only() -> None:
     assert len(set(outcomes(3, step_from({})))) == 1
-    # Negative control of the look itself: where it is not taken, nothing notices.
+    # Negative control: at the second step, which is not compared, nothing notices the difference.
     assert all(isinstance(total, bytes) for total in outcomes(2, step_from({1: 2.0}, again=True)))

@@ -1,4 +1,4 @@
-"""Arrays whose shards lie in several processes: saved by all, restored on other processes, cut anew."""
+"""Arrays sharded over processes: saved by all, restored on other processes with other shards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def worker(processes: int, devices: int, directory: Path, action: str) -> list[d
     return results("sharded_worker.py", processes, *arguments, env=env)
 
 
-def test_shards_of_two_processes_come_back_in_three_and_without_jax(tmp_path: Path) -> None:
+def test_shards_of_two_processes_are_restored_in_three_and_without_jax(tmp_path: Path) -> None:
     import sharded_worker
 
     worker(2, 2, tmp_path, "save")
     packs = {pack.name.split("-")[1] for pack in Run(tmp_path).manifest(3).packs}
     assert packs == {"00000", "00001"}
-    found = load_checkpoint(tmp_path)
+    arrays = load_checkpoint(tmp_path)
     for name in sharded_worker.SHAPES:
-        assert np.array_equal(found[name], sharded_worker.value(name))
+        assert np.array_equal(arrays[name], sharded_worker.value(name))
     restored = worker(3, 1, tmp_path, "restore")
     assert restored == [{"step": 3, "equal": True, "spec": restored[0]["spec"]}] * 3
     assert "None, 'device'" in restored[0]["spec"]

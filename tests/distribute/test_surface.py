@@ -1,4 +1,4 @@
-"""The surface on both engines: one answer over devices and processes, and errors for everybody."""
+"""The public methods on both engines: one result on any topology, and errors in every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONE = 'replicas 0, 1, 2, 3, 4 reached the end; replica 5 reached all_reduce("s
 
 
 @pytest.mark.parametrize(("engine", "leaf"), [("jax", "bad"), ("torch", "contributions/bad")])
-def test_one_process_and_two(engine: str, leaf: str) -> None:
+def test_one_process_and_two_give_the_same_results(engine: str, leaf: str) -> None:
     """JAX has 2 devices in each of the two: 1, 2, 1 and 2 replicas."""
     _, alone = surface_worker.ENGINES[engine](None)
     first, last = group.results(
@@ -38,7 +38,7 @@ def test_one_process_and_two(engine: str, leaf: str) -> None:
     assert f"{leaf} of logical replica 5" in alone["finite"]
     assert f"the replicas of uneven diverge: {ALONE}" in alone["uneven"]
     assert alone["failing"] == last["failing"] == "NonFiniteError: on purpose in logical replica 5"
-    # What went wrong in the replicas of one process is heard in the other.
+    # An error in the replicas of one process is raised in the other.
     assert "uneven diverge: replicas 3, 4 reached the end; replica 5 reached" in last["uneven"]
     assert (
         "uneven failed in process 1: StateError: the replicas of uneven diverge" in first["uneven"]
@@ -46,7 +46,7 @@ def test_one_process_and_two(engine: str, leaf: str) -> None:
     assert "failing failed in process 1: NonFiniteError: on purpose in" in first["failing"]
 
 
-def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
+def test_random_numbers_of_a_replica_do_not_depend_on_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strategy = OneDeviceStrategy(replicas=3)
@@ -64,14 +64,14 @@ def test_random_numbers_of_a_replica_do_not_depend_on_meetings(
 
     expected = numbers(meet=False)
     assert numbers(meet=True) == expected
-    assert len({tuple(own) for own in expected}) == 3
+    assert len({tuple(streams) for streams in expected}) == 3
     with monkeypatch.context() as patch:
         patch.setattr(TorchEagerRun, "random_state", lambda *_: lambda: None)
         assert numbers(meet=True) != expected, "negative control: nobody switches the generators"
 
 
-def test_a_merge_draws_from_a_stream_that_no_replica_has() -> None:
-    """That of (seed, step, V), as update does; each merge of a run goes on behind the last one."""
+def test_a_merge_draws_from_a_stream_of_its_own() -> None:
+    """The stream is that of (seed, step, V), as in `update`; each merge of a run continues it."""
 
     def numbers(replicas: int, step: int = 4, *, draws: int = 1) -> list[float]:
         strategy = OneDeviceStrategy(replicas=replicas)
@@ -84,7 +84,7 @@ def test_a_merge_draws_from_a_stream_that_no_replica_has() -> None:
             context = get_replica_context()
             assert context is not None
             for _ in range(draws):
-                torch.rand(7)  # each replica stands elsewhere
+                torch.rand(7)  # each replica has another position in its stream
                 context.merge_call(merge)
             return float(torch.rand(()))
 
@@ -100,7 +100,7 @@ def test_a_merge_draws_from_a_stream_that_no_replica_has() -> None:
     assert len({*expected, *numbers(3)[1:], numbers(2)[0], numbers(3, 5)[0]}) == 3 + 3 + 2
 
 
-def test_a_collective_inside_of_jit_is_refused() -> None:
+def test_a_collective_inside_jit_is_refused() -> None:
     strategy = JaxStrategy(replicas=2)
 
     def fn() -> None:

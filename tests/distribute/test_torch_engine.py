@@ -21,7 +21,7 @@ V = 3
 
 
 class Counting(nn.Module):
-    """Buffers of every kind: changed, constant, of integers and of bool."""
+    """A module with buffers of every kind: changed, constant, integer and bool."""
 
     scale: nn.Parameter
     table: torch.Tensor
@@ -70,12 +70,12 @@ def test_buffers_are_means_over_logical_replicas() -> None:
         train_step({"model": module}, batch)
     assert torch.equal(module.mean, expected)
     assert module.seen.item() == 2
-    # Three times 0.1, divided by 3, is not 0.1 in float32: what nobody changes is left alone.
+    # Three times 0.1, divided by 3, is not 0.1 in float32, so unchanged buffers are not averaged.
     assert torch.equal(module.table, torch.tensor([0.1, 0.7]))
     assert module.mask.tolist() == [True, False]
 
 
-def test_modules_are_found_wherever_they_are() -> None:
+def test_modules_are_found_anywhere_in_a_state() -> None:
     @dataclass
     class Data:
         net: nn.Module
@@ -84,11 +84,11 @@ def test_modules_are_found_wherever_they_are() -> None:
     net, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     state = {"a": [Data(net), optimizer], "b": (SimpleNamespace(m=other, again=net), "text")}
-    found = torch_buffers.modules(state)
-    assert [(path, module) for path, module in found] == [("a.0.net", net), ("b.0.m", other)]
+    modules = torch_buffers.modules(state)
+    assert [(path, module) for path, module in modules] == [("a.0.net", net), ("b.0.m", other)]
 
 
-def test_grad_may_not_change_what_has_no_mean() -> None:
+def test_grad_may_change_only_buffers_that_have_a_mean() -> None:
     def writes_parameter(state: Any, batch: Any, key: Any) -> Any:
         with torch.no_grad():
             state["model"].scale.add_(1)
@@ -120,19 +120,19 @@ def test_grad_may_not_change_what_has_no_mean() -> None:
     assert module.mask.tolist() == [True, False]
 
 
-def test_backward_in_grad_finds_gradients_of_one_replica() -> None:
+def test_backward_in_grad_gives_the_gradients_of_one_replica() -> None:
     def with_backward(state: Any, batch: Any, key: Any) -> Any:
         (state["model"](batch[0]).sum(1) * batch[1]).sum().backward()
-        own = {n: p.grad for n, p in state["model"].named_parameters()}
-        return {"grads": own, "weight": batch[1].sum()}
+        gradients = {n: p.grad for n, p in state["model"].named_parameters()}
+        return {"grads": gradients, "weight": batch[1].sum()}
 
-    found = []
+    by_function = []
     for fn in (grad, with_backward):
         strategy, module = MirroredStrategy(replicas=V), Counting()
         strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
         assert module.scale.grad is not None
-        found.append(module.scale.grad.tolist())
-    assert found[0] == found[1]
+        by_function.append(module.scale.grad.tolist())
+    assert by_function[0] == by_function[1]
 
 
 def test_random_numbers_depend_on_seed_step_and_replica() -> None:
@@ -157,11 +157,11 @@ def test_random_numbers_depend_on_seed_step_and_replica() -> None:
     assert one == draws(0)
     assert one != draws(1)
     assert len({str(draw) for draw in one}) == len(one)
-    # `key` and the global generator are seeded alike.
+    # `key` and the global generator have the same seed.
     assert all(a == b for a, b in (pair for pair in one if isinstance(pair, tuple)))
 
 
-def test_one_tensor_at_two_places_is_added_once_at_each() -> None:
+def test_a_tensor_at_two_paths_is_added_at_each() -> None:
     def grad(state: Any, batch: Any, key: Any) -> Any:
         weight = batch[1].sum()
         return {"a": (weight, weight), "b": weight}
@@ -172,7 +172,7 @@ def test_one_tensor_at_two_places_is_added_once_at_each() -> None:
     assert [total["a"][0].item(), total["a"][1].item(), total["b"].item()] == [6, 6, 6]
 
 
-def test_gradients_never_invent_zeros() -> None:
+def test_unused_parameters_are_refused_unless_zeros_are_asked_for() -> None:
     module = nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1, bias=False)})
     loss = module["used"](torch.ones(1, 1)).sum()
     with pytest.raises(StateError) as error:
@@ -188,7 +188,7 @@ def test_gradients_never_invent_zeros() -> None:
     assert "gradients for other" in str(error.value)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_functions_and_devices_are_refused() -> None:
     strategy = OneDeviceStrategy(replicas=V)
     batch = strategy.batch(dataset(), 0)
     with pytest.raises(StateError) as error:
@@ -227,14 +227,14 @@ def test_many_steps_are_the_steps_one_by_one() -> None:
         train_step.many(state, [])
 
 
-def test_recipe_records_what_decides_bits() -> None:
+def test_the_recipe_records_settings_that_decide_bits() -> None:
     recipe = MirroredStrategy(replicas=V, threads=2).recipe()
     assert recipe["threads"] == 2
     assert recipe["deterministic"] is True
     assert MirroredStrategy(replicas=V).recipe()["threads"] == 1
 
 
-def test_malloc_is_left_alone_where_the_environment_says_something_of_it() -> None:
+def test_malloc_settings_of_the_environment_are_kept() -> None:
     for name, value in [
         ("MALLOC_TRIM_THRESHOLD_", "1"),
         ("GLIBC_TUNABLES", "glibc.malloc.perturb=1"),

@@ -1,4 +1,4 @@
-"""Devices of one torch process as threads: the same bits, and one by one wherever that is not shown."""
+"""Devices of one torch process as threads: equal bits, or one by one if that is not certain."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def update(state: Any, total: Any) -> Any:
 def train(
     devices: int, data: Any, fn: Callable[..., Any] = grad, dropout: float = 0.0
 ) -> tuple[bytes, str]:
-    """(the bytes of the module, the way in which its replicas ran)"""
+    """The bytes of the module, and how its replicas ran (`THREADS` or `ONE_BY_ONE`)."""
     strategy, net = MirroredStrategy(devices, V), network(dropout)
     state = {"held": Held(net), "sgd": torch.optim.SGD(net.parameters(), 0.1, 0.9)}
     train_step = strategy.step(fn, update)
@@ -74,9 +74,9 @@ def test_threads_give_the_bits_of_one_device(
     assert train(devices, data, dropout=dropout) == (expected, way)
 
 
-def test_what_draws_where_nothing_can_redirect_it_runs_one_by_one(data: Any) -> None:
+def test_a_draw_that_cannot_be_redirected_runs_one_by_one(data: Any) -> None:
     def hidden(state: Any, batch: Any, key: Any) -> Any:
-        noise = torch.rand(len(batch[0]), 8)  # without a generator in its signature
+        noise = torch.rand(len(batch[0]), 8)  # an operation without a generator argument
         return grad(state, (batch[0] + noise, batch[1]), key)
 
     expected, _ = train(1, data, hidden)
@@ -84,7 +84,7 @@ def test_what_draws_where_nothing_can_redirect_it_runs_one_by_one(data: Any) -> 
     assert train(3, data, hidden) == (expected, ONE_BY_ONE)
 
 
-def test_without_the_watch_a_hidden_draw_changes_the_bits(
+def test_control_without_the_watch_a_hidden_draw_changes_the_bits(
     data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_threads._Watched, "disturbed", lambda _: False)
@@ -93,7 +93,7 @@ def test_without_the_watch_a_hidden_draw_changes_the_bits(
     assert train(3, data, dropout=0.5)[1] == THREADS
 
 
-def test_a_module_that_hides_in_an_object_runs_one_by_one(data: Any) -> None:
+def test_a_module_inside_an_unknown_object_runs_one_by_one(data: Any) -> None:
     class Box:
         def __init__(self, net: nn.Module) -> None:
             self.net = net
@@ -105,16 +105,16 @@ def test_a_module_that_hides_in_an_object_runs_one_by_one(data: Any) -> None:
     assert train_step._run.way == ONE_BY_ONE  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_another_result_in_threads_is_noticed_and_not_used(data: Any) -> None:
+def test_a_result_that_differs_in_threads_is_not_used(data: Any) -> None:
     def by_thread(state: Any, batch: Any, key: Any) -> Any:
-        own = torch_threads.own_generator() is not None
-        return {n: g + own for n, g in grad(state, batch, key).items()}
+        in_thread = torch_threads.own_generator() is not None
+        return {n: g + in_thread for n, g in grad(state, batch, key).items()}
 
     expected, _ = train(1, data, by_thread)
     assert train(2, data, by_thread) == (expected, ONE_BY_ONE)
 
 
-def test_an_error_is_that_of_the_first_replica_that_has_it(data: Any) -> None:
+def test_the_error_of_the_first_failing_replica_is_raised(data: Any) -> None:
     def refuses(state: Any, batch: Any, key: Any) -> Any:
         return {"loss": 1.5}
 
@@ -122,7 +122,7 @@ def test_an_error_is_that_of_the_first_replica_that_has_it(data: Any) -> None:
         train(3, data, refuses)
 
 
-def test_autocast_of_the_caller_counts_for_every_replica(data: Any) -> None:
+def test_autocast_of_the_caller_applies_to_every_replica(data: Any) -> None:
     def low(state: Any, batch: Any, key: Any) -> Any:
         logits = F.linear(batch[0], torch.ones(3, 8))
         return {"w": logits.float().sum() + (logits.dtype == torch.bfloat16)}

@@ -1,4 +1,4 @@
-"""The tree: one bracketing whatever the parts; splits that are contiguous and balanced."""
+"""The reduction tree: one bracketing for every split; splits are contiguous and balanced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bracket(left: str, right: str) -> str:
 
 
 def one(leaves: int, parts: list[list[tuple[int, int]]]) -> str:
-    """The bracketing for devices within processes: device, process, then the group."""
+    """The bracketing if devices, then processes, then the group add their parts."""
     processes = []
     for devices in parts:
         nodes = []
@@ -34,7 +34,7 @@ def one(leaves: int, parts: list[list[tuple[int, int]]]) -> str:
     return text
 
 
-def test_the_bracketing_is_written_down() -> None:
+def test_the_bracketing_of_1_6_8_and_11_replicas() -> None:
     assert one(1, [[(0, 1)]]) == "0"
     assert one(8, [[(0, 8)]]) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
     assert one(6, [[(0, 6)]]) == "(((0+1)+(2+3))+(4+5))"
@@ -42,7 +42,7 @@ def test_the_bracketing_is_written_down() -> None:
 
 
 @pytest.mark.parametrize("leaves", range(1, 18))
-def test_any_number_of_devices_and_processes(leaves: int) -> None:
+def test_any_devices_and_processes_give_one_bracketing(leaves: int) -> None:
     alone = one(leaves, [[(0, leaves)]])
     for devices in range(1, leaves + 1):
         assert one(leaves, [list(bounds(leaves, devices))]) == alone
@@ -52,7 +52,7 @@ def test_any_number_of_devices_and_processes(leaves: int) -> None:
             assert one(leaves, [list(part) for part in parts]) == alone
 
 
-def test_any_contiguous_split() -> None:
+def test_any_contiguous_split_gives_one_bracketing() -> None:
     alone = one(9, [[(0, 9)]])
     for cuts in itertools.chain.from_iterable(
         itertools.combinations(range(1, 9), count) for count in range(9)
@@ -61,8 +61,7 @@ def test_any_contiguous_split() -> None:
         assert one(9, [[part] for part in itertools.pairwise(edges)]) == alone
 
 
-def test_adding_in_a_row_is_another_bracketing() -> None:
-    # Negative control: what a device-by-device sum would give.
+def test_control_adding_in_a_row_is_another_bracketing() -> None:
     row = ["".join(map(str, range(a, b))) for a, b in bounds(8, 2)]
     assert bracket(*row) != one(8, [list(bounds(8, 2))])
     text = "0"
@@ -72,7 +71,7 @@ def test_adding_in_a_row_is_another_bracketing() -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 7, 8, 64, 100, 1023])
-def test_few_copies_are_alive(leaves: int) -> None:
+def test_a_device_holds_log2_v_plus_1_partial_sums(leaves: int) -> None:
     reduce = TreeSum(leaves, lambda a, b: a + b)
     most = 0
     for leaf in range(leaves):
@@ -82,7 +81,7 @@ def test_few_copies_are_alive(leaves: int) -> None:
     assert most <= leaves.bit_length()
 
 
-def test_a_lonely_node_is_promoted_and_nothing_is_added_to_it() -> None:
+def test_a_node_without_a_sibling_is_promoted_unchanged() -> None:
     added: list[float] = []
 
     def add(a: float, b: float) -> float:
@@ -118,7 +117,7 @@ def test_bounds_are_contiguous_and_balanced(replicas: int) -> None:
         assert min(sizes) >= 1
 
 
-def test_too_few_replicas() -> None:
+def test_fewer_replicas_than_devices_are_refused() -> None:
     with pytest.raises(TopologyError) as error:
         bounds(3, 4)
     assert "3 logical replicas cannot occupy 4 devices" in str(error.value)

@@ -7,17 +7,15 @@ import os
 import signal
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
-from perdure.data import ArrayDataset
-from perdure.distribute import SimpleClusterResolver, Strategy, pytree
-from perdure.distribute.reduction import Reduction
-from perdure.distribute.torch.engine import TorchEngine
+from perdure.demo import guards
+from perdure.demo.train_torch import all_reduce
+from perdure.distribute import SimpleClusterResolver
 from perdure.errors import WorkerLostError
 from perdure.torch import (
     MirroredStrategy,
@@ -25,18 +23,6 @@ from perdure.torch import (
     apply_gradients,
     gradients,
 )
-
-REPLICAS = 8
-FIRST = 2
-STEPS = 3
-BATCH = 4 * REPLICAS
-
-
-def dataset() -> ArrayDataset:
-    rng = np.random.default_rng(7)
-    # The last of 5 batches is padded.
-    x = rng.integers(0, 256, (4 * BATCH + 9, 28, 28), dtype=np.uint8)
-    return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, BATCH, seed=3)
 
 
 def cnn() -> nn.Module:
@@ -107,69 +93,30 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
     return digest(state, logs)
 
 
-# --- negative controls: each takes one guard out, and has to depend on the topology ---
+# --- negative controls: each removes one guard, and its result must depend on the topology ---
 
 
-class AllReduce(Reduction):
-    """Adds in the order in which the work happens to lie, then with gloo's own collective."""
-
-    _sum: Any = None
-
-    def push(self, device: int, replica: int, value: Any) -> None:
-        self._sum = value if self._sum is None else self._engine.add(self._sum, value)
-
-    def total(self, *, check: bool) -> Any:
-        if dist.is_initialized():
-            for _, leaf in pytree.flatten(self._sum):
-                dist.all_reduce(leaf)
-        return self._sum
-
-
-class ProcessRng(TorchEngine):
-    """Numbers the random streams by the place within a process."""
-
-    first = 0
-
-    def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
-        place = stream.replica - self.first
-        return super().grad(fn, state, share, stream._replace(replica=place))
-
-
-class Strided(ArrayDataset):
-    """Deals the rows of a batch out to the processes in turn."""
-
-    processes = 1
-
-    def indices(self, step: int) -> Any:
-        index, weight = super().indices(step)
-        order = np.concatenate([np.arange(p, BATCH, self.processes) for p in range(self.processes)])
-        return index[order], weight[order]
-
-
-def controls(strategy: Any) -> dict[str, str]:
-    out = {}
-    engine = ProcessRng(None, strategy.processes, None)
-    engine.first = strategy.local_replicas[0]
-    out["rng by process"] = train(Strategy(engine, REPLICAS), "cnn")
-    data = dataset()
-    strided = Strided(
-        {name: data._arrays[name] for name in ("x", "y")}, data.batch_size, seed=data.seed
-    )
-    strided.processes = strategy.processes.count
-    out["strided rows"] = train(strategy, "cnn", strided)
-    plan = strategy._plan
-    plan.reduction = lambda: AllReduce(plan)
-    out["all_reduce"] = train(strategy, "cnn")
-    return out
+def controls(make: Any, processes: int) -> dict[str, str]:
+    strategies = [make() for _ in range(3)]
+    guards.sums_by_all_reduce(strategies[0], all_reduce)
+    guards.random_numbers_by_device(strategies[1])
+    return {
+        "all_reduce": train(strategies[0], "cnn"),
+        "rng by process": train(strategies[1], "cnn"),
+        "strided rows": train(strategies[2], "cnn", strided(processes)),
+    }
 
 
 def main() -> None:
     args = arguments(devices=1, die_at=int)
-    if args.processes > 1:
+
+    def make() -> Any:
+        if args.processes == 1:
+            return MirroredStrategy(args.devices, REPLICAS)
         cluster = SimpleClusterResolver(args.coordinator, args.processes, args.process)
-        strategy: Any = MultiWorkerMirroredStrategy(cluster, REPLICAS, devices=args.devices)
-    else:
-        strategy = MirroredStrategy(args.devices, REPLICAS)
+        return MultiWorkerMirroredStrategy(cluster, REPLICAS, devices=args.devices)
+
+    strategy = make()
     if args.die_at is not None:
         try:
             train(strategy, "cnn", die_at=args.die_at if args.process else None)
@@ -191,7 +138,7 @@ def main() -> None:
         [part.decode() for part in strategy.processes.gather(str(args.process).encode())],
     ]
     if args.devices == 1:
-        out["controls"] = controls(strategy)
+        out["controls"] = controls(make, args.processes)
     answer(out)
 
 

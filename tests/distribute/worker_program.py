@@ -1,4 +1,4 @@
-"""The command line and the answer of a worker program, which `group.launch` starts."""
+"""The command line and the result of a worker program that `group.launch` starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def arguments(**options: Any) -> argparse.Namespace:
-    """The place in the group, and an option for each keyword, given by its default or its type."""
+    """Parse the place in the group and one option for each keyword (its default or its type)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int, default=1)

@@ -1,6 +1,6 @@
-"""What is asked of the callbacks on the backend that the environment names; prints it as JSON.
+"""Runs the checks of the callbacks on the backend that the environment names; prints JSON.
 
-Run as a program with a scratch directory. On backends that compile it first forks three runs of `fit`
+Run as a program with a scratch directory. On backends that compile, it first forks three runs of `fit`
 (whole, killed, and resumed), before anything of the framework has run.
 """
 
@@ -25,7 +25,7 @@ from keras_behaviours import check_behaviours
 
 
 def forked(where: Path, body: Callable[[], End]) -> tuple[int, End | None]:
-    """Status and end of `body` in a process of its own."""
+    """Run `body` in a new process; return its exit status and its result."""
     where.unlink(missing_ok=True)
     if (pid := os.fork()) == 0:
         end = body()
@@ -63,8 +63,8 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
 def main(work: Path) -> None:
     backend = keras.backend.backend()
     resumed = None if backend == "torch" else killed_and_resumed(work)
-    found = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
-    print(json.dumps(found))  # noqa: T201 (what the test reads)
+    report = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
+    print(json.dumps(report))  # noqa: T201 (what the test reads)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small calls of `fit` that can be interrupted, and what came out of them as bits."""
+"""Small calls of `fit` that can be interrupted, and their results as bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from perdure.keras import BackupAndRestore
 
 EPOCHS, BATCHES, BATCH = 3, 4, 6
-ROWS = BATCHES * BATCH - 2  # the last batch is a partial one
+ROWS = BATCHES * BATCH - 2  # the last batch is incomplete
 
 
 class Fault(Exception):
-    """What interrupts a run."""
+    """The exception that interrupts a run."""
 
 
 class End(NamedTuple):
-    """Everything that two runs must have in common; `steps` are those that this process ran."""
+    """The result of a run. Equal runs may differ in `steps`, the steps that this process ran."""
 
     values: dict[str, bytes]
     history: str
@@ -30,18 +30,18 @@ class End(NamedTuple):
 
 
 class Steps:
-    """Of this process: a list would be a part of the backup, as every plain attribute is."""
+    """The steps of this process. A list as a plain attribute would be saved in the backup."""
 
     def __init__(self) -> None:
         self.of: list[tuple[int, int]] = []
 
 
 class Probe(keras.callbacks.Callback):
-    """Notes the steps that run, and calls `fault` behind one of them."""
+    """Records the steps that run, and calls `fault` after one of them."""
 
-    def __init__(self, at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
+    def __init__(self, fault_at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
         super().__init__()
-        self.at, self.fault = at, fault
+        self.at, self.fault = fault_at, fault
         self.steps = Steps()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -69,7 +69,7 @@ def arrays(rows: int = ROWS) -> tuple[Any, Any]:
 
 
 class AlwaysDropout(keras.layers.Dropout):
-    """Drops in validation too, so that validation moves its seed."""
+    """A dropout that is active in validation as well, so that validation advances its seed."""
 
     def call(self, inputs: Any, training: bool = True) -> Any:
         return super().call(inputs, training=True)
@@ -87,7 +87,7 @@ def network(units: int = 6, rate: float = 1e-2, mc_dropout: bool = False, **comp
 
 def train(
     backup: Path | None,
-    at: tuple[int, int] | None = None,
+    fault_at: tuple[int, int] | None = None,
     *,
     fault: Callable[[], Any] | None = None,
     save_freq: Any = 1,
@@ -96,14 +96,14 @@ def train(
     options: dict[str, Any] | None = None,
     **fit: Any,
 ) -> End:
-    """One start of a program; without `backup` it has no callback of ours.
+    """Run `fit` once, as a new program would. Without `backup` it has no callback of perdure.
 
-    `callbacks` and `model` may be functions, called behind the seeding.
+    `callbacks` and `model` may be functions, which are called after the seed is set.
     """
     keras.utils.set_random_seed(11)
     made: Any = (model or network)()
-    probe = Probe(at, fault)
-    own = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
+    probe = Probe(fault_at, fault)
+    backups = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
     others: Any = callbacks() if callable(callbacks) else callbacks
     if "x" not in fit:
         x, y = arrays()
@@ -111,16 +111,16 @@ def train(
     if callable(fit["x"]):
         fit["x"] = fit["x"]()
     history: Any = made.fit(
-        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*own, *others, probe], **fit}
+        **{"epochs": EPOCHS, "verbose": 0, "callbacks": [*backups, *others, probe], **fit}
     )
     variables = [*made.variables, *made.optimizer.variables, *made.metrics_variables]
     values = {
-        f"{number}": np.asarray(keras.ops.convert_to_numpy(each.value)).tobytes()
-        for number, each in enumerate(variables)
+        f"{number}": np.asarray(keras.ops.convert_to_numpy(variable.value)).tobytes()
+        for number, variable in enumerate(variables)
     }
     return End(values, json.dumps(history.history), history.epoch, probe.steps.of)
 
 
 def same(one: End, other: End) -> bool:
-    """Whether two runs ended alike; the steps that a process ran are not compared."""
+    """Whether two runs ended with the same result. The steps of this process are not compared."""
     return one[:3] == other[:3]

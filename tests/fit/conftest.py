@@ -1,10 +1,9 @@
-"""`fit` in this process runs on PyTorch, which has nothing to compile; other backends have their own
-processes."""
+"""These tests run `fit` on PyTorch, which compiles nothing; other backends run in new processes."""
 
 import os
 from collections.abc import Iterator
 
-# Keras reads it once. Programs that other tests of this process start must not inherit it.
+# Keras reads the variable once. Programs that other tests of this process start must not inherit it.
 _before = os.environ.get("KERAS_BACKEND")
 os.environ["KERAS_BACKEND"] = "torch"
 
@@ -19,7 +18,7 @@ if _before is not None:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """The tensors are tiny, and two threads for each of several test processes only wait."""
+    """One thread: the tensors are tiny, and more threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,8 +1,8 @@
-"""What Keras's own tests ask of its two checkpoint callbacks, asked of ours, on one backend.
+"""The behaviour that Keras's tests require of its two checkpoint callbacks, tested on perdure's.
 
-A part of `backend_worker.py`. There are no file names, because a run directory has none, and one number
+A part of `backend_worker.py`. A run directory has no file names, so those are left out, and one number
 differs: after an interruption in the middle of an epoch Keras repeats its first batches, so that its
-test counts 17 steps where 15 were asked for. Ours must count 15.
+test counts 17 steps instead of 15. perdure's callback must count 15.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Interrupted(RuntimeError):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Raises after so many batches, or epochs, of the process."""
+    """Raises after the given number of batches or epochs of this process."""
 
     def __init__(self, batches: int = 0, epochs: int = 0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Interrupt(keras.callbacks.Callback):
 
 
 class Counting(keras.layers.Layer):
-    """Counts its calls in a weight that no gradient changes."""
+    """Counts its calls in a weight that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def interrupted_fit(
     between: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> tuple[Any, Any, Path]:
-    """A fit of 3 batches an epoch that is interrupted, then called again for 5 epochs.
+    """A fit of 3 batches per epoch that is interrupted and then called again for 5 epochs.
 
     Model and callback are the same objects in both calls, and the first asks for other epochs.
     """
@@ -92,7 +92,7 @@ def interrupted_fit(
         model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=[backup, interrupt])
     except Interrupted:
         assert backup_dir.exists()
-        for manager in open_managers._open.values():  # the last save may still be under way
+        for manager in open_managers._open.values():  # the last save may still be running
             manager.wait_until_finished()
         between()
         return (
@@ -184,7 +184,7 @@ def classifier_and_start() -> tuple[Any, list[Any]]:
 
 
 def classifier() -> Any:
-    """One model, as it was before any training: to compile it takes longer than to train it."""
+    """One model, reset to its start: compiling a new one takes longer than training it."""
     model, start = classifier_and_start()
     variables = [*model.variables, *model.optimizer.variables]
     for variable, value in zip(variables, start, strict=True):
@@ -299,7 +299,7 @@ def what_was_saved_is_loaded(directory: Path) -> None:
 
 
 def check_behaviours(directory: Path) -> dict[str, str | None]:
-    """The error of each behaviour, or None."""
+    """The error of each behaviour, or None if it holds."""
     results: dict[str, str | None] = {}
     for name, check in BEHAVIOURS.items():
         keras.utils.set_random_seed(1)

@@ -1,4 +1,4 @@
-"""The callbacks on each backend: Keras's own expectations, and a `fit` that is killed in an epoch."""
+"""The callbacks on each backend: the behaviour of Keras's tests, and a `fit` killed in an epoch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 
 @pytest.fixture(scope="module", params=["jax", "tensorflow", "torch"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What `backend_worker.py` finds on one backend; a start of each takes seconds, so it is one."""
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The JSON of `backend_worker.py` on one backend; it takes seconds, so it is started once."""
     backend = request.param
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed here")
@@ -42,16 +42,16 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return results
 
 
-def test_killed_and_resumed(found: Any) -> None:
-    if found["backend"] == "torch":
+def test_a_killed_fit_resumes_with_the_bits_of_an_undisturbed_one(report: Any) -> None:
+    if report["backend"] == "torch":
         pytest.skip("torch compiles nothing; test_fit_resume.py interrupts it everywhere")
-    resumed = found["resumed"]
+    resumed = report["resumed"]
     assert resumed["killed"] == -9
     assert resumed["equal"]
     assert 0 < resumed["left"] < resumed["all"]
 
 
-def test_the_behaviours_that_the_tests_of_keras_ask_for(found: Any) -> None:
-    assert len(found["behaviours"]) == 11
-    failed = {name: error for name, error in found["behaviours"].items() if error}
+def test_the_callbacks_behave_as_the_tests_of_keras_require(report: Any) -> None:
+    assert len(report["behaviours"]) == 11
+    failed = {name: error for name, error in report["behaviours"].items() if error}
     assert not failed, "\n".join(failed.values())

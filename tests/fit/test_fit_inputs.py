@@ -1,4 +1,4 @@
-"""The Keras callbacks: what they refuse, what they say, and checkpoints of a model."""
+"""The Keras callbacks: refusals, messages, and checkpoints of a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from cases import Fault, arrays, network, same, train
 
 import perdure
+from damage import flip
 from perdure.errors import (
     ArgumentError,
     MismatchError,
@@ -30,18 +31,18 @@ def test_save_freq_is_checked(save_freq: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["", None])
-def test_a_directory_has_a_name(directory: Any) -> None:
+def test_an_empty_directory_name_is_refused(directory: Any) -> None:
     with pytest.raises(ArgumentError, match="Empty `backup_dir` argument passed"):
         BackupAndRestore(directory)
     with pytest.raises(ArgumentError, match="filepath: expected a directory"):
         ModelCheckpoint(directory)
 
 
-def test_the_signature_is_that_of_keras(tmp_path: Path) -> None:
-    own = BackupAndRestore(tmp_path, "epoch", False, True)
+def test_backup_and_restore_has_the_signature_of_keras(tmp_path: Path) -> None:
+    callback = BackupAndRestore(tmp_path, "epoch", False, True)
     theirs = keras.callbacks.BackupAndRestore(str(tmp_path), "epoch", False, True)
     for name in ("backup_dir", "save_freq", "double_checkpoint", "delete_checkpoint"):
-        assert getattr(own, name) == getattr(theirs, name)
+        assert getattr(callback, name) == getattr(theirs, name)
 
 
 class Unbuilt(keras.Model):
@@ -49,7 +50,7 @@ class Unbuilt(keras.Model):
         return x
 
 
-def test_an_unbuilt_model_and_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_an_unbuilt_model_and_a_custom_loop_are_refused(tmp_path: Path) -> None:
     callback = BackupAndRestore(tmp_path)
     with pytest.raises(TrainError) as error:
         callback.on_train_begin()
@@ -63,7 +64,7 @@ def test_an_unbuilt_model_and_a_loop_of_ones_own(tmp_path: Path) -> None:
 def begun(where: Path, **fit: Any) -> None:
     with pytest.raises(Fault):
         train(where, (1, 1), **fit)
-    open_managers._open[str(where)].wait_until_finished()  # the last save may still be under way
+    open_managers._open[str(where)].wait_until_finished()  # the last save may still be running
 
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -82,14 +83,14 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def begun_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was interrupted; a `fit` that is refused changes nothing of it."""
+    """An interrupted run, which a refused `fit` must not change."""
     run = tmp_path_factory.mktemp("begun") / "run"
     begun(run)
     return run
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_listed(change: str, begun_run: Path) -> None:
+def test_changed_settings_are_refused_and_listed(change: str, begun_run: Path) -> None:
     fit, words = CHANGES[change]
     before = Run(begun_run).steps()
     with pytest.raises(RecipeMismatchError) as error:
@@ -99,7 +100,7 @@ def test_what_changed_is_listed(change: str, begun_run: Path) -> None:
         assert word in str(error.value)
 
 
-def test_what_changed_may_be_allowed(tmp_path: Path) -> None:
+def test_a_changed_setting_may_be_allowed(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     with pytest.warns(UserWarning, match=r"fit\.shuffle"):
         end = train(tmp_path / "run", shuffle=False, options={"allow": ("fit.shuffle",)})
@@ -107,7 +108,7 @@ def test_what_changed_may_be_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [2, 5])
-def test_a_resumed_fit_may_have_other_epochs(epochs: int, tmp_path: Path) -> None:
+def test_a_resumed_fit_may_have_another_number_of_epochs(epochs: int, tmp_path: Path) -> None:
     whole = train(None, epochs=epochs)
     begun(tmp_path / "run")
     assert same(train(tmp_path / "run", epochs=epochs), whole)
@@ -121,7 +122,7 @@ def test_a_finished_fit_is_continued_with_more_epochs(tmp_path: Path) -> None:
     assert {epoch for epoch, _ in end.steps} == {3, 4}
 
 
-def test_a_directory_of_something_else(tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     perdure.Checkpoint(w=np.zeros(3)).save(tmp_path / "run", 3)
     with pytest.raises(TrainError) as error:
         train(tmp_path / "run")
@@ -134,12 +135,12 @@ def generated() -> Any:
         yield x[:6], y[:6]
 
 
-def test_a_generator_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_generator_warns_at_the_start(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="generator"):
         train(tmp_path / "run", x=generated, steps_per_epoch=2, shuffle=False)
 
 
-def test_a_dataset_that_changes_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_dataset_that_changes_warns_at_the_start(tmp_path: Path) -> None:
     class Changing(keras.utils.PyDataset):
         def __len__(self) -> int:
             return 2
@@ -155,14 +156,14 @@ def test_a_dataset_that_changes_is_said_at_the_start(tmp_path: Path) -> None:
         train(tmp_path / "run", x=Changing, shuffle=False)
 
 
-def test_a_fit_that_was_left_does_not_lock_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_fit_does_not_lock_the_next(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     begun(tmp_path / "run")
     assert train(tmp_path / "run").epochs == [0, 1, 2]
 
 
 def weights(model: Any) -> list[bytes]:
-    return [np.asarray(each).tobytes() for each in model.get_weights()]
+    return [np.asarray(weights).tobytes() for weights in model.get_weights()]
 
 
 def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
@@ -211,9 +212,7 @@ def test_load_weights_warns_about_a_damaged_checkpoint(tmp_path: Path) -> None:
     older, newest = Run(tmp_path / "kept").steps()[-2:]
     pack = max((tmp_path / "kept" / "packs").iterdir())
     assert pack.name.startswith(f"{newest:012d}")
-    data = bytearray(pack.read_bytes())
-    data[10] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 10)
     with pytest.warns(UserWarning, match=f"step {newest} is damaged"):
         assert load_weights(network(), tmp_path / "kept") == older
 
@@ -231,7 +230,7 @@ def test_the_best_value_is_part_of_a_backup(tmp_path: Path) -> None:
         assert one.manifest(step).fingerprint == other.manifest(step).fingerprint
 
 
-def test_a_resumed_fit_does_not_save_what_was_pruned_again_and_says_so(tmp_path: Path) -> None:
+def test_a_resumed_fit_warns_and_does_not_save_pruned_checkpoints_again(tmp_path: Path) -> None:
     def others(where: str) -> Any:
         return lambda: [ModelCheckpoint(tmp_path / where, "gone", save_freq=1, max_to_keep=1)]
 
@@ -261,30 +260,30 @@ def test_model_checkpoint_refuses_file_names(name: str, tmp_path: Path) -> None:
 
 def test_model_checkpoint_has_the_signature_of_keras() -> None:
     theirs = [*inspect.signature(keras.callbacks.ModelCheckpoint).parameters.values()]
-    own = [*inspect.signature(ModelCheckpoint).parameters.values()][: len(theirs)]
-    assert [(p.name, p.default, p.kind) for p in own] == [
+    ours = [*inspect.signature(ModelCheckpoint).parameters.values()][: len(theirs)]
+    assert [(p.name, p.default, p.kind) for p in ours] == [
         (p.name, p.default, p.kind) for p in theirs
     ]
 
 
-def test_a_best_without_a_direction(tmp_path: Path) -> None:
-    own = ModelCheckpoint(tmp_path / "run", "unheard_of", save_best_only=True)
+def test_a_monitor_without_a_direction_is_refused(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "run", "unheard_of", save_best_only=True)
     with pytest.raises(ValueError, match="unheard_of"):
-        train(None, callbacks=[own])
+        train(None, callbacks=[callback])
 
 
-def test_a_best_without_its_metric_is_saved_with_a_warning(tmp_path: Path) -> None:
-    own = ModelCheckpoint(tmp_path / "run", "val_loss", save_best_only=True, max_to_keep=None)
+def test_a_missing_monitor_is_a_warning_and_the_checkpoint_is_saved(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "run", "val_loss", save_best_only=True, max_to_keep=None)
     with pytest.warns(UserWarning, match="val_loss available"):
-        train(None, callbacks=[own])
+        train(None, callbacks=[callback])
     assert Run(tmp_path / "run").steps() == [4, 8, 12]
 
 
-def test_verbose_says_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ModelCheckpoint(
+def test_verbose_prints_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = ModelCheckpoint(
         tmp_path / "run", "loss", 1, save_best_only=True, initial_value_threshold=-1.0
     )
-    train(None, callbacks=[own])
+    train(None, callbacks=[callback])
     assert "loss did not improve from -1.00000" in capsys.readouterr().out
     assert not (tmp_path / "run" / "checkpoints").exists()
     train(None, callbacks=[ModelCheckpoint(tmp_path / "all", "loss", 1)])

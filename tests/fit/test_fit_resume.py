@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: an interrupted `fit` ends with the bits of one that was not."""
+"""`BackupAndRestore`: an interrupted `fit` ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
 
 
 def newest(backup: Path) -> int:
-    """The newest step, once the save in the background is done."""
-    open_managers._open[str(backup)].wait_until_finished()
+    """The newest step, after the background save has ended."""
+    if manager := open_managers._open.get(str(backup)):  # a refused `fit` has closed it
+        manager.wait_until_finished()
     return (Run(backup).steps() or [0])[-1]
 
 
 def interrupted(
-    backup: Path, at: tuple[int, int], again: Any = None, **options: Any
+    backup: Path, fault_at: tuple[int, int], again: Any = None, **options: Any
 ) -> tuple[End, int]:
-    """The end of a run that was interrupted at `at`, and the step that it went on from."""
+    """The result of a run that was interrupted at `fault_at`, and the step that it resumed from."""
     with pytest.raises(Fault):
-        train(backup, at, **options)
+        train(backup, fault_at, **options)
     went_on = newest(backup)
     return train(backup, **{**options, **(again or {})}), went_on
 
 
 @pytest.fixture(scope="module")
 def whole() -> End:
-    """A run without any callback of ours: those with one must not differ from it either."""
+    """A run without a callback of perdure; runs with one must end with the same bits."""
     return train(None)
 
 
@@ -49,7 +50,7 @@ _uninterrupted: dict[Any, End] = {}
 
 
 def uninterrupted(name: Any, run: Callable[[], End]) -> End:
-    """The end of a run that several tests compare with; it is run once in a process."""
+    """The result of a run that several tests compare with; it runs once per process."""
     if name not in _uninterrupted:
         _uninterrupted[name] = run()
     return _uninterrupted[name]
@@ -60,23 +61,25 @@ def test_the_callback_changes_nothing(whole: End, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("at", ALL[::2])
-def test_interrupted_at_every_batch(at: tuple[int, int], whole: End, tmp_path: Path) -> None:
-    end, went_on = interrupted(tmp_path / "run", at)
+@pytest.mark.parametrize("fault_at", ALL[::2])
+def test_a_fit_interrupted_at_any_batch_ends_with_the_same_bits(
+    fault_at: tuple[int, int], whole: End, tmp_path: Path
+) -> None:
+    end, went_on = interrupted(tmp_path / "run", fault_at)
     assert same(end, whole)
-    assert went_on == ALL.index(at)
+    assert went_on == ALL.index(fault_at)
     assert end.steps == ALL[went_on:]
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 3, 100])
-def test_save_freq(save_freq: Any, whole: End, tmp_path: Path) -> None:
+def test_save_freq_decides_where_a_fit_resumes(save_freq: Any, whole: End, tmp_path: Path) -> None:
     end, went_on = interrupted(tmp_path / "run", (2, 2), save_freq=save_freq)
     assert same(end, whole)
     assert went_on == {"epoch": 8, 3: 9, 100: 0}[save_freq]
 
 
-def test_epochs_that_the_backup_is_beyond(whole: End, tmp_path: Path) -> None:
-    """Such a run would have ended before: it is refused, and the backup stays."""
+def test_fewer_epochs_than_the_backup_has_are_refused(whole: End, tmp_path: Path) -> None:
+    """A run of so few epochs would have ended before the backup. It is refused; the backup stays."""
     run = tmp_path / "run"
     with pytest.raises(Fault):
         train(run, (1, 2))
@@ -92,7 +95,7 @@ def test_epochs_that_the_backup_is_beyond(whole: End, tmp_path: Path) -> None:
     assert same(train(run), whole)
 
 
-def test_two_callbacks_in_one_directory(tmp_path: Path) -> None:
+def test_two_callbacks_in_one_directory_are_refused(tmp_path: Path) -> None:
     for other in (ModelCheckpoint(tmp_path / "run"), BackupAndRestore(tmp_path / "run")):
         with pytest.raises(ArgumentError, match="directory of its own"):
             train(tmp_path / "run", callbacks=[other])
@@ -102,7 +105,7 @@ def test_two_callbacks_in_one_directory(tmp_path: Path) -> None:
 def test_every_batch_is_a_heartbeat(
     preemptible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under `perdure run` a long epoch is no silence, whatever `save_freq` is."""
+    """Under `perdure run` a long epoch counts as alive, whatever `save_freq` is."""
     beats: list[tuple[str, int | None]] = []
     monkeypatch.setattr(heartbeats, "listeners", [lambda *beat: beats.append(beat)])
     model = network()
@@ -114,12 +117,12 @@ def test_every_batch_is_a_heartbeat(
         validation_data=arrays(),
         callbacks=[BackupAndRestore(tmp_path, save_before_preemption=preemptible)],
     )
-    told = [beat for beat, _ in groupby(beats)]
+    kinds = [beat for beat, _ in groupby(beats)]
     steps = [("step", step) for step in range(1, BATCHES + 1)]
-    first = told.index(("compile", 0))
-    assert told[first + 1 : first + 1 + BATCHES] == steps
-    validating = told.index(("evaluate", BATCHES))
-    assert ("step", BATCHES) in told[validating:]
+    first = kinds.index(("compile", 0))
+    assert kinds[first + 1 : first + 1 + BATCHES] == steps
+    validating = kinds.index(("evaluate", BATCHES))
+    assert ("step", BATCHES) in kinds[validating:]
 
 
 class Indexed(keras.utils.PyDataset):
@@ -145,7 +148,7 @@ def loader(**options: Any) -> Any:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Batches whose number nobody knows."""
+    """A generator of batches without a length."""
 
     def __iter__(self) -> Any:
         x, y = arrays()
@@ -176,40 +179,40 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", SOURCES)
-def test_data(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_data_resumes(kind: str, tmp_path: Path) -> None:
     fit = SOURCES[kind]
-    # With workers Keras begins an epoch with batches that it read ahead in the one before.
+    # With workers, Keras starts an epoch with batches that it read ahead in the previous one.
     ours = "workers" in kind
     whole = train(tmp_path / "whole" if ours else None, **fit)
-    for at in [(1, 1), (1, -1)]:
-        end, _ = interrupted(tmp_path / str(at), at, **fit)
+    for fault_at in [(1, 1), (1, -1)]:
+        end, _ = interrupted(tmp_path / str(fault_at), fault_at, **fit)
         assert same(end, whole)
         assert len(end.steps) < len(whole.steps)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("at", [(0, 1), (0, 3), (1, 3)])
-def test_data_of_unknown_length(at: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault_at", [(0, 1), (0, 3), (1, 3)])
+def test_data_of_unknown_length_resumes(fault_at: tuple[int, int], tmp_path: Path) -> None:
     fit = {"x": lambda: torch.utils.data.DataLoader(Stream(), batch_size=None), "shuffle": False}
     whole = uninterrupted("unknown length without validation", lambda: train(None, **fit))
-    end, went_on = interrupted(tmp_path / "run", at, **fit)
+    end, went_on = interrupted(tmp_path / "run", fault_at, **fit)
     assert same(end, whole)
     assert end.steps == ALL[went_on:]
 
 
-def test_batches_that_are_done_are_not_read_again(tmp_path: Path) -> None:
+def test_finished_batches_are_not_read_again(tmp_path: Path) -> None:
     data = Indexed()
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 2), x=data, shuffle=False)
     went_on = newest(tmp_path / "run")
     again = Indexed()
     train(tmp_path / "run", x=again, shuffle=False)
-    assert again.asked.pop(0) == 0  # Keras looks at a batch to build the metrics
+    assert again.asked.pop(0) == 0  # Keras reads a batch to build the metrics
     assert again.asked == [*range(went_on % BATCHES, BATCHES), *range(BATCHES)]
 
 
 class Counting(keras.callbacks.Callback):
-    """What users write: a state in attributes, and one that begins an epoch twice."""
+    """A callback as users write them, with state in attributes and a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,16 +261,16 @@ def others() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("at", [(2, 1), (3, -1)])
-def test_other_callbacks(at: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault_at", [(2, 1), (3, -1)])
+def test_other_callbacks_resume_with_their_state(fault_at: tuple[int, int], tmp_path: Path) -> None:
     whole = uninterrupted("others", lambda: train(None, callbacks=others, epochs=9))
     assert len(whole.epochs) < 9, "early stopping must have stopped"
-    at = (min(at[0], whole.epochs[-1]), at[1])
-    end, _ = interrupted(tmp_path / "run", at, callbacks=others, epochs=9)
+    fault_at = (min(fault_at[0], whole.epochs[-1]), fault_at[1])
+    end, _ = interrupted(tmp_path / "run", fault_at, callbacks=others, epochs=9)
     assert same(end, whole)
 
 
-def test_stopped_and_finished_runs_stay_so(tmp_path: Path) -> None:
+def test_stopped_and_finished_runs_run_no_further_steps(tmp_path: Path) -> None:
     options = {"callbacks": others, "epochs": 9, "options": {"delete_checkpoint": False}}
     first = train(tmp_path / "run", **options)
     again = train(tmp_path / "run", **options)
@@ -275,7 +278,7 @@ def test_stopped_and_finished_runs_stay_so(tmp_path: Path) -> None:
     assert again.steps == []
 
 
-def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_75(whole: End, tmp_path: Path) -> None:
     def signalled() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -285,7 +288,9 @@ def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
         with pytest.raises(SystemExit) as left:
             train(tmp_path / "run", (1, 2), fault=signalled, **options)
     finally:
-        signal.signal(signal.SIGTERM, before)  # leaving ignores it until the process is gone
+        signal.signal(
+            signal.SIGTERM, before
+        )  # the exit ignores SIGTERM until the process has ended
     assert left.value.code == 75
     end = train(tmp_path / "run", **options)
     assert same(end, whole)
@@ -293,7 +298,7 @@ def test_sigterm_saves_and_leaves_with_75(whole: End, tmp_path: Path) -> None:
 
 
 class InValidation(keras.callbacks.Callback):
-    """Sends SIGTERM behind a batch of the validation of an epoch, or as it begins (-1)."""
+    """Sends SIGTERM after a batch of the validation of an epoch, or when it begins (-1)."""
 
     def __init__(self, batch: int, epoch: int = 1) -> None:
         super().__init__()
@@ -313,27 +318,32 @@ class InValidation(keras.callbacks.Callback):
 
 
 def in_validation(
-    backup: Path | None, at: tuple[int, int] | None, more: Any = list, **options: Any
+    backup: Path | None, fault_at: tuple[int, int] | None, more: Any = list, **options: Any
 ) -> Any:
-    """A run with SIGTERM in its validation behind (epoch, batch): None, or its end if `at` is None."""
+    """Run with SIGTERM in the validation, after (epoch, batch); None sends no signal.
+
+    Returns the result of the run, or None if it exited.
+    """
     fit = {"validation_data": arrays(), "validation_batch_size": 5, "save_freq": False, **options}
-    epoch, batch = at or (0, 99)
+    epoch, batch = fault_at or (0, 99)
     fit["callbacks"] = lambda: [*more(), InValidation(batch, epoch)]
     fit["options"] = {"save_before_preemption": True}
-    if at is None:
+    if fault_at is None:
         return train(backup, **fit)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as left:
             train(backup, **fit)
     finally:
-        signal.signal(signal.SIGTERM, before)  # leaving ignores it until the process is gone
+        signal.signal(
+            signal.SIGTERM, before
+        )  # the exit ignores SIGTERM until the process has ended
     assert left.value.code == 75
     return None
 
 
 @pytest.mark.parametrize("batch", [-1, 0, 2])
-def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -> None:
+def test_sigterm_in_a_validation_saves_and_exits_within_it(batch: int, tmp_path: Path) -> None:
     fit = {"model": lambda: network(mc_dropout=True)}
     whole = uninterrupted("dropout in validation", lambda: in_validation(None, None, **fit))
     in_validation(tmp_path / "run", (1, batch), **fit)
@@ -343,7 +353,7 @@ def test_sigterm_in_a_validation_is_answered_in_it(batch: int, tmp_path: Path) -
 
 
 class Stopping(keras.callbacks.Callback):
-    """Stops behind the second batch of the second epoch."""
+    """Stops after the second batch of the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +367,7 @@ class Stopping(keras.callbacks.Callback):
 
 
 class Drawing(torch.utils.data.IterableDataset):
-    """Of unknown length, with noise, and another draw behind the last batch."""
+    """A generator of noisy batches that draws once more after the last one."""
 
     def __iter__(self) -> Any:
         for x, y in Stream():
@@ -366,7 +376,7 @@ class Drawing(torch.utils.data.IterableDataset):
 
 
 class DrawingAtItsEnd(Indexed):
-    """Batches with noise; draws also where an epoch ends, and before a validation begins."""
+    """Noisy batches; random numbers are also drawn at the end of an epoch and before a validation."""
 
     def on_epoch_end(self) -> None:
         np.random.random()  # noqa: NPY002 (as users do)
@@ -379,7 +389,7 @@ def averaged() -> Any:
     return made
 
 
-# Epochs that end otherwise than with the last batch of a pass, and callbacks that are told of it.
+# Epochs that do not end with the last batch of a pass over the data, and callbacks for such ends.
 ENDS: dict[str, dict[str, Any]] = {
     "stopped": {"more": lambda: [Stopping()]},
     "stopped, draws": {"more": lambda: [Stopping()], "validation_data": DrawingAtItsEnd},
@@ -395,7 +405,7 @@ ENDS: dict[str, dict[str, Any]] = {
 
 
 def made(fit: dict[str, Any]) -> dict[str, Any]:
-    """With validation data of their own for each run."""
+    """The same arguments, with new validation data for each run."""
     data = fit.get("validation_data", arrays)
     return {**fit, "validation_data": data()}
 
@@ -407,49 +417,49 @@ def test_sigterm_in_the_validation_of_any_epoch(kind: str, tmp_path: Path) -> No
     in_validation(tmp_path / "run", (1, 1), **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
     assert same(end, whole)
-    assert end.steps == [each for each in whole.steps if each[0] > 1]
+    assert end.steps == [step for step in whole.steps if step[0] > 1]
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", ENDS)
-def test_sigterm_in_validations_again_and_again(kind: str, tmp_path: Path) -> None:
+def test_sigterm_in_several_validations_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     whole = uninterrupted(kind, lambda: in_validation(None, None, **made(ENDS[kind])))
-    for at in [(0, 1), (0, -1), (1, 1)]:
-        in_validation(tmp_path / "run", at, **made(ENDS[kind]))
+    for fault_at in [(0, 1), (0, -1), (1, 1)]:
+        in_validation(tmp_path / "run", fault_at, **made(ENDS[kind]))
     end = in_validation(tmp_path / "run", None, **made(ENDS[kind]))
     assert same(end, whole)
 
 
-def test_sigterm_before_a_validation_is_answered_before_it(tmp_path: Path) -> None:
+def test_sigterm_before_a_validation_exits_before_it(tmp_path: Path) -> None:
     class Signalling(Indexed):
-        def on_epoch_end(self) -> None:  # Keras calls it as it puts the data to their begin
+        def on_epoch_end(self) -> None:  # Keras calls it when it resets the data
             os.kill(os.getpid(), signal.SIGTERM)
 
     data = Signalling()
-    told: list[int] = []
+    begun: list[int] = []
     telling: Any = keras.callbacks.LambdaCallback()
-    telling.on_test_begin = told.append
+    telling.on_test_begin = begun.append
     in_validation(tmp_path / "run", (0, 99), lambda: [telling], validation_data=data)
-    assert not told
+    assert not begun
     assert not data.asked
 
 
-# Keras makes the next pass before the validation, and PyTorch draws its order behind it.
+# Keras starts the next pass before the validation, and PyTorch draws the order of it afterwards.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("steps", [BATCHES - 2, BATCHES - 1, BATCHES])
 @pytest.mark.parametrize("term", [False, True])
-def test_steps_per_epoch_with_a_validation(steps: int, term: bool, tmp_path: Path) -> None:
+def test_steps_per_epoch_with_a_validation_resumes(steps: int, term: bool, tmp_path: Path) -> None:
     fit: dict[str, Any] = {"steps_per_epoch": steps, "validation_data": arrays()}
     fit |= {"validation_batch_size": 5, "epochs": 4}
     whole = uninterrupted(f"{steps} steps", lambda: train(None, **fit))
     before = signal.getsignal(signal.SIGTERM)
     options = {"save_before_preemption": True}
     fault = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if term else None
-    # Interrupted again in what was brought back: it must know as much as the first run did.
-    for at in [(1, 0), (2, 0), (2, 1)]:
+    # Interrupted again after a resume, which must have restored everything that the first run knew.
+    for fault_at in [(1, 0), (2, 0), (2, 1)]:
         try:
             with pytest.raises((Fault, SystemExit)):
-                train(tmp_path / "run", at, fault=fault, options=options, **fit)
+                train(tmp_path / "run", fault_at, fault=fault, options=options, **fit)
         finally:
             signal.signal(signal.SIGTERM, before)
         if not term:
@@ -457,7 +467,7 @@ def test_steps_per_epoch_with_a_validation(steps: int, term: bool, tmp_path: Pat
     assert same(train(tmp_path / "run", options=options, **fit), whole)
 
 
-def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:
+def test_sigterm_after_an_interrupted_fit_has_its_own_meaning(tmp_path: Path) -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     try:
@@ -469,7 +479,7 @@ def test_sigterm_behind_an_interrupted_fit_is_not_ours(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_damaged_backup_is_passed_over(whole: End, tmp_path: Path) -> None:
+def test_a_damaged_backup_is_skipped(whole: End, tmp_path: Path) -> None:
     with pytest.raises(Fault):
         train(tmp_path / "run", (2, 1), save_freq=3)
     last = newest(tmp_path / "run")
@@ -485,13 +495,13 @@ def test_a_damaged_backup_is_passed_over(whole: End, tmp_path: Path) -> None:
 
 
 def test_control_keras_own_callback_differs(whole: End, tmp_path: Path) -> None:
-    def own() -> list[Any]:
+    def kerases() -> list[Any]:
         theirs: Any = keras.callbacks.BackupAndRestore
         return [theirs(tmp_path / "run", save_freq=1)]
 
     with pytest.raises(Fault):
-        train(None, (1, 2), callbacks=own)
-    assert not same(train(None, callbacks=own), whole)
+        train(None, (1, 2), callbacks=kerases)
+    assert not same(train(None, callbacks=kerases), whole)
 
 
 @pytest.mark.parametrize("part", ["randomness", "others", "seeds"])
@@ -512,16 +522,16 @@ def test_control_without_one_part_the_end_differs(
 
         def forgetful(like: Any, leaves: Any) -> Any:
             made = restored(like, leaves)
-            for each in like["model"].variables:
-                if each.name == "seed_generator_state":
-                    each.assign([1, 1])
+            for variable in like["model"].variables:
+                if variable.name == "seed_generator_state":
+                    variable.assign([1, 1])
             return made
 
         monkeypatch.setattr(fit_session, "restore", forgetful)
     assert not same(train(tmp_path / "run"), whole)
 
 
-def test_a_backup_stands_in_a_callback_list_of_the_user(whole: End, tmp_path: Path) -> None:
+def test_a_backup_works_in_a_callback_list_of_the_user(whole: End, tmp_path: Path) -> None:
     keras.utils.set_random_seed(11)
     model = network()
     x, y = arrays()

@@ -1,4 +1,4 @@
-"""What else a backup holds, and what it owes to what is beside it."""
+"""Further members of a backup, and what a backup does with other callbacks and files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drawing(keras.callbacks.Callback):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
-    ("at", "save_freq", "fit"),
+    ("fault_at", "save_freq", "fit"),
     [
         ((1, 1), "epoch", {}),
         ((1, 1), 1, {}),
@@ -38,12 +38,12 @@ class Drawing(keras.callbacks.Callback):
         ((2, 0), "epoch", {"steps_per_epoch": 2}),
     ],
 )
-def test_draws_as_an_epoch_begins_count_once(
-    at: tuple[int, int], save_freq: Any, fit: dict[str, Any], tmp_path: Path
+def test_draws_at_the_begin_of_an_epoch_happen_once(
+    fault_at: tuple[int, int], save_freq: Any, fit: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = train(None, callbacks=lambda: [Drawing()], **fit)
     with pytest.raises(Fault):
-        train(tmp_path / "run", at, callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
+        train(tmp_path / "run", fault_at, callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
     end = train(tmp_path / "run", callbacks=lambda: [Drawing()], save_freq=save_freq, **fit)
     assert same(end, whole)
     assert len(end.steps) < len(whole.steps)
@@ -51,7 +51,7 @@ def test_draws_as_an_epoch_begins_count_once(
 
 @keras.saving.register_keras_serializable("tests")
 class Second(keras.Sequential):
-    """Trains by an optimizer that Keras does not know of, and leaves a metric out."""
+    """Trains with an optimizer and a metric that are plain attributes, unknown to Keras."""
 
     @property
     def metrics(self) -> list[Any]:
@@ -64,7 +64,7 @@ class Second(keras.Sequential):
         loss = ops.mean((self(x, training=True) - ops.cast(y, "float32")[:, None]) ** 2)
         loss.backward()
         variables = self.trainable_variables
-        grads = [each.value.grad for each in variables]
+        grads = [variable.value.grad for variable in variables]
         with torch.no_grad():
             self.parts["second"].apply(grads, variables)
         self.seen.update_state(loss)
@@ -81,7 +81,7 @@ def second(*, build: bool = True, compiled: Any = "sgd") -> Any:
     return model
 
 
-def test_optimizers_and_metrics_that_are_attributes(tmp_path: Path) -> None:
+def test_optimizers_and_metrics_that_are_attributes_resume(tmp_path: Path) -> None:
     whole = train(None, model=second)
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 2), model=second)
@@ -97,7 +97,7 @@ def test_an_optimizer_that_is_not_built_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["sgd", None])
-def test_checkpoints_of_a_model_without_an_optimizer_of_its_own(
+def test_model_checkpoint_counts_the_steps_of_an_attribute_optimizer(
     compiled: Any, tmp_path: Path
 ) -> None:
     model = second(compiled=compiled)
@@ -110,7 +110,7 @@ def test_checkpoints_of_a_model_without_an_optimizer_of_its_own(
 
 
 class Passing(keras.callbacks.Callback):
-    """`pending` is at the save what it is at the begin, and is not as an epoch begins."""
+    """`pending` is 0 when training begins and at every save, and 1 when an epoch begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Passing(keras.callbacks.Callback):
         logs["pending"] = self.pending
 
 
-def test_what_is_as_at_the_begin_is_put_back(tmp_path: Path) -> None:
+def test_an_attribute_with_its_first_value_is_restored(tmp_path: Path) -> None:
     whole = train(None, callbacks=lambda: [Passing()])
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 2), callbacks=lambda: [Passing()])
@@ -143,14 +143,14 @@ class Collecting(keras.callbacks.Callback):
         self.epochs.add(epoch)
 
 
-def test_what_is_lost_of_a_callback_is_said_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as told:
+def test_a_callback_attribute_that_cannot_be_saved_warns_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as caught:
         train(tmp_path / "run", callbacks=[Collecting()])
-    (only,) = [str(each.message) for each in told if "Collecting" in str(each.message)]
+    (only,) = [str(warning.message) for warning in caught if "Collecting" in str(warning.message)]
     assert "unchanged" not in only
 
 
-def test_a_checkpoint_is_durable_before_the_backup_behind_it(
+def test_a_model_checkpoint_is_durable_before_the_next_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, order = str(tmp_path / "kept"), []
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_durable_before_the_backup_behind_it(
         order.append((step, run.where == kept))
         saved = commit(run, step, *rest, **named)
         if run.where != kept:
-            may_go.set()  # so that nothing hangs where nobody waited
+            may_go.set()  # so that nothing hangs if no call waited
         return saved
 
     def waited(manager: CheckpointManager) -> None:
@@ -195,7 +195,7 @@ def test_the_environment_is_in_the_recipe(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_linked_directory_loses_what_is_the_backups(tmp_path: Path) -> None:
+def test_only_files_of_the_backup_are_deleted(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir()
     link.symlink_to(real)
@@ -211,7 +211,7 @@ def test_a_linked_directory_loses_what_is_the_backups(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == ["notes.txt"]
 
 
-def test_what_cannot_be_deleted_is_no_error(
+def test_a_backup_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Any, *_: Any, **named: Any) -> None:
@@ -236,11 +236,11 @@ def test_a_resume_reads_as_the_only_writer(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RecipeMismatchError):
         train(tmp_path / "run", shuffle=False)
     assert held == [True]
-    with Run(tmp_path / "run") as run:  # and a refused one lets others in
+    with Run(tmp_path / "run") as run:  # the refused fit has released the lock
         run.begin_writing()
 
 
-def test_steps_that_were_skipped_are_no_checkpoints(tmp_path: Path) -> None:
+def test_steps_skipped_by_the_loss_scale_are_not_counted(tmp_path: Path) -> None:
     def scaled() -> Any:
         model = network()
         scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2))
@@ -248,21 +248,23 @@ def test_steps_that_were_skipped_are_no_checkpoints(tmp_path: Path) -> None:
         return model
 
     x, y = arrays()
-    x[:] = np.float32(3e38)  # whose gradients are not finite
+    x[:] = np.float32(3e38)  # gradients of these inputs are not finite
     kept = ModelCheckpoint(tmp_path / "kept", "accuracy", mode="max")
     train(None, model=scaled, x=x, y=y, batch_size=6, callbacks=[kept])
     assert Run(tmp_path / "kept").steps() == [0]
 
 
 def test_the_backend_of_these_tests_stays_in_their_process(request: pytest.FixtureRequest) -> None:
-    own: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py"))
+    plugin: Any = request.config.pluginmanager.get_plugin(
+        str(Path(__file__).parent / "conftest.py")
+    )
     assert keras.backend.backend() == "torch"
-    assert os.environ.get("KERAS_BACKEND") == own._before
+    assert os.environ.get("KERAS_BACKEND") == plugin._before
 
 
 @keras.saving.register_keras_serializable("tests")
 class Telling(keras.Sequential):
-    """Returns more from a step than numbers."""
+    """Returns an array in the logs of a step."""
 
     tells: Any = None
 
@@ -277,9 +279,9 @@ def telling(backup: Path, fault: Any = None, **tells: Any) -> list[Any]:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.tells = tells
     x, y = arrays()
-    own = [BackupAndRestore(backup, 1), *([fault] if fault else [])]
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=own)
-    return [np.asarray(each).tobytes() for each in history.history["bias"]]
+    callbacks = [BackupAndRestore(backup, 1), *([fault] if fault else [])]
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+    return [np.asarray(bias).tobytes() for bias in history.history["bias"]]
 
 
 class Failing(keras.callbacks.Callback):

@@ -1,4 +1,4 @@
-"""Keras 3 as state, on the backend that the environment names; prints what came out as JSON.
+"""Keras 3 objects as state, on the backend that the environment names; prints the results as JSON.
 
 Run as a program: a process has one Keras backend.
 """
@@ -67,7 +67,7 @@ def refused(work: Any, kind: type[Exception]) -> str:
 
 
 class Custom(keras.Model):
-    """Layers as attributes, in a list, and one used by name."""
+    """A model with layers as attributes and in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ def main(where: Path) -> None:
     out["paths"] = list(flatten(compiled()))
     out["paths again"] = list(flatten(compiled()))
     custom = [Custom(), Custom()]
-    for each in custom:
-        each(np.ones((1, 4), "float32"))
-    out["custom"] = [list(flatten(each)) for each in custom]
+    for network in custom:
+        network(np.ones((1, 4), "float32"))
+    out["custom"] = [list(flatten(model)) for model in custom]
     with_functional = keras.Input((4,))
     functional = keras.Model(with_functional, keras.layers.Dense(2, name="head")(with_functional))
     out["functional"] = list(flatten(functional))
 
-    # Exact resume of Keras' own training, dropout included.
+    # Exact resume of Keras's own training, dropout included.
     straight = compiled()
     train(straight, 2)
     saved = {path: leaf.copy() for path, leaf in flatten(straight).items()}
@@ -142,7 +142,7 @@ def main(where: Path) -> None:
     Stateless(other.model, other.optimizer).write(net.state())
     out["written equal"] = bits(other) == bits(straight)
 
-    # What layers without a seed draw from, outside of `fit`.
+    # The generator that layers without a seed draw from, outside `fit`.
     def drawn() -> list[float]:
         numbers: Any = keras.random.uniform((3,))
         return numbers.tolist()
@@ -154,11 +154,11 @@ def main(where: Path) -> None:
         manager.restore(1)
         out["drawn again"] = [drawn(), drawn()]
 
-    # Across backends: whoever comes first saves, the other restores.
+    # Across backends: the first process saves, the other restores.
     if (where / "checkpoints").is_dir():
-        found = compiled()
-        found.restore(where)
-        out["shared"] = bits(found)
+        restored = compiled()
+        restored.restore(where)
+        out["shared"] = bits(restored)
     else:
         straight.save(where, 4)
         out["shared"] = bits(straight)

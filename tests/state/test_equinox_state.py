@@ -1,4 +1,4 @@
-"""Equinox: readable paths, functions stay code, stateful layers, partitioned and whole modules."""
+"""Equinox: readable paths, functions that stay code, stateful layers, partitioned and whole modules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bits(state: Any) -> dict[str, Any]:
     }
 
 
-def test_paths_are_those_of_the_fields() -> None:
+def test_paths_are_the_names_of_the_fields() -> None:
     net, state = eqx.nn.make_with_state(Net)(0)
     assert list(flatten({"net": net, "state": state})) == [
         "net/layers/0/weight",
@@ -57,20 +57,18 @@ def test_paths_are_those_of_the_fields() -> None:
     ]
 
 
-def test_a_restored_module_has_the_arrays_and_numbers_saved_and_the_functions_of_the_target() -> (
-    None
-):
+def test_a_restored_module_has_the_saved_arrays_and_numbers_and_the_targets_functions() -> None:
     source, target = eqx.nn.make_with_state(Net)(3), eqx.nn.make_with_state(Net)(4)
     assert bits(source) != bits(target)
     net, state = restore(target, flatten(source))
     assert bits((net, state)) == bits(source)
     assert net.layers[1] is jax.nn.relu
     assert (net.steps, net.name) == (3, "net 4")
-    # It works: the stateful layer finds its state.
+    # The restored module works: the stateful layer finds its state.
     assert state.get(net.norm.ema_first_time_index).dtype == bool
 
 
-def test_the_arrays_of_a_partitioned_module_have_the_paths_of_the_whole_one() -> None:
+def test_a_partitioned_module_has_the_paths_of_the_whole_one() -> None:
     net, _ = eqx.nn.make_with_state(Net)(0)
     params, static = eqx.partition(net, eqx.is_array)
     leaves = flatten(params)
@@ -79,14 +77,14 @@ def test_the_arrays_of_a_partitioned_module_have_the_paths_of_the_whole_one() ->
     assert bits(again) == bits(net)
 
 
-def test_a_misfit_is_listed_by_path() -> None:
+def test_differences_are_listed_by_path() -> None:
     with pytest.raises(MismatchError) as caught:
         restore(eqx.nn.make_with_state(Net)(0, 9)[0], flatten(eqx.nn.make_with_state(Net)(0)[0]))
     assert "layers/0/weight: expected float32[9,4], found float32[8,4]" in str(caught.value)
     assert "layers/2/weight: expected float32[2,9], found float32[2,8]" in str(caught.value)
 
 
-def test_what_is_neither_state_nor_code_is_refused() -> None:
+def test_a_field_that_is_neither_state_nor_code_is_refused() -> None:
     class Holder(eqx.Module):
         thing: Any
 
@@ -95,7 +93,7 @@ def test_what_is_neither_state_nor_code_is_refused() -> None:
     assert str(caught.value).startswith("model/thing: a value of type builtins.object")
 
 
-def test_a_module_in_a_strategy_and_its_checkpoint_without_one(tmp_path: Any) -> None:
+def test_a_checkpoint_of_a_strategy_restores_a_module_without_one(tmp_path: Any) -> None:
     params, static = eqx.partition(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), eqx.is_array)
     adam = optax.adam(1e-2)
     data = ArrayDataset({"x": np.ones((32, 4), np.float32)}, 16)
@@ -120,13 +118,13 @@ def test_a_module_in_a_strategy_and_its_checkpoint_without_one(tmp_path: Any) ->
             state, _ = train_step(state, strategy.batch(data, step))
         manager.save(2, state)
     fresh = eqx.filter(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(9)), eqx.is_array)
-    found = Checkpoint(model=fresh, opt=adam.init(fresh))
-    assert found.restore(tmp_path) == 2
-    assert bits(found) == bits(state)
-    assert bits(eqx.combine(found.model, static)) != bits(eqx.combine(params, static))
+    checkpoint = Checkpoint(model=fresh, opt=adam.init(fresh))
+    assert checkpoint.restore(tmp_path) == 2
+    assert bits(checkpoint) == bits(state)
+    assert bits(eqx.combine(checkpoint.model, static)) != bits(eqx.combine(params, static))
 
 
-def test_a_whole_module_in_a_strategy_is_told_to_be_partitioned() -> None:
+def test_a_whole_module_in_a_strategy_is_refused_with_eqx_partition() -> None:
     strategy = MirroredStrategy(1, 1)
     train_step = strategy.step(
         lambda _state, _batch, _key: {"x": 1.0}, lambda state, _total: (state, None)

@@ -1,4 +1,4 @@
-"""Every leaf comes back with its type, not only with its bits, or the save refuses it by path."""
+"""Every leaf is restored with its exact type, or the save refuses it by path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def round_trip(make: Callable[[int], Any]) -> tuple[Any, Any]:
-    """What was saved, and what a target made in the same way becomes."""
+    """A saved state, and the restored one, whose target was made in the same way."""
     saved, target = make(1), make(2)
     leaves = snapshot({"state": saved})
     assert {path: bytes(leaf.data) for path, leaf in leaves.items()} != {
@@ -91,7 +91,7 @@ class Needs:
         self.x += how
 
 
-def test_fields_that_init_does_not_take_are_saved_and_post_init_does_not_run_again() -> None:
+def test_fields_with_init_false_are_saved_and_post_init_does_not_run_again() -> None:
     def make(k: int) -> Counted:
         state = Counted(float(k))
         if k == 1:
@@ -107,7 +107,7 @@ def test_fields_that_init_does_not_take_are_saved_and_post_init_does_not_run_aga
     assert restored.twice == 2.0, "not what the target had computed from its own value"
 
 
-def test_frozen_slotted_inherited_and_generic_dataclasses() -> None:
+def test_frozen_slotted_inherited_and_generic_dataclasses_are_restored() -> None:
     def frozen(k: int) -> Frozen:
         state = Frozen(k)
         object.__setattr__(state, "y", 10 * k)
@@ -125,7 +125,7 @@ def test_frozen_slotted_inherited_and_generic_dataclasses() -> None:
     assert restored.x == 6, "an InitVar has no value left to save, and is not asked for again"
 
 
-def test_an_attribute_beside_the_fields_is_refused_by_path_if_it_has_no_exact_form() -> None:
+def test_an_attribute_that_is_no_field_is_refused_by_path_if_it_has_no_exact_form() -> None:
     state = Counted(1.0)
     state.beside = {1}  # type: ignore[assignment]
     with pytest.raises(UnsupportedLeafError, match=r"^a/beside: a value of type builtins.set"):
@@ -242,13 +242,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
-def test_a_value_comes_back_with_its_type(make: Callable[[int], Any]) -> None:
+def test_a_value_is_restored_with_its_type(make: Callable[[int], Any]) -> None:
     saved, restored = round_trip(make)
     assert same(restored, saved)
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
-def test_a_value_that_would_come_back_as_something_else_is_refused_by_path(
+def test_a_value_that_would_change_its_type_is_refused_by_path(
     make: Callable[[], Any],
 ) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"^outer/inner: "):
@@ -262,13 +262,13 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         flatten(state)
 
 
-def test_a_mapped_file_is_refused_by_path(tmp_path: Any) -> None:
+def test_a_memory_mapped_file_is_refused_by_path(tmp_path: Any) -> None:
     mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
     with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.memmap would come back as"):
         flatten({"a": mapped})
 
 
-def test_a_registered_subclass_of_dict_is_taken_apart_as_it_was_registered() -> None:
+def test_a_registered_subclass_of_dict_is_flattened_as_registered() -> None:
     class Config(dict):  # type: ignore[type-arg]
         pass
 
@@ -298,13 +298,13 @@ def masked(mask: Any, fill: float, hard: bool = False) -> Any:
 @pytest.mark.parametrize("mask", [np.ma.nomask, [False, True, False], [False] * 3])
 def test_a_masked_array_keeps_its_mask_and_fill_value(mask: Any, target_mask: Any) -> None:
     saved = masked(mask, 5.0, hard=True)
-    found = restore({"a": masked(target_mask, 9.0)}, snapshot({"a": saved}))["a"]
-    assert type(found) is np.ma.MaskedArray
-    assert found.data.tolist() == saved.data.tolist(), "also below the mask"
-    assert (found.mask is np.ma.nomask) == (saved.mask is np.ma.nomask)
-    assert np.ma.getmaskarray(found).tolist() == np.ma.getmaskarray(saved).tolist()
-    assert (found.fill_value, found.hardmask) == (5.0, True)
-    found[0] = 1.0  # it can be written to, as the one saved could
+    restored = restore({"a": masked(target_mask, 9.0)}, snapshot({"a": saved}))["a"]
+    assert type(restored) is np.ma.MaskedArray
+    assert restored.data.tolist() == saved.data.tolist(), "also below the mask"
+    assert (restored.mask is np.ma.nomask) == (saved.mask is np.ma.nomask)
+    assert np.ma.getmaskarray(restored).tolist() == np.ma.getmaskarray(saved).tolist()
+    assert (restored.fill_value, restored.hardmask) == (5.0, True)
+    restored[0] = 1.0  # it is writable, as the saved one was
 
 
 def test_numpy_keeps_64_bits_and_the_memory_order_of_the_target() -> None:
@@ -315,11 +315,11 @@ def test_numpy_keeps_64_bits_and_the_memory_order_of_the_target() -> None:
             "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3) + k),
         }
 
-    saved, found = round_trip(make)
+    saved, restored = round_trip(make)
     for name in saved:
-        assert found[name].dtype == saved[name].dtype
-        assert found[name].tolist() == saved[name].tolist()
-    assert found["fortran"].flags.f_contiguous
+        assert restored[name].dtype == saved[name].dtype
+        assert restored[name].tolist() == saved[name].tolist()
+    assert restored["fortran"].flags.f_contiguous
 
 
 # ---------------------------------------------------------------- JAX
@@ -337,17 +337,17 @@ def test_64_bits_are_refused_by_jax_without_x64_and_nothing_is_changed() -> None
             restore({**target, "a": jnp.zeros(2)}, leaves)
 
 
-def test_64_bits_come_back_with_x64_and_into_an_array_that_has_them() -> None:
+def test_64_bits_are_restored_with_x64_and_into_arrays_of_64_bits() -> None:
     with jax.enable_x64(True):
         saved = {"a": jnp.full(3, 1 / 3), "n": jnp.asarray(2**40), "z": jnp.ones(2) * 1j}
         target = jax.tree.map(lambda x: x * 0, saved)
         abstract = jax.eval_shape(lambda: target)
         inside = restore(abstract, snapshot(saved))
-    for found in (inside, restore(target, snapshot(saved))):
+    for restored in (inside, restore(target, snapshot(saved))):
         for name, array in saved.items():
-            assert found[name].dtype == array.dtype
-            assert np.asarray(found[name]).tobytes() == np.asarray(array).tobytes()
-            assert found[name].weak_type == array.weak_type
+            assert restored[name].dtype == array.dtype
+            assert np.asarray(restored[name]).tobytes() == np.asarray(array).tobytes()
+            assert restored[name].weak_type == array.weak_type
     assert saved["n"].weak_type, "a case of a weak type of 64 bits"
 
 
@@ -364,25 +364,25 @@ WEAK = [
 
 @pytest.mark.parametrize("make", WEAK)
 @pytest.mark.parametrize("strong_target", [True, False])
-def test_a_weak_type_is_that_of_the_array_saved(make: Any, strong_target: bool) -> None:
+def test_the_weak_type_of_the_saved_array_is_restored(make: Any, strong_target: bool) -> None:
     saved = make()
     assert saved.weak_type, "the control"
     like = jnp.zeros(saved.shape, saved.dtype) if strong_target else saved * 0
     assert like.weak_type != strong_target
-    found = restore({"a": like}, snapshot({"a": saved}))["a"]
-    assert (found.weak_type, found.dtype) == (True, saved.dtype)
-    assert np.asarray(found).tobytes() == np.asarray(saved).tobytes()
+    restored = restore({"a": like}, snapshot({"a": saved}))["a"]
+    assert (restored.weak_type, restored.dtype) == (True, saved.dtype)
+    assert np.asarray(restored).tobytes() == np.asarray(saved).tobytes()
     strong = saved.astype(saved.dtype)
     assert not restore({"a": saved}, snapshot({"a": strong}))["a"].weak_type
     assert snapshot({"a": strong})["a"].dtype == saved.dtype.name
 
 
-def test_a_weak_type_survives_a_placement_and_reaches_numpy_and_torch_as_the_plain_dtype() -> None:
+def test_a_weak_type_survives_placement_and_is_a_plain_dtype_in_numpy_and_torch() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), "x")
     like = jax.device_put(jnp.zeros(4), NamedSharding(mesh, PartitionSpec("x")))
     leaves = snapshot({"a": jnp.full(4, 0.1)})
-    found = restore({"a": like}, leaves)["a"]
-    assert (found.weak_type, found.sharding) == (True, like.sharding)
+    restored = restore({"a": like}, leaves)["a"]
+    assert (restored.weak_type, restored.sharding) == (True, like.sharding)
     for target in (np.zeros(4, np.float32), torch.zeros(4)):
         other = restore({"a": target}, leaves)["a"]
         assert (type(other), str(other.dtype)) == (type(target), str(target.dtype))
@@ -398,17 +398,17 @@ def test_a_weak_type_of_64_bits_is_not_given_to_a_number_without_x64() -> None:
         restore({"n": 0}, leaves)
 
 
-def test_a_weak_type_is_restored_under_settings_that_forbid_what_is_careless() -> None:
+def test_a_weak_type_is_restored_under_strict_promotion_and_debug_nans() -> None:
     leaves = snapshot({"a": jnp.full(3, 0.1) * float("nan"), "b": jnp.asarray(0.1)})
     with (
         jax.debug_nans(True),
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
-        found = restore({"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": 0.0}, leaves)
-    assert found["a"].weak_type
-    assert found["b"].weak_type
-    assert snapshot(found)["a"].data == leaves["a"].data
+        restored = restore({"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": 0.0}, leaves)
+    assert restored["a"].weak_type
+    assert restored["b"].weak_type
+    assert snapshot(restored)["a"].data == leaves["a"].data
 
 
 def test_a_learning_rate_that_a_hook_lowers_stays_weakly_typed() -> None:
@@ -435,15 +435,15 @@ def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any)
     for _ in range(4):
         expected = step(expected)
     count = len(traces)
-    for at in range(4):
+    for stop in range(4):
         state = fresh()
-        for _ in range(at):
+        for _ in range(stop):
             state = step(state)
-        with CheckpointManager(tmp_path / str(at)) as manager:
-            manager.save(at, state)
-        with CheckpointManager(tmp_path / str(at)) as manager:
-            state, found = manager.restore(like=fresh())
-        for _ in range(found, 4):
+        with CheckpointManager(tmp_path / str(stop)) as manager:
+            manager.save(stop, state)
+        with CheckpointManager(tmp_path / str(stop)) as manager:
+            state, start = manager.restore(like=fresh())
+        for _ in range(start, 4):
             state = step(state)
         assert jax.tree.map(lambda a, b: (a.aval == b.aval, a.tobytes() == b.tobytes()),
                             state, expected) == jax.tree.map(lambda _: (True, True), state)  # fmt: skip
@@ -451,7 +451,7 @@ def test_a_loop_with_weakly_typed_numbers_ends_with_the_same_bits(tmp_path: Any)
     assert load_checkpoint(tmp_path / "3", leaves="lr")["lr"].dtype == np.float32
 
 
-def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
+def test_an_empty_array_of_typed_keys_is_restored(tmp_path: Any) -> None:
     def make(k: int) -> Any:
         return {
             "none": jax.random.split(jax.random.key(k), 0),
@@ -463,9 +463,9 @@ def test_an_empty_array_of_typed_keys_comes_back(tmp_path: Any) -> None:
     target = Checkpoint(**make(2))
     assert target.restore(tmp_path) == 5
     for name, saved in make(1).items():
-        found = getattr(target, name)
-        assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
-        assert jax.random.key_data(found).tolist() == jax.random.key_data(saved).tolist()
+        restored = getattr(target, name)
+        assert (restored.dtype, restored.shape) == (saved.dtype, saved.shape)
+        assert jax.random.key_data(restored).tolist() == jax.random.key_data(saved).tolist()
     plain = load_checkpoint(tmp_path)
     assert plain["some"].shape == (2, 3, 2)
     assert plain["none"].size == plain["rbg"].size == 0
@@ -476,9 +476,9 @@ def test_a_key_is_restored_onto_a_mesh_of_one_device() -> None:
     words = jax.device_put(jnp.zeros(2, jnp.uint32), NamedSharding(mesh, PartitionSpec(None)))
     like = jax.random.wrap_key_data(words)
     assert len(like.sharding.spec) > like.ndim, "the case: the spec of the words"
-    found = restore({"key": like}, snapshot({"key": jax.random.key(7)}))["key"]
-    assert jax.random.key_data(found).tolist() == [0, 7]
-    assert found.sharding.mesh == mesh
+    restored = restore({"key": like}, snapshot({"key": jax.random.key(7)}))["key"]
+    assert jax.random.key_data(restored).tolist() == [0, 7]
+    assert restored.sharding.mesh == mesh
 
 
 def test_a_donated_array_is_refused_by_path_and_serves_as_a_target() -> None:
@@ -492,7 +492,7 @@ def test_a_donated_array_is_refused_by_path_and_serves_as_a_target() -> None:
     assert restore(state, snapshot(new))["w"].tolist() == [1.0] * 1000
 
 
-def test_a_dtype_that_drifted_away_from_the_target_is_refused_with_the_way_out() -> None:
+def test_a_dtype_that_changed_since_the_target_is_refused_with_the_remedy() -> None:
     like = {"w": jnp.zeros(3), "n": jnp.int32(0)}
     leaves = snapshot({"w": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(1)})
     with pytest.raises(MismatchError, match=r"w: expected float32\[3\], found bfloat16") as caught:
@@ -540,8 +540,8 @@ def test_keys_of_a_dict_in_a_module_that_share_a_path_are_refused() -> None:
 
 
 class Iterator:
-    def __init__(self, at: Any) -> None:
-        self.at = at
+    def __init__(self, place: Any) -> None:
+        self.at = place
 
     def __next__(self) -> Any:
         raise StopIteration
@@ -549,12 +549,12 @@ class Iterator:
     def get_state(self) -> Any:
         return self.at
 
-    def set_state(self, at: Any) -> None:
-        self.at = at
+    def set_state(self, place: Any) -> None:
+        self.at = place
 
 
 @pytest.mark.parametrize(
-    "at",
+    "place",
     [
         {1: (2, 3)},
         {"1": [2, 3], "nested": {"a": (1, [b"\xff", None]), 2: {}}},
@@ -568,22 +568,22 @@ class Iterator:
         7,
     ],
 )
-def test_the_position_of_an_iterator_comes_back_as_it_was(at: Any) -> None:
-    iterator = Iterator(at)
+def test_the_position_of_an_iterator_is_restored_exactly(place: Any) -> None:
+    iterator = Iterator(place)
     restored = reposition(Iterator(None), position(iterator)).at
-    assert restored == at
-    assert repr(restored) == repr(at) or isinstance(at, dict)
-    assert restore({"it": Iterator(None)}, snapshot({"it": iterator}))["it"].at == at
+    assert restored == place
+    assert repr(restored) == repr(place) or isinstance(place, dict)
+    assert restore({"it": Iterator(None)}, snapshot({"it": iterator}))["it"].at == place
     assert position(Iterator(restored)) == position(iterator)
 
 
-def test_a_position_that_would_come_back_as_something_else_is_refused_by_path() -> None:
+def test_a_position_without_an_exact_form_is_refused_by_path() -> None:
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
-    for at in ({1, 2}, {"a": np.int64(3)}, object(), 10**5000, Colour.RED, deep):
+    for place in ({1, 2}, {"a": np.int64(3)}, object(), 10**5000, Colour.RED, deep):
         with pytest.raises(StateError, match=r"^data: the position of a Iterator has no exact"):
-            flatten({"data": Iterator(at)})
+            flatten({"data": Iterator(place)})
 
 
 def test_a_position_of_an_older_checkpoint_is_read() -> None:
@@ -597,13 +597,13 @@ def test_a_position_of_an_older_checkpoint_is_read() -> None:
 def ended(
     directory: Any, init: Callable[[], Any], step: Callable[[Any], Any], stops: set[int]
 ) -> Any:
-    """The state after four steps of a run that is opened again after each step in `stops`."""
+    """The state after four steps of a run that is restarted after each step in `stops`."""
     state: Any = None
-    for at in range(1, 5):
-        if state is None or at - 1 in stops:
+    for step_number in range(1, 5):
+        if state is None or step_number - 1 in stops:
             with CheckpointManager(directory) as manager:
                 state, start = manager.restore_or_initialize(init)
-                assert start == at - 1
+                assert start == step_number - 1
                 while True:
                     state = step(state)
                     start += 1
@@ -619,12 +619,14 @@ def bits(value: Any) -> bytes:
 
 def eager_product(state: Any) -> Any:
     rows = np.random.default_rng(0).normal(size=(64, 337)).astype(np.float32)
-    residual = rows @ state["w"] - 1  # NumPy adds up in another order than XLA does
+    residual = rows @ state["w"] - 1  # NumPy adds in another order than XLA
     return {"w": state["w"] - 1e-3 * jnp.asarray(rows).T @ residual}
 
 
 def eager_rate(state: Any) -> Any:
-    rate = 0.05 / (1 + 0.037 * state["step"])  # float64 of an int32 of NumPy, float32 of one of JAX
+    rate = 0.05 / (
+        1 + 0.037 * state["step"]
+    )  # float64 from an int32 of NumPy, float32 from one of JAX
     return {"step": state["step"] + jnp.int32(1), "sum": state["sum"] * 0.9 + rate * jnp.float32(3)}
 
 
@@ -636,7 +638,7 @@ def eager_rate(state: Any) -> Any:
     ],
     ids=["array", "numbers"],
 )
-def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
+def test_a_run_that_began_with_numpy_resumes_with_the_arrays_that_it_had(
     tmp_path: Any, init: Callable[[], Any], step: Callable[[Any], Any]
 ) -> None:
     undisturbed = ended(tmp_path / "undisturbed", init, step, set())
@@ -646,7 +648,7 @@ def test_a_run_resumes_with_the_arrays_that_it_had_where_it_began_with_numpy(
     assert flatten(load_checkpoint(tmp_path / "resumed")).keys() == flatten(init()).keys()
 
 
-def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_path: Any) -> None:
+def test_a_program_that_catches_no_checkpoint_resumes_with_the_same_arrays(tmp_path: Any) -> None:
     target = {"w": np.zeros(3, np.float32)}
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(StepNotFoundError):
@@ -657,7 +659,7 @@ def test_a_program_that_caught_the_lack_of_a_checkpoint_gets_its_arrays_too(tmp_
     assert isinstance(state["w"], jax.Array)
 
 
-def test_a_number_that_became_a_tensor_comes_back_as_a_tensor(tmp_path: Any) -> None:
+def test_a_number_that_became_a_tensor_is_restored_as_a_tensor(tmp_path: Any) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"mean": 0.0})
         manager.save(1, {"mean": torch.tensor(0.1)})
@@ -675,7 +677,7 @@ def test_a_target_of_another_framework_keeps_its_class(tmp_path: Any) -> None:
     assert torch.equal(state["w"], torch.ones(3))
 
 
-def test_a_wide_array_of_jax_comes_back_as_numpy_where_jax_would_cut_it(tmp_path: Any) -> None:
+def test_a_64_bit_array_of_jax_is_restored_as_numpy_if_jax_would_truncate_it(tmp_path: Any) -> None:
     wide = np.array([0.1, 0.2])
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"w": np.zeros(2)})
@@ -700,8 +702,10 @@ def test_a_host_copy_of_the_state_does_not_replace_the_arrays_of_the_target(tmp_
     assert isinstance(state["w"], jax.Array)
 
 
-def test_a_type_of_ml_dtypes_is_not_taken_for_the_type_of_numpy_with_its_letter() -> None:
-    value = np.arange(-4, 5).astype(ml_dtypes.float8_e4m3b11fnuz)  # "L", as uint64 is
+def test_a_dtype_of_ml_dtypes_is_not_confused_with_the_numpy_dtype_of_its_letter() -> None:
+    value = np.arange(-4, 5).astype(
+        ml_dtypes.float8_e4m3b11fnuz
+    )  # its letter is "L", as that of uint64
     leaves = snapshot({"a": value})
     assert leaves["a"].dtype == "float8_e4m3b11fnuz"
     assert restore({"a": value[::-1]}, leaves)["a"].tobytes() == value.tobytes()
@@ -712,7 +716,7 @@ class Tables(eqx.Module):
 
 
 @pytest.mark.parametrize("container", [dict, collections.OrderedDict, Tables])
-def test_a_key_that_is_no_unicode_is_refused_by_path(container: Any) -> None:
+def test_a_dict_key_that_is_not_valid_unicode_is_refused_by_path(container: Any) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"^outer.*: .*'\\ud800'.*not valid Unicode"):
         snapshot({"outer": container({"\ud800": 1, "é": 2})})
 

@@ -1,4 +1,4 @@
-"""Random generators are leaves: restored in place, to the bit, whatever they hold back."""
+"""Random generators are leaves, restored in place and to the bit, cached numbers included."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 def drawn(value: Any) -> list[Any]:
-    """Some numbers, with what the generator keeps for the next call."""
+    """Draws that leave a cached number in the generator."""
     if isinstance(value, random.Random):
         return [value.gauss(0, 1), value.random(), value.sample(range(99), 3)]
     if isinstance(value, np.random.RandomState):
         return [value.randn(), value.rand(), value.randint(0, 9, 3, np.int8).tolist()]
     if isinstance(value, np.random.BitGenerator):
         return [int(value.random_raw())]
-    half = value.integers(0, 9, dtype=np.int32)  # uses one half of a word, and keeps the other
+    half = value.integers(0, 9, dtype=np.int32)  # uses one half of a word and keeps the other
     return [int(half), value.standard_normal(), value.spawn(1)[0].random()]
 
 
@@ -45,7 +45,7 @@ def bits(kind: str, seed: int) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_it_continues_where_it_was(tmp_path: Path, name: str, before: int) -> None:
+def test_a_generator_continues_where_it_was(tmp_path: Path, name: str, before: int) -> None:
     value = MADE[name](1)
     for _ in range(before):
         drawn(value)
@@ -59,14 +59,14 @@ def test_it_continues_where_it_was(tmp_path: Path, name: str, before: int) -> No
     assert [drawn(again) for _ in range(3)] == expected
 
 
-def test_a_generator_of_another_kind_is_refused() -> None:
+def test_a_generator_of_another_type_is_refused() -> None:
     leaves = flatten({"rng": np.random.Generator(np.random.SFC64(1))})
     with pytest.raises(MismatchError, match="rng/state"):
         restore({"rng": np.random.Generator(np.random.Philox(1))}, leaves)
 
 
 class Counting(random.Random):
-    """Holds more than its base knows of."""
+    """A subclass with an attribute that the base class does not save."""
 
     calls = 0
 
@@ -75,7 +75,7 @@ class Counting(random.Random):
         return super().random()
 
 
-def test_what_cannot_be_restored_exactly_is_refused() -> None:
+def test_a_generator_that_cannot_be_restored_exactly_is_refused() -> None:
     counting = Counting(1)
     counting.random()
     for value in (random.SystemRandom(), counting):

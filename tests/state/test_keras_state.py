@@ -1,4 +1,4 @@
-"""Keras 3 on both backends: stable paths, exact resume, errors, and a checkpoint that crosses over."""
+"""Keras 3 on both backends: stable paths, exact resume, errors, and restores on the other backend."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ TRAINED = [path for path in MODEL if "seed" not in path and "moving" not in path
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("keras")
-    found = {}
+    by_backend = {}
     for backend in BACKENDS:
         done = subprocess.run(
             [sys.executable, "-W", "error", str(Path(__file__).parent / "keras_worker.py"), where],
@@ -44,21 +44,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             timeout=200,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        found[backend] = json.loads(done.stdout.splitlines()[-1])
-        assert found[backend]["backend"] == backend
-    return found
+        by_backend[backend] = json.loads(done.stdout.splitlines()[-1])
+        assert by_backend[backend]["backend"] == backend
+    return by_backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_paths_do_not_depend_on_what_was_built_before(told: Any, backend: str) -> None:
+def test_paths_do_not_depend_on_earlier_models(reports: Any, backend: str) -> None:
     expected = [f"model/{path}" for path in MODEL]
     expected += ["optimizer/iteration", "optimizer/learning_rate"]
     slots = {f"optimizer/{slot}/{path}" for slot in ("momentum", "velocity") for path in TRAINED}
-    for found in (told[backend]["paths"], told[backend]["paths again"]):
-        assert found[: len(expected)] == expected
-        assert set(found[len(expected) :]) == slots
+    for paths in (reports[backend]["paths"], reports[backend]["paths again"]):
+        assert paths[: len(expected)] == expected
+        assert set(paths[len(expected) :]) == slots
     assert (
-        told[backend]["custom"]
+        reports[backend]["custom"]
         == [
             [
                 "dense/kernel",
@@ -71,35 +71,35 @@ def test_paths_do_not_depend_on_what_was_built_before(told: Any, backend: str) -
         ]
         * 2
     )
-    assert told[backend]["functional"] == ["head/kernel", "head/bias"]
+    assert reports[backend]["functional"] == ["head/kernel", "head/bias"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_training_by_keras_resumes_exactly(told: Any, backend: str) -> None:
-    assert told[backend]["resumed equal"]
-    assert told[backend]["control: other weights"]
+def test_training_by_keras_resumes_exactly(reports: Any, backend: str) -> None:
+    assert reports[backend]["resumed equal"]
+    assert reports[backend]["control: other weights"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_metrics_seeds_and_variables_are_restored_in_place(told: Any, backend: str) -> None:
-    assert list(told[backend]["parts"]) == ["metric/total", "metric/count", "seed", "variable"]
-    assert told[backend]["parts changed"]
-    assert told[backend]["parts in place"]
+def test_metrics_seeds_and_variables_are_restored_in_place(reports: Any, backend: str) -> None:
+    assert list(reports[backend]["parts"]) == ["metric/total", "metric/count", "seed", "variable"]
+    assert reports[backend]["parts changed"]
+    assert reports[backend]["parts in place"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_tree_of_a_strategy_and_the_model_are_one_state(told: Any, backend: str) -> None:
-    assert told[backend]["stateless equal"]
-    assert told[backend]["written equal"]
+def test_the_tree_of_a_strategy_and_the_model_are_one_state(reports: Any, backend: str) -> None:
+    assert reports[backend]["stateless equal"]
+    assert reports[backend]["written equal"]
 
 
-def test_a_checkpoint_of_one_backend_restores_on_the_other(told: Any) -> None:
-    assert told["jax"]["shared"] == told["torch"]["shared"]
+def test_a_checkpoint_of_one_backend_restores_on_the_other(reports: Any) -> None:
+    assert reports["jax"]["shared"] == reports["torch"]["shared"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_errors(told: Any, backend: str) -> None:
-    out = told[backend]
+def test_mismatches_and_unbuilt_objects_are_named(reports: Any, backend: str) -> None:
+    out = reports[backend]
     assert "dense_1/kernel: expected float32[4,4], found float32[4,3]" in out["misfit"]
     assert out["unbuilt model"].startswith("m: the Keras object 'sequential_")
     assert "call it once, or give it a `keras.Input`" in out["unbuilt model"]
@@ -107,15 +107,15 @@ def test_errors(told: Any, backend: str) -> None:
     assert out["no optimizer"] == "apply needs an optimizer: Stateless(model, optimizer)"
 
 
-def test_buffers_of_a_wrapped_torch_module_are_not_lost_in_silence(told: Any) -> None:
-    assert "wraps a torch module with buffers" in told["torch"]["buffers"]
-    assert "running_mean" in told["torch"]["buffers"]
+def test_buffers_of_a_wrapped_torch_module_are_refused(reports: Any) -> None:
+    assert "wraps a torch module with buffers" in reports["torch"]["buffers"]
+    assert "running_mean" in reports["torch"]["buffers"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_manager_restores_the_generator_that_seeds_come_from(
-    told: dict[str, Any], backend: str
+def test_a_manager_restores_the_generator_of_keras_seeds(
+    reports: dict[str, Any], backend: str
 ) -> None:
-    first, second = told[backend]["drawn"]
+    first, second = reports[backend]["drawn"]
     assert first != second
-    assert told[backend]["drawn again"] == [first, second]
+    assert reports[backend]["drawn again"] == [first, second]

@@ -1,4 +1,4 @@
-"""Every kind of state comes back with the same bits; paths are stable; misfits are listed."""
+"""Every kind of state is restored with the same bits; paths are stable; differences are listed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def torch_state(k: int) -> Any:
 
 
 @pytest.mark.parametrize("make", [plain, arrays, jax_state, nnx_state, torch_state])
-def test_every_kind_of_state_comes_back_with_the_same_bits(make: Any) -> None:
+def test_every_kind_of_state_is_restored_with_the_same_bits(make: Any) -> None:
     saved = snapshot(make(1))
     target = make(2)
     assert bits(flatten(target)) != bits(saved), "the control: the target differs before"
@@ -161,7 +161,7 @@ def test_paths_are_readable_and_stable() -> None:
     } <= paths
 
 
-def test_containers_and_kinds_are_those_of_the_target() -> None:
+def test_containers_and_types_of_the_target_are_kept() -> None:
     restored = restore(plain(2), snapshot(plain(1)))
     assert isinstance(restored["train"], Train)
     assert isinstance(restored["train"].params, Pair)
@@ -174,14 +174,14 @@ def test_containers_and_kinds_are_those_of_the_target() -> None:
     assert restore(modules, snapshot(torch_state(1)))["model"] is modules["model"]
 
 
-def test_an_optimizer_that_never_stepped_takes_the_state_of_one_that_did() -> None:
+def test_a_fresh_optimizer_takes_the_state_of_one_that_stepped() -> None:
     stepped, fresh = torch_state(2), torch_state(0)
     assert bits(flatten(restore(fresh, snapshot(stepped)))) == bits(flatten(stepped))
     restore(stepped, snapshot(torch_state(0)))
     assert not stepped["optimizer"].state_dict()["state"]
 
 
-def test_a_restored_array_lies_where_the_target_lay() -> None:
+def test_a_restored_array_is_placed_on_the_devices_of_the_target() -> None:
     devices = jax.devices()
     like = {"w": jax.device_put(jnp.zeros(4), devices[-1])}
     restored = restore(like, snapshot({"w": jnp.arange(4.0)}))
@@ -210,7 +210,7 @@ def test_every_difference_is_listed_by_leaf_path_and_nothing_is_changed() -> Non
         assert line in text
 
 
-def test_a_python_number_of_the_target_takes_the_array_that_a_compiled_step_made_of_it() -> None:
+def test_a_python_number_in_the_target_accepts_the_array_of_a_compiled_step() -> None:
     saved = snapshot({"step": jnp.int32(7), "lr": jnp.bfloat16(0.5), "on": jnp.bool_(True)})
     restored = restore({"step": 0, "lr": 0.0, "on": False}, saved)
     assert bits(flatten(restored)) == bits(saved)
@@ -219,7 +219,7 @@ def test_a_python_number_of_the_target_takes_the_array_that_a_compiled_step_made
             restore({"step": 0}, snapshot(wrong))
 
 
-def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
     smaller = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(
         MismatchError,

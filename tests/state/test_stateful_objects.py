@@ -1,4 +1,4 @@
-"""An object with `load_state_dict` receives what was stored, whatever the fresh one looks like."""
+"""An object with `load_state_dict` receives the stored state, whatever a new object's state is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perdure.store import Leaf
 
 
 class Holder:
-    """Its state is its attributes, whatever they are."""
+    """An object whose state is the dict of its attributes."""
 
     if TYPE_CHECKING:
 
@@ -38,7 +38,7 @@ class Holder:
 
 
 class CatMetric(torch.nn.Module):
-    """As torchmetrics' metric of that name: a list of tensors, set by name."""
+    """Like torchmetrics' `CatMetric`: a list of tensors, set by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CatMetric(torch.nn.Module):
 
 
 class Loader:
-    """As torchdata's loader: a state exists from the first question on, and grows with a buffer."""
+    """Like torchdata's loader: a state exists after the first call of state_dict, and grows."""
 
     def __init__(self) -> None:
         self.iterator: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ def loader(k: int) -> Any:
 
 
 def fit_loop(k: int) -> Any:
-    """As Lightning's loops return it."""
+    """A state as Lightning's loops return it."""
     progress = {"total": {"ready": k, "completed": k}, "current": {"ready": k}}
     done = {"epoch_loop.val_loop": {}, "batches": [progress] * k, "is_last_batch": k > 1}
     return Holder(state_dict_={}, **{"epoch_loop.state_dict": done, "epoch_progress": progress})
@@ -151,7 +151,7 @@ PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_an_object_receives_what_was_stored(name: str) -> None:
+def test_an_object_receives_the_stored_state(name: str) -> None:
     old, new = PAIRS[name]()
     saved = snapshot({"object": old})
     assert bits({"object": new}) != bits({"object": old}), "the control: they differ before"
@@ -160,7 +160,7 @@ def test_an_object_receives_what_was_stored(name: str) -> None:
     assert flatten({"object": new}).containers == saved.containers
 
 
-def test_a_number_that_the_object_returns_as_another_kind_of_number_is_the_same() -> None:
+def test_a_number_that_the_object_returns_as_another_type_of_number_is_accepted() -> None:
     old, new = scaler(1024, 0), scaler(2.0, 2)
     restore(new, snapshot(old))
     assert (old.state_dict()["scale"], new.state_dict()["scale"]) == (1024, 1024.0)
@@ -212,7 +212,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("fresh", [{}, {"value": None}, {"value": [1]}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_container_comes_back_as_what_it_was(kind: str, fresh: dict[str, Any]) -> None:
+def test_every_container_is_restored_with_its_type(kind: str, fresh: dict[str, Any]) -> None:
     new = Holder(**fresh)
     restore({"o": new}, snapshot({"o": Holder(value=KINDS[kind])}))
     assert same(new.value, KINDS[kind])
@@ -231,12 +231,12 @@ def test_every_container_comes_back_as_what_it_was(kind: str, fresh: dict[str, A
         (collections.defaultdict(lambda: 1), "o/value: a defaultdict whose factory is"),
     ],
 )
-def test_what_cannot_be_built_again_is_refused_at_the_save(value: Any, why: str) -> None:
+def test_a_container_that_cannot_be_rebuilt_is_refused_at_the_save(value: Any, why: str) -> None:
     with pytest.raises(UnsupportedLeafError, match=why):
         flatten({"o": Holder(value=value)})
 
 
-def test_outside_of_objects_the_structure_of_the_target_is_strict() -> None:
+def test_outside_objects_the_structure_of_the_target_is_strict() -> None:
     for like, saved in (({"a": []}, {"a": [1]}), ({"a": {}}, {"a": {"b": 1}}), ({}, {"a": 1})):
         with pytest.raises(MismatchError, match="the target no such leaf"):
             restore(like, snapshot(saved))
@@ -245,7 +245,7 @@ def test_outside_of_objects_the_structure_of_the_target_is_strict() -> None:
 @pytest.mark.parametrize(
     ("like", "saved"), [(None, 0.25), (1, 2.5), (0.5, None), ("x", 3), (True, b"\0")]
 )
-def test_a_python_scalar_may_change_its_kind(like: Any, saved: Any) -> None:
+def test_a_python_scalar_may_change_its_type(like: Any, saved: Any) -> None:
     restored = restore({"best": like}, snapshot({"best": saved}))
     assert type(restored["best"]) is type(saved)
     assert restored["best"] == saved
@@ -272,7 +272,7 @@ def test_live_objects_in_the_state_of_an_object_are_restored_in_place() -> None:
 
 
 class Failing(Holder):
-    """Takes a state in part, and then fails."""
+    """An object whose `load_state_dict` fails after half of the work."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.a = state["a"]
@@ -287,7 +287,7 @@ class Forgetful(Holder):
 
 
 def members(k: int, last: Any) -> dict[str, Any]:
-    """All kinds of members, the one that fails last and first."""
+    """Members of all kinds, with the one that fails at the end or at the start."""
     torch.manual_seed(k)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(model.parameters(), lr=k)
@@ -319,13 +319,13 @@ def test_a_load_that_fails_changes_nothing(name: str) -> None:
     assert "Every object has the state that it had before" in str(caught.value)
     assert bits(new) == before
     assert new["optimizer"].state is state
-    new[name].mended = True  # the control: without the fault all of it is restored
+    new[name].mended = True  # the control: without the fault everything is restored
     old[name].mended = True
     restore(new, snapshot(old))
     assert bits(new) == bits(old)
 
 
-def test_an_object_that_returns_another_state_is_refused_and_put_back() -> None:
+def test_an_object_that_returns_another_state_is_refused_and_reset() -> None:
     old, new = members(1, lambda k: Forgetful(a=k)), members(2, lambda k: Holder(a=k))
     new["zfailing"].__class__ = Forgetful
     before = bits({name: new[name] for name in new if name != "zfailing"})
@@ -334,14 +334,14 @@ def test_an_object_that_returns_another_state_is_refused_and_put_back() -> None:
     assert bits({name: new[name] for name in new if name != "zfailing"}) == before
 
 
-def test_an_object_that_cannot_be_put_back_is_named() -> None:
+def test_an_object_that_cannot_be_reset_is_named() -> None:
     old, new = Failing(a=1, fail=True), Failing(a=2, fail=True)
     with pytest.raises(StateError, match="a mixture of old and new values: o"):
         restore({"o": new}, snapshot({"o": old}))
 
 
 @pytest.mark.parametrize("make", [averaged, metric, lambda k: Holder(a=k)])
-def test_one_object_at_two_paths_takes_one_state(make: Callable[[int], Any]) -> None:
+def test_an_object_at_two_paths_is_loaded_once(make: Callable[[int], Any]) -> None:
     old, new = make(3), make(2)
     before = bits(new)
     with pytest.raises(MismatchError, match="b: is one object with a in the target"):
@@ -358,7 +358,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         flatten({"o": Holder(x=state)})
 
 
-def test_an_interrupted_restore_is_put_back() -> None:
+def test_an_interrupted_restore_is_undone() -> None:
     class Interrupted(Holder):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise KeyboardInterrupt
@@ -409,7 +409,7 @@ def test_an_object_without_a_state_in_the_checkpoint_is_a_difference() -> None:
         restore({"o": Holder(a=1), "x": 1}, snapshot({"x": 1}))
 
 
-def test_a_checkpoint_without_containers_is_restored_with_the_kinds_of_the_target() -> None:
+def test_a_checkpoint_without_containers_is_restored_with_the_types_of_the_target() -> None:
     def make(k: int) -> dict[str, Any]:
         state = members(k, lambda k: Holder(a=k))
         state["holder"] = Holder(h=[k] * k, d={5: k}, t=(np.full(2, k), torch.ones(k)), e=[])
@@ -433,7 +433,7 @@ def test_the_members_of_a_checkpoint_object_are_strict() -> None:
         restore(Checkpoint(model=torch.nn.Linear(2, 2), step=0), saved)
 
 
-def test_a_listing_is_short() -> None:
+def test_a_long_list_of_differences_is_cut() -> None:
     def tree(n: int, prefix: str = "") -> dict[str, Any]:
         return {f"{prefix}p{i}": np.zeros(1) for i in range(n)}
 
@@ -445,7 +445,7 @@ def test_a_listing_is_short() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_prefix_is_one_line(reverse: bool) -> None:
+def test_a_different_prefix_is_reported_in_one_line(reverse: bool) -> None:
     plain = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(500)])
     states: list[Any] = [{"model": plain}, {"model": torch.nn.Sequential(plain)}]
     if reverse:

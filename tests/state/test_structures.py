@@ -1,7 +1,7 @@
-"""The tree structure after a restore is the one that was saved, for every kind of container.
+"""A restored state has the saved tree structure, for every kind of container.
 
-Random trees mix the containers of all adapters. Each is saved, and restored into a target that was
-made again with other values. The controls: the values of the target differ before, and a tree with
+Random trees mix the containers of all adapters. Each is saved and restored into a target that is
+made in the same way with other values. The controls: the target's values differ before, and a tree with
 another container has another structure.
 """
 
@@ -58,7 +58,7 @@ class Struct:
 
 
 class Custom:
-    """Registered without names of its children."""
+    """A node that is registered without names for its children."""
 
     def __init__(self, one: Any, two: Any) -> None:
         self.one, self.two = one, two
@@ -152,7 +152,7 @@ OBJECTS: list[Make] = [
 
 
 def holders(parts: list[Make]) -> list[Make]:
-    """The containers that hold other values, around `parts`."""
+    """Every kind of container around `parts`."""
     one, two = parts[0], parts[-1]
     return [
         lambda k: {str(i): part(k) for i, part in enumerate(parts)},
@@ -189,7 +189,7 @@ def random_tree(draw: random.Random, depth: int, *, arrays: bool) -> Make:
 
 
 def shape_of(value: Any) -> Any:
-    """Types of containers and leaves, keys in order, and all that `jit` looks at in an array."""
+    """Types of containers and leaves, keys in order, and all properties of an array that `jit` uses."""
     kind = type(value)
     if isinstance(value, nnx.State):
         return kind, shape_of(value.raw_mapping)
@@ -225,25 +225,25 @@ def check(make: Make) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(NODES)))
-def test_the_structure_of_every_kind_of_node(number: int) -> None:
+def test_every_kind_of_node_keeps_its_structure(number: int) -> None:
     saved, _ = check(NODES[number])
     assert bits(saved) != bits({"state": NODES[number](2)}), "the control"
 
 
 @pytest.mark.parametrize("number", range(len(OBJECTS)))
-def test_the_structure_of_every_kind_of_object(number: int) -> None:
+def test_every_kind_of_object_keeps_its_structure(number: int) -> None:
     check(OBJECTS[number])
 
 
 @pytest.mark.parametrize("number", range(len(holders(ARRAYS[:2]))))
-def test_the_structure_of_every_kind_of_container(number: int) -> None:
+def test_every_kind_of_container_keeps_its_structure(number: int) -> None:
     make = holders([ARRAYS[0], NODES[7], ARRAYS[3]])[number]
     saved, restored = check(make)
     other = holders([ARRAYS[0], NODES[7], ARRAYS[3]])[number - 1](1)
     assert shape_of(restored) == shape_of(saved) != shape_of({"state": other}), "the control"
 
 
-def test_random_trees_of_all_adapters() -> None:
+def test_random_trees_of_all_adapters_keep_their_structure() -> None:
     kinds: collections.Counter[str] = collections.Counter()
     for seed in range(60):
         saved, _ = check(random_tree(random.Random(seed), 3, arrays=False))
@@ -284,7 +284,7 @@ def test_nothing_is_traced_again_after_a_restore() -> None:
     assert traced > len(NODES) / 2, "the control: other structures are traced"
 
 
-def test_a_restored_state_is_a_carry_of_scan_and_a_tree_for_optax() -> None:
+def test_a_restored_state_works_as_a_scan_carry_and_with_optax() -> None:
     adam = optax.adam(1e-2)
 
     def fresh(k: int) -> Any:

@@ -1,4 +1,4 @@
-"""PyTorch's optimizers, modules and parameters come back with every bit, class and flag."""
+"""PyTorch's optimizers, modules and parameters are restored with every bit, class and flag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 class Problem:
-    """Two parameters (two-dimensional ones, because Muon takes no other) and an optimizer of them."""
+    """Two parameters (two-dimensional, because Muon accepts no others) and their optimizer."""
 
     def __init__(self, name: str, dtype: torch.dtype, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def test_an_optimizer_resumes_with_the_bits_of_an_uninterrupted_run(
     assert bits(whole.state()) != bits(saved), "the control: the steps change something"
 
 
-def test_every_optimizer_is_tried() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     assert {"LBFGS", "Adam", "AdamW", "SGD", "Adafactor", "SparseAdam"} <= set(OPTIMIZERS)
 
 
@@ -115,14 +115,14 @@ def test_the_state_of_a_channels_last_parameter_keeps_the_memory_format() -> Non
 @pytest.mark.parametrize("options", [{"foreach": True}, {"capturable": True}, {"amsgrad": True}])
 def test_flags_of_an_optimizer_come_from_the_checkpoint(options: dict[str, bool]) -> None:
     old, new = Problem("Adam", torch.float32, 1, **options), Problem("Adam", torch.float32, 2)
-    if "capturable" not in options:  # which a CPU cannot step with
+    if "capturable" not in options:  # a flag that no step on a CPU accepts
         old.step(0)
     restore({"optimizer": new.optimizer}, snapshot({"optimizer": old.optimizer}))
     assert bits(new.optimizer) == bits(old.optimizer)
     assert all(new.optimizer.param_groups[0][name] is value for name, value in options.items())
 
 
-def test_an_optimizer_state_of_an_older_torch_gets_the_settings_that_it_lacks() -> None:
+def test_an_optimizer_state_of_an_older_torch_gets_missing_settings() -> None:
     old, new = Problem("Adam", torch.float32, 1), Problem("Adam", torch.float32, 2)
     old.step(0)
     saved = snapshot(old.state())
@@ -146,7 +146,7 @@ def test_a_setting_that_a_scheduler_left_in_the_groups_is_restored() -> None:
     assert bits(new.optimizer) == bits(old.optimizer)
 
 
-def test_a_learning_rate_that_starts_as_an_integer_and_its_scheduler_resume() -> None:
+def test_an_integer_learning_rate_and_its_scheduler_resume() -> None:
     def make(seed: int) -> tuple[Problem, Any]:
         problem = Problem("SGD", torch.float32, seed, lr=1)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -218,7 +218,7 @@ def test_an_optimizer_that_changes_a_stored_setting_is_refused() -> None:
         restore({"o": OwnRate(parameters, lr=0.5)}, leaves)
 
 
-def test_an_optimizer_of_other_groups_does_not_fit_and_nothing_changes() -> None:
+def test_an_optimizer_of_other_groups_is_refused_and_nothing_changes() -> None:
     old, new = Problem("SGD", torch.float32, 1, lr=0.5), Problem("LBFGS", torch.float32, 2)
     before = bits(new.optimizer)
     with pytest.raises(MismatchError, match=r"o/param_groups: expected groups of \[2\] parameters"):
@@ -226,7 +226,7 @@ def test_an_optimizer_of_other_groups_does_not_fit_and_nothing_changes() -> None
     assert bits(new.optimizer) == before
 
 
-def test_a_parameter_in_a_dict_stays_one_and_gradients_stay_required() -> None:
+def test_a_parameter_in_a_dict_stays_a_parameter_that_requires_gradients() -> None:
     def make(k: float) -> dict[str, torch.Tensor]:
         return {
             "parameter": torch.nn.Parameter(torch.full((2,), k)),
@@ -243,7 +243,7 @@ def test_a_parameter_in_a_dict_stays_one_and_gradients_stay_required() -> None:
         assert restored[name].is_leaf
 
 
-def test_a_parameter_is_changed_in_place_so_that_its_optimizer_steps_what_the_state_holds() -> None:
+def test_a_parameter_is_restored_in_place_so_that_its_optimizer_keeps_it() -> None:
     def make(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         weight, bias = torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(1))
@@ -283,7 +283,7 @@ def test_a_parameter_keeps_its_value_if_another_member_refuses_its_state() -> No
     assert parameter.tolist() == [0, 0]
 
 
-def test_one_parameter_at_two_paths_takes_one_value() -> None:
+def test_a_parameter_at_two_paths_takes_one_value() -> None:
     tied = torch.nn.Parameter(torch.zeros(2))
     one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2) * 2)
     restored = restore({"a": tied, "b": tied}, snapshot({"a": one, "b": one}))
@@ -293,7 +293,7 @@ def test_one_parameter_at_two_paths_takes_one_value() -> None:
     assert tied.tolist() == [1, 1]
 
 
-def test_a_tensor_has_the_order_in_memory_of_the_target() -> None:
+def test_a_tensor_has_the_memory_format_of_the_target() -> None:
     for like in (
         torch.zeros(3, 2).t(),
         torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last),
@@ -304,7 +304,7 @@ def test_a_tensor_has_the_order_in_memory_of_the_target() -> None:
         assert torch.equal(restored, value)
 
 
-def test_what_is_restored_in_inference_mode_can_be_trained() -> None:
+def test_a_state_restored_in_inference_mode_can_be_trained() -> None:
     old, new = Problem("Adam", torch.float32, 1), Problem("Adam", torch.float32, 2)
     old.step(1)
     plain = torch.ones(2, requires_grad=True)
@@ -316,7 +316,7 @@ def test_what_is_restored_in_inference_mode_can_be_trained() -> None:
     assert bits(new.state()) == bits(old.state())
 
 
-def test_an_expanded_buffer_comes_back() -> None:
+def test_an_expanded_buffer_is_restored() -> None:
     def make(k: float) -> torch.nn.Module:
         module = torch.nn.Linear(2, 2)
         module.register_buffer("scale", torch.full((1, 3), k).expand(4, 3))
@@ -337,7 +337,7 @@ def test_a_nested_tensor_is_refused_by_its_path() -> None:
 
 
 class Named(torch.Tensor):
-    """A subclass with a method, and with what somebody puts on it."""
+    """A tensor subclass with a method, which may get attributes."""
 
 
 def test_a_tensor_subclass_keeps_its_class_or_is_refused() -> None:
@@ -426,7 +426,7 @@ def test_a_lazy_module_is_untouched_when_another_member_does_not_fit() -> None:
     assert new.has_uninitialized_params()
 
 
-def test_the_names_of_wrappers_are_no_part_of_a_path() -> None:
+def test_names_of_wrappers_are_left_out_of_paths() -> None:
     def plain(k: int) -> torch.nn.Module:
         torch.manual_seed(k)
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -452,7 +452,7 @@ def test_the_names_of_wrappers_are_no_part_of_a_path() -> None:
             assert bits({"m": new}) == expected
 
 
-def test_a_module_of_the_users_that_is_called_module_keeps_its_name() -> None:
+def test_a_submodule_called_module_keeps_its_name() -> None:
     class Holder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -463,7 +463,7 @@ def test_a_module_of_the_users_that_is_called_module_keeps_its_name() -> None:
     assert set(flatten(averaged)) == {"n_averaged", "module/weight", "module/bias"}
 
 
-def test_tied_weights_stay_tied_and_a_checkpoint_with_two_is_refused() -> None:
+def test_tied_weights_stay_tied_and_untied_ones_are_refused() -> None:
     def make(k: float, *, tied: bool) -> Any:
         module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         torch.nn.init.constant_(module[0].weight, k)
@@ -480,7 +480,7 @@ def test_tied_weights_stay_tied_and_a_checkpoint_with_two_is_refused() -> None:
     assert bits(new) == before
 
 
-def test_parametrizations_and_buffers_follow_the_state_dict() -> None:
+def test_parametrizations_and_buffers_are_saved_as_in_the_state_dict() -> None:
     def make(k: int) -> Any:
         torch.manual_seed(k)
         module = torch.nn.Sequential(

@@ -1,4 +1,4 @@
-"""Where the tests of the store write: a directory, memory, or an object store of each kind."""
+"""The places to which the tests of the store write: a directory, memory, and object stores."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from perdure.store import MemoryStorage
 
 @pytest.fixture(params=["local", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
-    """Where a new run is made: a directory, or memory."""
+    """The place of a new run: a directory, or memory."""
     return tmp_path / "run" if request.param == "local" else MemoryStorage()
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[ObjectServer]:
-    """S3 as moto speaks it; moto is a test dependency, so that it is never left out."""
+    """S3 as served by moto, a test dependency, so these tests are never skipped."""
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def azure() -> Iterator[ObjectServer]:
-    """Azure as Azurite speaks it, where that is installed."""
+    """Azure as served by Azurite, if it is installed."""
     try:
         with azurite_server() as server:
             yield server

@@ -1,4 +1,4 @@
-"""What is crashed, killed and cut off from power: each thing that a writer does, and what must survive.
+"""The actions of a writer that tests crash, kill and cut off from power, and what must survive each.
 
 Shared by the tests and by `make proof-store`.
 """
@@ -52,8 +52,8 @@ def plain() -> States:
 
 @dataclass(frozen=True)
 class Case:
-    """Something done to a run directory that holds `before`; `kept` steps must survive it, and those
-    of `added` may be there afterwards."""
+    """An action on a run directory that holds `before`. The `kept` steps must survive a crash in it;
+    those of `added` may exist afterwards."""
 
     act: Callable[[Run], object]
     kept: frozenset[int]
@@ -61,7 +61,7 @@ class Case:
     added: Callable[[], States] = dict
     damage: Callable[[Path], object] = Path.exists
     follow: Callable[[Run], object] = Run.steps
-    """What is called after the crash, and must then succeed."""
+    """Called after the crash; must succeed."""
     codec: str | None = None
     local: bool = False
     elsewhere: Callable[[Path, Case], None] = lambda *_: None
@@ -73,7 +73,7 @@ def collect(run: Run, steps: set[int]) -> None:
 
 
 def damage(path: Path) -> None:
-    """A bit of what only step 1 needs, in a pack that the others need too; and an orphan."""
+    """Flip a bit that only step 1 needs, in a pack that other steps need, and add an orphan pack."""
     pack = sorted((path / "packs").iterdir())[0]
     data = bytearray(pack.read_bytes())
     data[40_000] ^= 1
@@ -82,7 +82,7 @@ def damage(path: Path) -> None:
 
 
 def beside(run: Run, name: str) -> LocalStorage:
-    """Another directory, whose operations are recorded and crashed with those of the run's."""
+    """Another directory, whose operations are recorded and crashed together with the run's."""
     storage = run.storage
     assert isinstance(storage, LocalStorage)
     return LocalStorage(f"{storage.where}-{name}", storage._before)
@@ -99,7 +99,7 @@ def forked(run: Run) -> None:
 
 
 def assert_forked(path: Path, case: Case) -> None:
-    """The fork is no run, an empty one, or whole; it can be repeated, and its origin never notices."""
+    """The fork is no run, empty or whole. It can be repeated, and its origin is unchanged."""
     fork = path.with_name(f"{path.name}-fork")
     try:
         steps = Run(fork).steps()
@@ -126,7 +126,7 @@ def mirrored(run: Run) -> None:
 
 
 def assert_mirrored(path: Path, case: Case) -> None:
-    """The mirror holds nothing that cannot be read, and the next run brings it up to date."""
+    """The mirror has no unreadable checkpoint, and the next run completes it."""
     place = path.with_name(f"{path.name}-mirror")
     try:
         for step in verify_run(Run(place)).good:
@@ -162,11 +162,11 @@ def all_back(run: Run) -> None:
 
 
 def gone_back(run: Run) -> None:
-    """Repeats the rollback, undoes it, and checks what came back."""
-    assert run.steps()[-1] in (2, 3, 4), "the newest one is of the old line"
+    """Repeat the rollback, undo it, and check the restored checkpoints."""
+    assert run.steps()[-1] in (2, 3, 4), "the newest checkpoint is one of the old steps"
     run.rollback(2)
     assert run.steps() == [1, 2]
-    assert {each.manifest.step for each in run.rolled_back()} == {3, 4}
+    assert {checkpoint.manifest.step for checkpoint in run.rolled_back()} == {3, 4}
     run.save(2, sharing_states()[2])
     all_back(run)
     for step, leaves in sharing_states().items():
@@ -259,7 +259,7 @@ def operations_of(path: Path, case: Case) -> Operations:
 
 
 def assert_whole(path: Path, case: Case) -> None:
-    """Every checkpoint that stays restores; a repair leaves nothing to report; saving goes on."""
+    """Every kept checkpoint restores, a repair leaves no problem, and the run can save again."""
     case.elsewhere(path, case)
     states = {**case.before(), **case.added()}
     report = verify_run(Run(path))
@@ -283,7 +283,7 @@ def assert_whole(path: Path, case: Case) -> None:
 
 
 def crashes(directory: Path, case: Case) -> Iterator[Path]:
-    """For every operation of a case: a run directory as a crash ahead of that operation leaves it."""
+    """For every operation of a case: the run directory after a crash before that operation."""
     total = len(operations_of(prepared(directory / "counted", case), case).done)
     for number in range(total):
         path = prepared(directory / f"crash{number}", case)
@@ -297,12 +297,12 @@ def crashes(directory: Path, case: Case) -> Iterator[Path]:
 
 
 def final(temporary: str) -> str:
-    """The name that a temporary file is written for: `NAME.tmp`, or `NAME.<8 digits>.tmp`."""
+    """The final name of a temporary file `NAME.tmp` or `NAME.<8 digits>.tmp`."""
     return re.sub(r"(\.[0-9a-f]{8})?\.tmp$", "", temporary)
 
 
 def durable(operations: list[tuple[str, str]]) -> bool:
-    """Whether each name is given to a synced file, and a directory whose names changed is synced
+    """Whether only synced files get their names, and each directory whose names changed is synced
     before any other name changes."""
     synced: set[str] = set()
     unsynced: str | None = None

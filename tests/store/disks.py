@@ -1,4 +1,4 @@
-"""Real file systems that are small, full or read-only. They need root; elsewhere they say why not."""
+"""Real file systems that are small, full or read-only. Mounting them needs root."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 class NoMount(Exception):
-    """This machine does not let us mount a file system; the text says why."""
+    """No file system can be mounted on this machine; the text gives the reason."""
 
 
 @contextmanager
 def mounted(path: Path, *arguments: str) -> Iterator[Path]:
-    """`path` with a file system mounted on it; raises `NoMount` where that is not allowed."""
+    """Mount a file system on `path`; raises `NoMount` if that is not possible."""
     if os.geteuid() != 0:
         raise NoMount("mounting a file system needs root")
     path.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int = 0) -> Path:
-    """Take all the room but `leave` bytes; removing the file that is returned gives it back."""
+    """Fill the disk up to `leave` free bytes; removing the returned file frees the space."""
     ballast = disk / "ballast"
     status = os.statvfs(disk)
     room = status.f_bavail * status.f_frsize - leave

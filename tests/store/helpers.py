@@ -11,7 +11,7 @@ from perdure.store import Leaf, LocalStorage, MemoryStorage, Run
 
 
 class Crash(BaseException):
-    """The process is gone: not an Exception, so that no handler of the library tidies up."""
+    """The process is killed. No `Exception`, so that no handler of the library cleans up."""
 
 
 class Failing(LocalStorage):
@@ -47,7 +47,7 @@ def make_leaves(seed: int, sizes: tuple[int, ...] = (1000, 40, 0)) -> dict[str, 
 
 
 def local_leaves(seed: int, processes: int = 2) -> dict[str, Leaf]:
-    """A leaf for each process that is no part of the state."""
+    """One local leaf for each process, which is no part of the state."""
     source = random.Random(f"local {seed}")
     return {
         f"process/{process}/random": Leaf("uint8", (500,), memoryview(source.randbytes(500)), True)
@@ -56,7 +56,7 @@ def local_leaves(seed: int, processes: int = 2) -> dict[str, Leaf]:
 
 
 def sharing_states() -> dict[int, dict[str, Leaf]]:
-    """Four steps; the later ones read little of what step 1 wrote, and its bulk no more."""
+    """Four steps; the later ones share little with step 1, and nothing of its bulk."""
 
     def leaf(seed: int, size: int) -> Leaf:
         return make_leaves(seed, (size,))["model/layer0"]
@@ -71,7 +71,7 @@ def sharing_states() -> dict[int, dict[str, Leaf]]:
 
 
 def repeated(leaves: dict[str, Leaf], times: int = 4) -> dict[str, Leaf]:
-    """The same arrays, each of them several times over: what a codec makes smaller."""
+    """The same arrays, each repeated several times, so that a codec compresses them."""
     return {
         path: leaf
         if leaf.is_scalar
@@ -81,12 +81,12 @@ def repeated(leaves: dict[str, Leaf], times: int = 4) -> dict[str, Leaf]:
 
 
 def contents(leaves: dict[str, Leaf]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """What must come back exactly."""
+    """What a load must return exactly."""
     return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
 
 
 class Operations:
-    """A `before` hook: records every operation, and crashes or fails ahead of a chosen one."""
+    """A `before` hook that records every operation, and crashes or fails before a chosen one."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Operations:
     def __call__(self, operation: str, path: str) -> None:
         number = len(self.done)
         if self.crash_at is not None and number >= self.crash_at:
-            # Nothing more reaches the disk once the process is gone, tidying up included.
+            # A killed process writes nothing more to the disk and cleans nothing up.
             self.fired += 1
             raise Crash
         if (error := self.fail(number, operation, path)) is not None:

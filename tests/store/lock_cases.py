@@ -1,20 +1,21 @@
-"""What a program does around a run directory that it writes to, and whether it stays the one writer.
+"""Things that a program may do while it writes to a run directory, and stay the only writer.
 
 Shared by the tests and by `make proof-store`. Each case runs in a process of its own, because it forks:
 
     python lock_cases.py CASE DIRECTORY [control]
 
-It ends with status 0 if the lock held. `control` locks as it must not be done, so that the case fails.
+It exits with status 0 if the lock held. `control` takes the lock wrongly, so that the case fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def another_process_may_write(path: Path) -> None:
 
 
 def all_is_there(run: Run, path: Path) -> None:
-    """Saves and prunes once more; every step that stays is as it was saved."""
+    """Save and prune once more; every kept step has the bits that were saved."""
     run.save(5, sharing_states()[4])
     execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
     run.close()
@@ -59,7 +60,7 @@ def all_is_there(run: Run, path: Path) -> None:
 
 
 def copy(path: Path) -> None:
-    """A backup in the same process opens and closes every file, the lock among them."""
+    """A backup in the same process opens and closes every file, including the lock."""
     run = filled(path)
     shutil.copytree(path, path.with_name("backup"))
     another_process_is_refused(path)
@@ -67,7 +68,7 @@ def copy(path: Path) -> None:
 
 
 def fork(path: Path) -> None:
-    """A forked child can neither save nor keep the lock once the parent has released it."""
+    """A forked child cannot save, and does not hold the lock after the parent has released it."""
     run = filled(path)
     manager = CheckpointManager(path.with_name("other"))
     manager.save(1, {"a": 1})
@@ -100,7 +101,7 @@ def fork(path: Path) -> None:
 
 
 def execute(path: Path) -> None:
-    """A program that was started meanwhile, and outlives the writer, holds nothing."""
+    """A program that was started meanwhile and outlives the writer does not hold the lock."""
     run = filled(path)
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE, close_fds=False) as started:
@@ -114,7 +115,7 @@ def execute(path: Path) -> None:
 
 
 def two_managers(path: Path) -> None:
-    """The second one in a process is refused by name; it takes over from one that nobody has."""
+    """A second writer in one process is refused with its name; it takes over from an abandoned one."""
     first, second = CheckpointManager(path), CheckpointManager(path)
     first.reached_preemption(1)
     assert first.save(1, {"a": 1})
@@ -123,7 +124,7 @@ def two_managers(path: Path) -> None:
             second.save(2, {"a": 2})
     another_process_is_refused(path)
     first.wait_until_finished()
-    first = CheckpointManager(path)  # a cell of a notebook that runs twice
+    first = CheckpointManager(path)  # like a notebook cell that runs twice
     assert first.save(2, {"a": 2})
     first.close()
     assert second.save(3, {"a": 3})
@@ -139,19 +140,40 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
+WRITER = """
+import sys
+from perdure.store import Run
+run = Run(sys.argv[1], create=True)
+run.begin_writing()
+print("writing", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def writer_process(where: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that writes to a run directory; it gets SIGKILL at the end of the block."""
+    command = [sys.executable, "-c", WRITER, str(where)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        yield process
+        process.kill()
+
+
 def holds(name: str, path: Path, control: bool = False) -> tuple[bool, str]:
-    """Whether the lock holds in a case, and what its process printed."""
+    """Whether the lock held in a case, and the output of its process."""
     command = [sys.executable, __file__, name, str(path), *(["control"] if control else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode == 0, done.stderr
 
 
-def _as_it_must_not_be_done(name: str) -> None:
+def _take_locks_wrongly(name: str) -> None:
     def record_lock(fd: int) -> None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def nothing(*_: object, **__: object) -> None:
-        """No verify_run, or nothing closed in a child."""
+        """Replaces the registration that makes a forked child close the lock."""
 
     if name == "fork":
         file_lock._open_locks.add = nothing  # type: ignore[method-assign]
@@ -165,5 +187,5 @@ def _as_it_must_not_be_done(name: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[3:] == ["control"]:
-        _as_it_must_not_be_done(sys.argv[1])
+        _take_locks_wrongly(sys.argv[1])
     CASES[sys.argv[1]](Path(sys.argv[2]))

@@ -39,12 +39,12 @@ def run_on_url(server: ObjectServer, url: str, **changes: object) -> Run:
 
 
 def through(server: ObjectServer, proxy: Proxy, url: str, **changes: object) -> CloudStorage:
-    """A storage that reaches its server through a proxy."""
+    """A storage whose requests go through a proxy."""
     return CloudStorage(url, server.options(endpoint=proxy.endpoint, **changes))
 
 
 def first(count: int, chosen: Callable[[Request], bool], what: str) -> Fault:
-    """Do `what` to the first `count` requests that are chosen."""
+    """Apply the fault `what` to the first `count` matching requests."""
     left = [count]
 
     def fault(request: Request) -> str | None:
@@ -57,14 +57,14 @@ def first(count: int, chosen: Callable[[Request], bool], what: str) -> Fault:
 
 
 def dead_endpoint() -> str:
-    """Where nobody listens: a port that was free a moment ago."""
+    """An endpoint on which no server listens: a port that was free a moment ago."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def environment(server: ObjectServer) -> dict[str, str]:
-    """What a user's environment says for a server."""
+    """The environment variables with which a user configures a server."""
     return {
         "AWS_ENDPOINT_URL": server.endpoint,
         "AWS_ALLOW_HTTP": "true",
@@ -90,7 +90,7 @@ def test_a_url_is_a_run_directory(s3: ObjectServer, monkeypatch: pytest.MonkeyPa
     assert check_run(url).good == (1, 2)
 
 
-def test_only_the_asked_chunks_are_fetched(s3: ObjectServer) -> None:
+def test_a_partial_load_fetches_only_its_chunks(s3: ObjectServer) -> None:
     url = s3.new_url()
     with run_on_url(s3, url) as run:
         run.save(1, make_leaves(1, (LARGE, 1000)))
@@ -106,18 +106,18 @@ def test_only_the_asked_chunks_are_fetched(s3: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://host/run", "http://host/run", "hdfs://host/run"])
-def test_a_scheme_that_is_not_known_is_refused(url: str) -> None:
+def test_an_unknown_scheme_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match=r"expected a path or a URL with one of s3, .*, found"):
         open_storage(url)
 
 
-def test_a_url_that_lost_a_slash_is_not_taken_for_a_path() -> None:
+def test_a_url_with_one_slash_is_not_mistaken_for_a_path() -> None:
     with pytest.raises(StoreError, match=r"expected a URL such as s3://\.\.\., found one slash"):
         Run(Path("s3://bucket/run"), create=True)
     assert isinstance(open_storage("runs/a:/b"), LocalStorage)
 
 
-def test_without_obstore_the_extra_is_named_and_paths_work(tmp_path: Path) -> None:
+def test_without_obstore_the_extra_is_named_and_local_paths_work(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['obstore'] = None\n"
         "from perdure.store import Run\n"
@@ -131,7 +131,7 @@ def test_without_obstore_the_extra_is_named_and_paths_work(tmp_path: Path) -> No
     assert "pip install 'perdure[cloud]'" in done.stderr
 
 
-def test_obstore_is_loaded_for_a_url_only(tmp_path: Path) -> None:
+def test_obstore_is_imported_for_urls_only(tmp_path: Path) -> None:
     program = (
         "import sys; from perdure.store import Run\n"
         "Run(sys.argv[1], create=True).close(); assert 'obstore' not in sys.modules"
@@ -144,9 +144,7 @@ def test_obstore_is_loaded_for_a_url_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["lose", "409", "503", "refuse"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_commit_whose_request_goes_wrong_counts_once(
-    s3: ObjectServer, what: str, times: int
-) -> None:
+def test_a_commit_whose_request_fails_happens_once(s3: ObjectServer, what: str, times: int) -> None:
     url = s3.new_url()
     fault = first(times, lambda request: request.puts("/checkpoints/"), what)
     with proxy_to(s3.endpoint, fault) as proxy:
@@ -176,7 +174,7 @@ def test_a_large_object_survives_any_request_of_its_upload(
 ) -> None:
     url = s3.new_url()
     data = os.urandom(LARGE)
-    if step == "uploadId":  # the request that makes the parts an object
+    if step == "uploadId":  # the request that completes the multipart upload
 
         def chosen(request: Request) -> bool:
             return request.method == "POST" and step in request.path
@@ -206,16 +204,16 @@ def test_each_stream_of_a_load_is_one_request(s3: ObjectServer) -> None:
     chunks = [chunk for leaf in manifest.leaves for chunk in leaf.chunks]
     with proxy_to(s3.endpoint) as proxy:
         loaded = Run(through(s3, proxy, url, concurrency=2)).load(1)
-        # A pack is asked for its size once, before memory is taken for what it holds.
+        # The size of a pack is requested once, before memory is allocated for its chunks.
         reads = [r for r in proxy.requests if "/packs/" in r.path and r.method != "HEAD"]
         ranges = [r.headers["range"] for r in reads]
     assert len(chunks) > 6
-    assert len(ranges) <= 3  # one for each stream, and what rounding leaves
+    assert len(ranges) <= 3  # one for each stream, and one for the remainder
     assert contents(loaded.leaves) == contents(leaves)
     check_run(s3.storage(url))
 
 
-def test_a_stream_that_breaks_off_goes_on_where_it_was(s3: ObjectServer) -> None:
+def test_a_stream_that_breaks_off_continues_where_it_was(s3: ObjectServer) -> None:
     url = s3.new_url()
     data = os.urandom(LARGE)
     s3.write(url, NAME, data)
@@ -229,7 +227,7 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(s3: ObjectServer) -> None
     assert b"".join(targets)[: LARGE - 500] == data[500:]
 
 
-def test_a_stream_that_never_gets_on_is_an_outage(s3: ObjectServer) -> None:
+def test_a_stream_without_progress_is_an_outage(s3: ObjectServer) -> None:
     url = s3.new_url()
     s3.write(url, NAME, os.urandom(1000))
     with proxy_to(s3.endpoint, lambda r: "503" if NAME in r.path else None) as proxy:
@@ -239,7 +237,7 @@ def test_a_stream_that_never_gets_on_is_an_outage(s3: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("what", ["cut", "503", "refuse", "lose"])
-def test_a_read_that_breaks_off_is_tried_again(s3: ObjectServer, what: str) -> None:
+def test_a_read_that_breaks_off_is_retried(s3: ObjectServer, what: str) -> None:
     url = s3.new_url()
     data = os.urandom(3_000_000)
     s3.write(url, NAME, data)
@@ -251,12 +249,12 @@ def test_a_read_that_breaks_off_is_tried_again(s3: ObjectServer, what: str) -> N
     assert target == data[1000:2_001_000]
 
 
-def test_a_listing_that_breaks_off_goes_on_where_it_was(s3: ObjectServer) -> None:
+def test_a_listing_that_breaks_off_continues_where_it_was(s3: ObjectServer) -> None:
     url = s3.new_url()
     names = {f"packs/{number:05d}" for number in range(200)}
     for name in names:
         s3.write(url, name, b"")
-    # The third page breaks off more often than obstore itself tries again.
+    # The third page breaks off more often than obstore itself retries.
     third = first(3, lambda request: "start-after" in request.path or pages[0] == 2, "503")
     pages = [0]
 
@@ -274,7 +272,7 @@ def test_a_listing_that_breaks_off_goes_on_where_it_was(s3: ObjectServer) -> Non
     assert set(listed) == names
 
 
-def test_a_dead_endpoint_is_named_with_what_to_do(s3: ObjectServer) -> None:
+def test_a_dead_endpoint_is_named_with_the_remedy(s3: ObjectServer) -> None:
     dead = CloudStorage("s3://bucket/run", s3.options(endpoint=dead_endpoint(), retries=1))
     with pytest.raises(ConnectionError) as caught:
         dead.read("perdure.json")
@@ -285,12 +283,12 @@ def test_a_dead_endpoint_is_named_with_what_to_do(s3: ObjectServer) -> None:
         Run(dead, create=True)
 
 
-def test_a_missing_bucket_is_said_to_be_missing(s3: ObjectServer) -> None:
+def test_a_missing_bucket_is_named(s3: ObjectServer) -> None:
     with pytest.raises(NotARunError, match="the bucket does not exist; create it"):
         Run(s3.storage("s3://no-such-bucket/run"), create=True)
 
 
-def test_an_outage_is_no_damage(s3: ObjectServer) -> None:
+def test_an_outage_is_not_damage(s3: ObjectServer) -> None:
     url = s3.new_url()
     with run_on_url(s3, url) as run:
         for step in (1, 2, 3):
@@ -315,7 +313,7 @@ def test_an_outage_is_no_damage(s3: ObjectServer) -> None:
     check_run(s3.storage(url))
 
 
-def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
+def test_an_outage_between_chunks_is_not_damage(s3: ObjectServer) -> None:
     url = s3.new_url()
     with run_on_url(s3, url) as run:
         run.save(1, make_leaves(1))
@@ -338,7 +336,7 @@ def test_an_outage_among_the_chunks_is_no_damage(s3: ObjectServer) -> None:
 @pytest.mark.parametrize(
     ("where", "size"), [("/packs/", 1000), ("/packs/", LARGE), ("/checkpoints/000000000002", 1000)]
 )
-def test_an_outage_during_a_save_costs_only_that_save(
+def test_an_outage_during_a_save_loses_only_that_save(
     s3: ObjectServer, where: str, size: int
 ) -> None:
     url = s3.new_url()
@@ -365,7 +363,7 @@ def test_an_outage_during_a_save_costs_only_that_save(
 # ---------------------------------------------------------------- forks
 
 
-def test_a_forked_child_is_told_to_be_spawned(s3: ObjectServer) -> None:
+def test_a_forked_child_is_refused_and_told_to_spawn(s3: ObjectServer) -> None:
     program = """
 import os, sys
 from perdure.store import Run
@@ -394,7 +392,7 @@ print(os.read(reading, 10000).decode())
     assert 'multiprocessing.get_context("spawn")' in done.stdout
 
 
-def test_a_run_left_open_ends_quietly_and_gives_its_lock_back(s3: ObjectServer) -> None:
+def test_a_run_that_is_never_closed_releases_its_lock(s3: ObjectServer) -> None:
     program = """
 import sys
 from perdure.store import Run
@@ -411,7 +409,7 @@ run.begin_writing()
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    with run_on_url(s3, url) as run:  # released, or of a process that is gone
+    with run_on_url(s3, url) as run:  # released, or held by a process that has ended
         run.save(1, make_leaves(1))
         check_run(run.storage)
 
@@ -433,7 +431,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_told_who_writes_and_takes_over_from_a_dead_one(
+def test_a_second_process_gets_the_name_of_the_writer_and_takes_over_from_a_dead_one(
     s3: ObjectServer,
 ) -> None:
     url = s3.new_url()
@@ -457,16 +455,16 @@ def test_a_second_process_is_told_who_writes_and_takes_over_from_a_dead_one(
 
 
 def foreign(server: ObjectServer, url: str) -> bytes:
-    """Make the lock look like one of another host."""
+    """Change the lock as if another host held it."""
     data = server.read(url, "lock")
     assert data is not None
-    told = json.loads(data)
-    told["process"] = ["elsewhere", "boot", "space", 1, "1"]
-    server.write(url, "lock", json.dumps(told).encode())
+    lock = json.loads(data)
+    lock["process"] = ["elsewhere", "boot", "space", 1, "1"]
+    server.write(url, "lock", json.dumps(lock).encode())
     return data
 
 
-def test_a_lapsed_lock_of_another_host_is_taken_over_and_its_holder_stops(
+def test_an_expired_lock_of_another_host_is_taken_over_and_its_holder_stops(
     s3: ObjectServer,
 ) -> None:
     url = s3.new_url()
@@ -495,7 +493,7 @@ def test_a_lapsed_lock_of_another_host_is_taken_over_and_its_holder_stops(
     assert check_run(s3.storage(url)).good == (1, 2, 3)
 
 
-def test_the_age_of_a_lock_is_told_by_the_clock_of_the_store(s3: ObjectServer) -> None:
+def test_the_age_of_a_lock_is_measured_by_the_clock_of_the_store(s3: ObjectServer) -> None:
     url = s3.new_url()
     with run_on_url(s3, url) as old:
         old.begin_writing()
@@ -503,8 +501,8 @@ def test_the_age_of_a_lock_is_told_by_the_clock_of_the_store(s3: ObjectServer) -
         with pytest.raises(LockedError):
             run_on_url(s3, url).begin_writing()
         with run_on_url(s3, url, lease_seconds=30.0) as successor:
-            told = json.loads(s3.read(url, "lock") or b"")
-            s3.write(url, "lock", json.dumps({**told, "lease_seconds": -5.0}).encode())
+            lock = json.loads(s3.read(url, "lock") or b"")
+            s3.write(url, "lock", json.dumps({**lock, "lease_seconds": -5.0}).encode())
             successor.save(1, make_leaves(1))
     assert not [name for name in s3.names(url) if name.startswith("lock")]
     check_run(s3.storage(url))
@@ -555,7 +553,7 @@ def test_two_writers_without_a_lock_commit_one_step_once(s3: ObjectServer) -> No
 
     def attempt(seed: int) -> str:
         run = run_on_url(s3, url)
-        run._session.holds_lock = True  # the lock is what is left out
+        run._session.holds_lock = True  # without the lock
         try:
             run.save(2, make_leaves(seed))
         except (LockedError, StoreError) as error:

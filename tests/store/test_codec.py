@@ -1,4 +1,4 @@
-"""Encoded chunks: the same bits and fingerprints, bounded and checked, beside chunks that are not."""
+"""Encoded chunks: the same bits and fingerprints, checked and bounded, mixed with plain chunks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 from helpers import contents, make_leaves, repeated, run_on, sharing_states
 from test_format import resealed
 
+from damage import flip
 from perdure import Checkpoint, CheckpointManager, ManagerOptions
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError, StoreError
@@ -36,7 +37,7 @@ CODEC = "shuffle-zstd"
 
 
 def words(seed: int, count: int, width: int = 4) -> bytes:
-    """Elements whose first bytes are one of 64, and whose others are alike."""
+    """Elements whose first byte has 64 values and whose other bytes are constant."""
     source = random.Random(seed)
     return b"".join(bytes([source.randrange(64)]) + b"\x3f" * (width - 1) for _ in range(count))
 
@@ -47,7 +48,7 @@ def leaf(data: bytes, dtype: str = "float32") -> Leaf:
 
 @pytest.fixture
 def states() -> dict[int, dict[str, Leaf]]:
-    """Large chunks and small ones, those that shrink and those that do not, some of them twice."""
+    """Large and small chunks, compressible and not, some of them twice."""
     large = leaf(words(1, 50_000) * 26)
     noise = make_leaves(3, (300_000, 5000, 10))
     return {
@@ -65,7 +66,7 @@ def sealed(body: bytes, digest: str) -> memoryview:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("count", [512, 4099, CHUNK_BYTES // 16])
-def test_a_chunk_comes_back(width: int, count: int) -> None:
+def test_an_encoded_chunk_decodes_to_its_bytes(width: int, count: int) -> None:
     data = words(width, 512, width) * (count // 512) + words(9, count % 512, width)
     digest = hash_bytes(data)
     dtype = {1: "int8", 2: "bfloat16", 4: "key<threefry2x32>", 8: "float64", 16: "complex128"}
@@ -77,14 +78,14 @@ def test_a_chunk_comes_back(width: int, count: int) -> None:
     assert target == data
 
 
-def test_a_length_that_the_width_does_not_divide_is_not_shuffled() -> None:
+def test_a_length_that_is_no_multiple_of_the_width_is_not_shuffled() -> None:
     data = bytes(5001)
     stored = encode(memoryview(data), "float64", hash_bytes(data))
     assert stored[0] == 1
     assert decode(stored, hash_bytes(data), memoryview(bytearray(5001))) is None
 
 
-def test_what_does_not_shrink_is_stored_as_it_is() -> None:
+def test_an_incompressible_chunk_is_stored_as_it_is() -> None:
     data = memoryview(random.Random(1).randbytes(100_000))
     assert encode(data, "float32", hash_bytes(data)) is data
     assert is_intact(data, hash_bytes(data), len(data))
@@ -109,7 +110,7 @@ def test_the_width_follows_the_dtype(dtype: str, width: int) -> None:
 
 
 def test_a_seal_belongs_to_one_chunk() -> None:
-    """A whole encoded chunk in the place of another one is damage, as the other's bits would be."""
+    """A whole encoded chunk in the place of another one is damage, as its plain bytes would be."""
     one, other = bytes(8000), bytes([1]) * 8000
     stored = encode(memoryview(one), "uint8", hash_bytes(one))
     assert is_intact(stored, hash_bytes(one), 8000)
@@ -138,29 +139,29 @@ HASH = hash_bytes(bytes(8000))
         (b"", "do not match their seal"),
     ],
 )
-def test_a_sealed_chunk_that_is_wrong_is_said_and_bounded(body: bytes, message: str) -> None:
-    """What only a faulty encoder makes: never an exception, never more memory than a chunk."""
+def test_a_malformed_sealed_chunk_is_a_problem_of_bounded_memory(body: bytes, message: str) -> None:
+    """Only a faulty encoder makes such chunks. No exception, and no more memory than a chunk."""
     stored = sealed(body, HASH)
     tracemalloc.start()
     try:
-        found = decode(stored, HASH, memoryview(bytearray(8000)))
+        problem = decode(stored, HASH, memoryview(bytearray(8000)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert re.search(message, found or "")
+    assert re.search(message, problem or "")
     assert peak < 100_000
 
 
 def test_a_frame_with_a_window_larger_than_a_chunk_is_refused() -> None:
-    """The header alone says how much memory the decompressor takes."""
+    """The frame header alone decides how much memory the decompressor allocates."""
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 25})
     body = b"\x01" + compressor.compress(bytes(4000)) + compressor.compress(bytes(4000), 2)
-    found = decode(sealed(body, HASH), HASH, memoryview(bytearray(8000)))
-    assert found is not None
-    assert "cannot be decompressed" in found
+    problem = decode(sealed(body, HASH), HASH, memoryview(bytearray(8000)))
+    assert problem is not None
+    assert "cannot be decompressed" in problem
 
 
-def test_no_flipped_bit_raises_and_some_pass_where_the_seal_is_not_looked_at(
+def test_no_flipped_bit_raises_and_some_pass_without_the_seal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control of the seal: Zstandard by itself does not find every flipped bit."""
@@ -183,7 +184,7 @@ def test_no_flipped_bit_raises_and_some_pass_where_the_seal_is_not_looked_at(
 # ---------------------------------------------------------------- runs
 
 
-def test_fingerprints_and_states_are_those_of_a_run_without(
+def test_a_codec_changes_no_fingerprint_and_no_state(
     tmp_path: Path, states: dict[int, dict[str, Leaf]]
 ) -> None:
     with run_on(tmp_path / "raw") as raw, run_on(tmp_path / "small", codec=CODEC) as small:
@@ -225,7 +226,7 @@ def test_compaction_moves_stored_bytes_as_they_are(
     with run_on(tmp_path, codec=CODEC) as run:
         for step, leaves in sharing_states().items():
             run.save(step, repeated(leaves))
-        without_zstd(monkeypatch)  # moving needs no library
+        without_zstd(monkeypatch)  # a move needs no codec library
         plan = run.plan(PruneRequest(frozenset({1}), MAX_STEP, 0, everywhere=True))
         assert plan.compact
         size = {pack.name: pack.stat().st_size for pack in (tmp_path / "packs").iterdir()}
@@ -238,10 +239,10 @@ def test_compaction_moves_stored_bytes_as_they_are(
     assert check_run(tmp_path).good == (2, 3, 4)
 
 
-def test_compaction_of_packs_that_hold_a_chunk_in_both_forms_keeps_the_smaller(
+def test_compaction_of_a_chunk_in_both_forms_keeps_the_smaller(
     tmp_path: Path,
 ) -> None:
-    """A chunk is written again where the pack that holds it was cut short; that pack may come back."""
+    """A chunk is written again if its pack was cut short, and that pack may be restored later."""
     shared, bulk = leaf(words(1, 3000)), make_leaves(9, (30_000,))["model/layer0"]
     with run_on(tmp_path) as run:
         run.save(1, {"shared": shared, "bulk": bulk})
@@ -265,14 +266,12 @@ def test_compaction_of_packs_that_hold_a_chunk_in_both_forms_keeps_the_smaller(
     assert contents(Run(tmp_path).load(2).leaves) == contents({"shared": shared})
 
 
-def test_a_damaged_encoded_chunk_costs_only_those_who_need_it(tmp_path: Path) -> None:
+def test_a_damaged_encoded_chunk_affects_only_checkpoints_that_need_it(tmp_path: Path) -> None:
     with run_on(tmp_path, codec=CODEC) as run:
         for step, leaves in sharing_states().items():
             run.save(step, repeated(leaves))
     pack = next((tmp_path / "packs").glob("000000000001-*"))
-    data = bytearray(pack.read_bytes())
-    data[40_000] ^= 1
-    pack.write_bytes(bytes(data))
+    flip(pack, 40_000)
     report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((2, 3, 4), (1,))
     assert "encoded bytes do not match their seal" in report.problems[0].what
@@ -289,9 +288,7 @@ def test_a_damaged_index_costs_no_checkpoint(tmp_path: Path) -> None:
     with run_on(tmp_path, codec=CODEC) as run:
         run.save(1, {"a": leaf(words(1, 3000))})
     (pack,) = (tmp_path / "packs").iterdir()
-    data = bytearray(pack.read_bytes())
-    data[-100] ^= 1
-    pack.write_bytes(bytes(data))
+    flip(pack, -100)
     report = verify_run(Run(tmp_path))
     assert (report.ok, report.good) == (False, (1,))
     with run_on(tmp_path) as run:
@@ -309,7 +306,7 @@ def test_a_damaged_index_costs_no_checkpoint(tmp_path: Path) -> None:
         (b'"format":2', b'"format":4'),
     ],
 )
-def test_a_size_that_cannot_be_is_damage(tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_an_impossible_size_is_damage(tmp_path: Path, old: bytes, new: bytes) -> None:
     with run_on(tmp_path, codec=CODEC) as run:
         run.save(1, {"a": leaf(words(1, 3000))})
     manifest = next((tmp_path / "checkpoints").iterdir())
@@ -333,14 +330,14 @@ def test_a_copy_takes_encoded_chunks_as_they_are_without_the_library(
     (pack,) = (tmp_path / "here" / "packs").iterdir()
     with monkeypatch.context() as patched:
         without_zstd(patched)
-        copy_run(tmp_path / "here", there := MemoryStorage())
+        copy_run(tmp_path / "here", target := MemoryStorage())
         whole = pack.read_bytes()
         pack.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
         (damaged,) = copy_run(tmp_path / "here", MemoryStorage())
     assert (damaged.outcome, "do not match their seal" in damaged.reason) == ("damaged", True)
-    (copied,) = [data for name, data in there.objects.items() if name.startswith("packs/")]
+    (copied,) = [data for name, data in target.objects.items() if name.startswith("packs/")]
     assert copied == whole
-    assert contents(Run(there).load(1).leaves) == contents(state)
+    assert contents(Run(target).load(1).leaves) == contents(state)
 
 
 OPTIONS = ManagerOptions(codec=CODEC, save_random_state=False)
@@ -351,8 +348,8 @@ def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "m", options=OPTIONS) as manager:
         manager.save(1, state)
         manager.wait_until_finished()
-        found = manager.restore(1)
-        assert found.state["zeros"].tobytes() == bytes(400_000)
+        restored = manager.restore(1)
+        assert restored.state["zeros"].tobytes() == bytes(400_000)
     group = Checkpoint(**state)
     assert group.save(tmp_path / "c", 1, CODEC) == Run(tmp_path / "m").manifest(1).fingerprint
     for place in ("m", "c"):
@@ -364,7 +361,7 @@ def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:
 
 
 def without_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the extra is not installed."""
+    """Hide the codec library, as if the extra were not installed."""
     name = "compression" if sys.version_info >= (3, 14) else "backports"
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, f"{name}.zstd", None)
@@ -399,6 +396,6 @@ def test_without_the_library_writing_and_reading_name_the_extra(
     assert not isinstance(caught.value, NoGoodCheckpointError)
 
 
-def test_another_codec_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="codec: expected None or 'shuffle-zstd', found 'lz4'"):
         Run(tmp_path, create=True, codec="lz4")

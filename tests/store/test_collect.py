@@ -1,4 +1,4 @@
-"""Compaction and orphans: what is moved, what is deleted, and who can read meanwhile."""
+"""Compaction and orphans: what is moved, what is deleted, and what readers see meanwhile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
 
+from damage import flip
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, PruneError, StoreError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
@@ -70,9 +71,7 @@ def test_a_pack_that_is_mostly_alive_stays(tmp_path: Path) -> None:
 def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path) -> None:
     filled(tmp_path).close()
     pack = sorted((tmp_path / "packs").iterdir())[0]
-    data = bytearray(pack.read_bytes())
-    data[5] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 5)
     held = pack.read_bytes()
     with run_on(tmp_path) as run:
         left = run.execute(run.plan(prune({1}))).left
@@ -82,7 +81,7 @@ def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path)
         assert verify_run(run).bad == (2, 3, 4)
 
 
-def test_a_compaction_that_does_not_fit_waits(
+def test_a_compaction_that_does_not_fit_on_the_disk_is_put_off(
     place: Path | MemoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with filled(place) as run:
@@ -91,7 +90,7 @@ def test_a_compaction_that_does_not_fit_waits(
         left = run.execute(plan).left
         assert tuple(left) == plan.compact
         assert f"to copy what is alive, {plan.copied} are free" in left[plan.compact[0]]
-        assert run.steps() == [2, 3, 4], "what needs no room is done"
+        assert run.steps() == [2, 3, 4], "steps that need no free space are deleted"
         assert verify_run(run).problems == ()
         monkeypatch.undo()
         assert run.execute(run.plan(EVERYTHING)).left == {}
@@ -129,7 +128,7 @@ def test_orphans_go_only_when_every_manifest_is_readable(tmp_path: Path) -> None
         assert "quarantine/000000000002-0.json cannot be read" in str(plan.held_back)
 
 
-def test_a_plan_of_yesterday_is_refused(tmp_path: Path) -> None:
+def test_an_outdated_plan_is_refused(tmp_path: Path) -> None:
     plan = filled(tmp_path).plan(prune({1}))
     with run_on(tmp_path) as run:
         run.save(7, make_leaves(7))
@@ -141,7 +140,7 @@ def test_a_plan_of_yesterday_is_refused(tmp_path: Path) -> None:
         assert held.packs.keys() <= run.contents().packs.keys()
 
 
-def test_a_prune_that_fails_in_the_middle_says_so_and_can_be_repeated(tmp_path: Path) -> None:
+def test_a_prune_that_fails_in_the_middle_raises_and_can_be_repeated(tmp_path: Path) -> None:
     filled(tmp_path).close()
     broken = Operations(
         fail=lambda _, op, path: (
@@ -162,7 +161,7 @@ def test_a_prune_that_fails_in_the_middle_says_so_and_can_be_repeated(tmp_path: 
 
 
 class Interrupted(LocalStorage):
-    """Lets something happen between the reading of a manifest and that of its chunks."""
+    """Calls a function after a manifest was read and before its chunks are."""
 
     def __init__(self, root: Path, happens) -> None:
         super().__init__(root)
@@ -175,7 +174,7 @@ class Interrupted(LocalStorage):
         return data
 
 
-def test_a_reader_that_holds_an_old_manifest_reads_the_new_one(tmp_path: Path) -> None:
+def test_a_reader_with_a_replaced_manifest_reads_the_new_one(tmp_path: Path) -> None:
     filled(tmp_path).close()
 
     def compact() -> None:
@@ -188,7 +187,7 @@ def test_a_reader_that_holds_an_old_manifest_reads_the_new_one(tmp_path: Path) -
     assert not happens, "the prune came in between"
 
 
-def test_a_reader_whose_checkpoints_are_all_replaced_takes_the_new_one(tmp_path: Path) -> None:
+def test_a_reader_whose_checkpoints_were_all_deleted_reads_the_new_one(tmp_path: Path) -> None:
     filled(tmp_path).close()
 
     def go_on() -> None:
@@ -203,14 +202,14 @@ def test_a_reader_whose_checkpoints_are_all_replaced_takes_the_new_one(tmp_path:
     assert (loaded.manifest.step, loaded.skipped) == (5, ())
 
 
-def test_a_reader_of_a_pack_that_is_really_gone_is_told(tmp_path: Path) -> None:
+def test_a_reader_of_a_missing_pack_raises(tmp_path: Path) -> None:
     filled(tmp_path).close()
     sorted((tmp_path / "packs").iterdir())[0].unlink()
     with pytest.raises(CorruptionError, match="expected a pack, found no such file"):
         Run(tmp_path).load(3)
 
 
-def test_a_writer_that_comes_back_does_not_trust_what_it_remembers(tmp_path: Path) -> None:
+def test_a_writer_that_reopens_reads_the_manifests_again(tmp_path: Path) -> None:
     run = filled(tmp_path)
     run.close()
     with run_on(tmp_path) as other:
@@ -225,7 +224,7 @@ def test_local_leaves_are_moved_and_kept_like_all_others(place: Path | MemorySto
     base = {"base": states[1]["base"]}
     with run_on(place) as run:
         run.save(1, states[1], local=local)
-        run.save(2, base, local=local)  # everything is there: it reads from the first pack
+        run.save(2, base, local=local)  # every chunk is found, so it reads from the first pack
         before = run.manifest(2)
         run.execute(run.plan(prune({1})))
         after = run.manifest(2)

@@ -1,4 +1,4 @@
-"""Every storage that perdure has keeps the contracts of `perdure.store.Storage`."""
+"""Every storage of perdure keeps the contracts of `perdure.store.Storage`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestMemory(StorageConformance):
 
 
 class ObjectStoreConformance(StorageConformance):
-    """On a server; a subclass says which."""
+    """An object store on a server, which a subclass names."""
 
     server: ObjectServer
 

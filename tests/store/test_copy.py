@@ -1,4 +1,4 @@
-"""Copies and forks: the same bits in another run directory, which depends on nothing of the first."""
+"""Copies and forks: the same bits in another run directory that does not depend on the first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, repeated, run_on, sharing_states
 
+from damage import flip
 from object_stores import ObjectServer
 from perdure import load_checkpoint
 from perdure.cli import main
@@ -56,12 +57,6 @@ def packs(place: Any) -> set[str]:
     return set(LocalStorage(place).list("packs/"))
 
 
-def flip(path: Path, at: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def squeeze(place: Any, *steps: int) -> None:
     """Delete steps and compact what can be compacted."""
     with Run(place) as run:
@@ -71,7 +66,7 @@ def squeeze(place: Any, *steps: int) -> None:
 # ---------------------------------------------------------------- copies
 
 
-def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_checkpoints_in_its_own_packs(origin: Path, tmp_path: Path) -> None:
     copied = copy_run(origin, tmp_path / "there")
     assert outcomes(copied) == dict.fromkeys((1, 2, 3, 4), "copied")
     assert check_run(tmp_path / "there").problems == ()
@@ -89,11 +84,11 @@ def test_a_copy_has_the_same_checkpoints_in_packs_of_its_own(origin: Path, tmp_p
 
 def test_a_copy_reads_past_compactions_and_writes_no_chunk_twice(origin: Path) -> None:
     squeeze(origin, 1, 2)
-    there = MemoryStorage()
-    copy_run(origin, there, [3])
-    (four,) = copy_run(origin, there, [4])
+    target = MemoryStorage()
+    copy_run(origin, target, [3])
+    (four,) = copy_run(origin, target, [4])
     assert four.nbytes == 100
-    assert check_run(there).good == (3, 4)
+    assert check_run(target).good == (3, 4)
 
 
 def test_large_chunks_begin_on_a_block_and_small_ones_are_read_together(tmp_path: Path) -> None:
@@ -126,7 +121,7 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
     one, other = (Run(tmp_path / name).manifest(1) for name in ("here", "there"))
     assert (one.format, one.stored_nbytes) == (other.format, other.stored_nbytes)
     assert one.stored_nbytes < one.nbytes
-    with run_on(tmp_path / "plain") as run:  # the same chunks are there in their plain form
+    with run_on(tmp_path / "plain") as run:  # the target holds the same chunks in plain form
         run.save(0, repeated(make_leaves(1, (5000, 40))))
     (copied,) = copy_run(tmp_path / "here", tmp_path / "plain")
     assert copied.nbytes == 0
@@ -134,18 +129,18 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
 
 
 def test_a_repeated_copy_changes_nothing_and_adds_later_metrics(origin: Path) -> None:
-    there = MemoryStorage()
-    copy_run(origin, there)
-    before = dict(there.objects)
-    assert set(outcomes(copy_run(origin, there)).values()) == {"present"}
-    assert there.objects == before
+    target = MemoryStorage()
+    copy_run(origin, target)
+    before = dict(target.objects)
+    assert set(outcomes(copy_run(origin, target)).values()) == {"present"}
+    assert target.objects == before
     with Run(origin) as run:
         run.save(2, sharing_states()[2], metrics={"accuracy": 0.5})
-    copy_run(origin, there)
-    assert Run(there).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
+    copy_run(origin, target)
+    assert Run(target).manifest(2).metrics == {"loss": 0.5, "accuracy": 0.5}
 
 
-def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_path: Path) -> None:
+def test_a_repeated_copy_writes_missing_chunks_again(origin: Path, tmp_path: Path) -> None:
     copy_run(origin, tmp_path / "there")
     newest = Run(tmp_path / "there").manifest(4).packs
     for pack in newest:
@@ -154,7 +149,7 @@ def test_a_repeated_copy_writes_again_what_is_missing_there(origin: Path, tmp_pa
     assert contents(Run(tmp_path / "there").load(4).leaves) == contents(sharing_states()[4])
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(origin: Path, tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_same_and_changes_nothing(origin: Path, tmp_path: Path) -> None:
     planned = copy_run(origin, tmp_path / "there", dry_run=True)
     assert not (tmp_path / "there").exists()
     assert copy_run(origin, tmp_path / "there") == planned
@@ -163,7 +158,9 @@ def test_a_dry_run_says_the_same_and_changes_nothing(origin: Path, tmp_path: Pat
     )
 
 
-def test_what_would_break_the_history_there_is_not_copied(origin: Path, tmp_path: Path) -> None:
+def test_steps_that_break_the_history_of_the_target_are_not_copied(
+    origin: Path, tmp_path: Path
+) -> None:
     with run_on(tmp_path / "there") as run:
         run.save(2, make_leaves(2))
     before = Run(tmp_path / "there").manifest(2)
@@ -182,15 +179,15 @@ def test_what_would_break_the_history_there_is_not_copied(origin: Path, tmp_path
 def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(origin: Path) -> None:
     pack = Run(origin).manifest(2).packs[-1].name
     flip(origin / "packs" / pack)
-    there = MemoryStorage()
-    copied = copy_run(origin, there)
+    target = MemoryStorage()
+    copied = copy_run(origin, target)
     assert outcomes(copied) == {1: "copied", 2: "damaged", 3: "copied", 4: "copied"}
     assert f"{pack} at offset 0: expected hash" in copied[1].reason
-    assert check_run(there).good == (1, 3, 4)
+    assert check_run(target).good == (1, 3, 4)
 
 
 class Moving(LocalStorage):
-    """A run directory that another process prunes and compacts during a read."""
+    """A run directory that another process prunes and compacts during a read of it."""
 
     def __init__(self, path: Path, *steps: int) -> None:
         super().__init__(path)
@@ -204,38 +201,41 @@ class Moving(LocalStorage):
         return super().read_into(name, offset, target)
 
 
-def test_a_compaction_in_the_middle_moves_what_is_copied_and_a_prune_skips_it(origin: Path) -> None:
-    there = MemoryStorage()
+def test_a_copy_follows_a_concurrent_compaction_and_skips_pruned_steps(origin: Path) -> None:
+    target = MemoryStorage()
     moving = Moving(origin, 1)
-    assert outcomes(copy_run(moving, there, [4])) == {4: "copied"}
+    assert outcomes(copy_run(moving, target, [4])) == {4: "copied"}
     assert moving.moved
-    assert contents(Run(there).load(4).leaves) == contents(sharing_states()[4])
+    assert contents(Run(target).load(4).leaves) == contents(sharing_states()[4])
     pruned = Moving(origin, 2)
-    assert outcomes(copy_run(pruned, there2 := MemoryStorage(), [2, 3])) == {2: "gone", 3: "copied"}
+    assert outcomes(copy_run(pruned, repaired := MemoryStorage(), [2, 3])) == {
+        2: "gone",
+        3: "copied",
+    }
     assert pruned.moved
-    assert check_run(there).good == (4,)
-    assert check_run(there2).good == (3,)
+    assert check_run(target).good == (4,)
+    assert check_run(repaired).good == (3,)
 
 
-def test_errors_of_the_source_are_no_damage(origin: Path) -> None:
+def test_read_errors_of_the_source_are_not_damage(origin: Path) -> None:
     class Failing(LocalStorage):
         error: OSError = OSError(errno.EMFILE, "too many open files")
 
         def read_into(self, name: str, offset: int, target: memoryview) -> int:
             raise self.error
 
-    there = MemoryStorage()
+    destination = MemoryStorage()
     source = Failing(origin)
     with pytest.raises(StoreError, match="too many open files") as caught:
-        copy_run(source, there)
+        copy_run(source, destination)
     assert not isinstance(caught.value, CorruptionError)
     source.error = ConnectionError(errno.EHOSTUNREACH, "nobody answers")
     with pytest.raises(UnreachableError, match=r"step 1: .*nobody answers"):
-        copy_run(source, there)
-    assert check_run(there).good == ()
+        copy_run(source, destination)
+    assert check_run(destination).good == ()
 
 
-def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_onto_a_full_disk_raises_before_the_first_byte(origin: Path, tmp_path: Path) -> None:
     class Full(LocalStorage):
         def free_bytes(self) -> int | None:
             return 100_000
@@ -254,14 +254,14 @@ def test_a_full_disk_is_found_before_the_first_byte(origin: Path, tmp_path: Path
     assert check_run(tmp_path / "there").problems == ()
 
 
-def test_a_copy_that_is_stopped_commits_nothing(origin: Path) -> None:
-    there = MemoryStorage()
-    with Run(there, create=True) as run, pytest.raises(CopyStoppedError):
+def test_an_interrupted_copy_commits_nothing(origin: Path) -> None:
+    target = MemoryStorage()
+    with Run(target, create=True) as run, pytest.raises(CopyStoppedError):
         copy_checkpoint(Run(origin), 4, run, stopped=lambda: True)
-    assert check_run(there).good == ()
+    assert check_run(target).good == ()
 
 
-def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) -> None:
+def test_a_copy_locks_only_the_target(origin: Path, tmp_path: Path) -> None:
     with Run(origin) as writer:
         writer.begin_writing()
         copy_run(origin, tmp_path / "there")
@@ -276,7 +276,7 @@ def test_a_copy_takes_the_lock_of_the_target_only(origin: Path, tmp_path: Path) 
             copy_run(origin, place)
 
 
-def test_between_a_directory_and_an_object_store_and_back(
+def test_a_copy_to_an_object_store_and_back_has_the_same_bits(
     s3: ObjectServer, origin: Path, tmp_path: Path
 ) -> None:
     url = s3.new_url()
@@ -290,7 +290,7 @@ def test_between_a_directory_and_an_object_store_and_back(
 # ---------------------------------------------------------------- forks
 
 
-def test_a_fork_is_a_run_of_its_own_that_takes_little_room(origin: Path, tmp_path: Path) -> None:
+def test_a_fork_is_an_independent_run_that_takes_little_space(origin: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in origin.rglob("*.pack")}
     fork = tmp_path / "fork"
     assert fork_run(origin, 3, fork).step == 3
@@ -316,7 +316,7 @@ def test_a_fork_outlives_its_origin(origin: Path, tmp_path: Path) -> None:
     assert contents(Run(tmp_path / "fork").load(1).leaves) == contents(sharing_states()[1])
 
 
-def test_a_fork_where_there_are_no_links_copies(
+def test_a_fork_copies_if_it_cannot_link(
     origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
@@ -333,10 +333,10 @@ def test_a_fork_where_there_are_no_links_copies(
         LocalStorage(tmp_path / "x").link_from(LocalStorage(origin), "perdure.json", "y") is False
     )
     monkeypatch.undo()
-    for there in (MemoryStorage(), MemoryStorage()):
-        fork_run(origin, 2, there)
-        assert check_run(there).good == (2,)
-        assert fork_run(there, 2, MemoryStorage()).step == 2
+    for target in (MemoryStorage(), MemoryStorage()):
+        fork_run(origin, 2, target)
+        assert check_run(target).good == (2,)
+        assert fork_run(target, 2, MemoryStorage()).step == 2
 
 
 def test_a_fork_verifies_what_it_links(origin: Path, tmp_path: Path) -> None:
@@ -373,36 +373,36 @@ def perdure(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_perdure_copy(origin: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    done = perdure("copy", f"{origin}@2,4", there, "--dry-run")
+def test_the_command_copies_and_reports(origin: Path, tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    done = perdure("copy", f"{origin}@2,4", target, "--dry-run")
     assert done.exit_code == 0
     assert "nothing was changed" in done.output
-    assert not there.exists()
-    done = perdure("copy", f"{origin}@2,4", there)
+    assert not target.exists()
+    done = perdure("copy", f"{origin}@2,4", target)
     assert done.output.splitlines() == [
         "step 2  copied  4.9 KiB",
         "step 4  copied  3.0 KiB",
-        f"2 of 2 checkpoints are in {there}",
+        f"2 of 2 checkpoints are in {target}",
     ]
-    done = perdure("copy", origin, there)
+    done = perdure("copy", origin, target)
     assert done.exit_code == 1
     assert "step 3  refused: " in done.output
-    document = json.loads(perdure("copy", origin, there, "--json").output)
+    document = json.loads(perdure("copy", origin, target, "--json").output)
     assert [row["outcome"] for row in document["steps"]] == [
         "refused",
         "present",
         "refused",
         "present",
     ]
-    assert perdure("copy", f"{origin}@9", there).exit_code == 2
-    at = tmp_path / "run@2"
-    assert perdure("copy", origin, at).exit_code == 0
-    assert perdure("copy", at, tmp_path / "again").exit_code == 0, "a directory's own name"
+    assert perdure("copy", f"{origin}@9", target).exit_code == 2
+    path = tmp_path / "run@2"
+    assert perdure("copy", origin, path).exit_code == 0
+    assert perdure("copy", path, tmp_path / "again").exit_code == 0, "a directory's own name"
     assert check_run(tmp_path / "again").good == (1, 2, 3, 4)
 
 
-def test_perdure_fork(origin: Path, tmp_path: Path) -> None:
+def test_the_command_forks_and_reports(origin: Path, tmp_path: Path) -> None:
     done = perdure("fork", f"{origin}@3", tmp_path / "fork")
     assert (done.exit_code, done.output) == (
         0,

@@ -1,4 +1,4 @@
-"""A crash ahead of every operation: what was committed stays, the rest is whole or absent."""
+"""A crash before every operation: committed checkpoints stay, others are whole or absent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_process_killed_at_any_operation_of_a_prune_loses_nothing(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("left_out", ["nothing", "fsync", "fsync_dir"])
-def test_the_order_is_durable_and_the_check_sees_a_sync_left_out(
+def test_the_order_of_operations_is_durable_and_the_check_sees_a_missing_sync(
     tmp_path: Path, name: str, left_out: str
 ) -> None:
     case = CASES[name]
@@ -95,10 +95,10 @@ def test_compaction_moves_first_then_names_then_deletes(tmp_path: Path) -> None:
     assert order == sorted(order)
 
 
-def test_the_crash_test_sees_a_pack_that_goes_before_its_manifest(
+def test_control_deleting_a_pack_before_its_manifest_fails_the_crash_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: with the order turned round, a crash in the middle harms a checkpoint."""
+    """In the wrong order, a crash in the middle harms a checkpoint."""
     case = CASES["compaction"]
     path = prepared(tmp_path, case)
 
@@ -116,13 +116,13 @@ def test_the_crash_test_sees_a_pack_that_goes_before_its_manifest(
         assert_whole(path, case)
 
 
-def test_the_crash_test_sees_a_rollback_that_begins_with_the_oldest(
+def test_control_a_rollback_that_begins_with_the_oldest_fails_the_crash_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: then a crash in the middle leaves a line with a gap."""
+    """A crash in the middle then leaves a gap in the line of steps."""
     monkeypatch.setattr(
         "perdure.store.rollback.sorted",
-        lambda each, key=None, **_: sorted(each, key=key),
+        lambda items, key=None, **_: sorted(items, key=key),
         raising=False,
     )
     seen = 0

@@ -1,4 +1,4 @@
-"""What counts as damage: bytes that are wrong, and not every read that fails."""
+"""Only wrong bytes and missing files are damage; a read that fails is not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
+from damage import files, flip
 from perdure import CheckpointManager, load_checkpoint
 from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
@@ -39,7 +40,7 @@ CODES = [
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between attempts, which tests do not wait for."""
+    """Records the pauses between attempts without waiting."""
     taken: list[float] = []
     monkeypatch.setattr("perdure.store.failures._sleep", taken.append)
     return taken
@@ -52,23 +53,8 @@ def filled(path: Path) -> Path:
     return path
 
 
-def files(path: Path) -> dict[str, bytes]:
-    """Every file but the lock, which names its last holder."""
-    return {
-        str(at.relative_to(path)): at.read_bytes()
-        for at in path.rglob("*")
-        if at.is_file() and at.name != "lock"
-    }
-
-
 def pack_of(path: Path, step: int) -> Path:
     return next((path / "packs").glob(f"{step:012d}-*"))
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("part", [manifest_name(4), "packs/000000000004"])
@@ -96,7 +82,7 @@ def test_a_read_that_fails_moves_nothing_and_restores_nothing_older(
 
 
 @pytest.mark.parametrize("part", [manifest_name(4), "packs/000000000004"])
-def test_the_control_a_flipped_bit_there_is_damage(tmp_path: Path, part: str) -> None:
+def test_control_a_flipped_bit_in_the_same_file_is_damage(tmp_path: Path, part: str) -> None:
     filled(tmp_path)
     flip(next(tmp_path.glob(f"{part}*")), 40)
     with CheckpointManager(tmp_path) as manager:
@@ -112,7 +98,7 @@ def test_the_control_a_flipped_bit_there_is_damage(tmp_path: Path, part: str) ->
     [errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT],
     ids=errno.errorcode.get,
 )
-def test_an_error_that_passes_is_tried_again(
+def test_a_temporary_error_is_retried(
     tmp_path: Path,
     code: int,
     times: int,
@@ -163,7 +149,7 @@ def no_more_files() -> Iterator[None]:
 def test_a_process_out_of_file_descriptors_loses_no_checkpoint(
     tmp_path: Path, pauses: list[float]
 ) -> None:
-    """No fault is injected here: the kernel refuses."""
+    """No fault is injected; the kernel itself refuses."""
     before = files(filled(tmp_path))
     run = Run(tmp_path)
     steps = run.steps()
@@ -186,7 +172,7 @@ def test_a_process_out_of_file_descriptors_loses_no_checkpoint(
     assert verify_run(run).ok
 
 
-def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
+def test_a_check_distinguishes_unreadable_from_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path)
@@ -219,7 +205,7 @@ def test_a_check_tells_what_cannot_be_read_from_what_is_damaged(
     assert verify_run(Run(storage)).unread == (3,)
 
 
-def test_a_run_that_is_only_unread_is_repaired_by_nothing(tmp_path: Path) -> None:
+def test_a_repair_changes_nothing_that_it_cannot_read(tmp_path: Path) -> None:
     before = files(filled(tmp_path))
     storage = Failing(tmp_path, "packs/", errno.EIO)
     with Run(storage) as run:
@@ -229,9 +215,7 @@ def test_a_run_that_is_only_unread_is_repaired_by_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["checkpoints", "quarantine"])
-def test_nothing_goes_that_a_manifest_may_need_which_cannot_be_read_now(
-    tmp_path: Path, where: str
-) -> None:
+def test_no_pack_is_deleted_while_a_manifest_cannot_be_read(tmp_path: Path, where: str) -> None:
     filled(tmp_path)
     with run_on(tmp_path) as run:
         if where == "quarantine":
@@ -263,9 +247,7 @@ def test_a_compaction_leaves_a_pack_that_cannot_be_read(tmp_path: Path) -> None:
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
 
 
-def test_memory_that_is_lacking_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
 
     def none(nbytes: int) -> Any:
@@ -276,7 +258,7 @@ def test_memory_that_is_lacking_is_no_damage(
         load_good(Run(tmp_path))
 
 
-def test_a_pack_that_is_gone_is_damage(tmp_path: Path) -> None:
+def test_a_missing_pack_is_damage(tmp_path: Path) -> None:
     filled(tmp_path)
     pack_of(tmp_path, 4).unlink()
     loaded = load_good(Run(tmp_path)).loaded
@@ -313,7 +295,7 @@ def test_an_evaluator_that_meets_damage_lets_the_trainer_write(tmp_path: Path) -
     assert verify_run(Run(tmp_path)).good == (1, 2)
 
 
-def test_a_step_that_was_repaired_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
+def test_a_step_that_another_process_repaired_is_not_set_aside(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as trainer:
         for step in (1, 2):
             trainer.save(step, {"w": [float(step)]})
@@ -354,7 +336,7 @@ def test_a_repair_writes_a_damaged_marker_again(tmp_path: Path, marker: bytes | 
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_repair_makes_no_run_of_another_directory(tmp_path: Path, damaged: bool) -> None:
+def test_a_repair_turns_no_other_directory_into_a_run(tmp_path: Path, damaged: bool) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / manifest_name(1)).write_bytes(b"{}")
     if damaged:
@@ -384,7 +366,7 @@ def replaced_by_a_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("happens", [moved, replaced, replaced_by_a_run])
-def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
+def test_a_missing_run_directory_is_an_error_and_not_an_empty_run(
     tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "run"
@@ -396,13 +378,13 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
     with CheckpointManager(path) as manager:
         save(1)
         happens(path)
-        there = sorted(path.rglob("*")) if path.exists() else None
+        before = sorted(path.rglob("*")) if path.exists() else None
         with pytest.raises(SaveError, match=f"moved, deleted, unmounted or replaced.*{path}"):
             save(2)
         for attempt in (
             manager.restore,
             lambda: manager.restore_or_initialize({"w": [0.0]}),
-            lambda: manager.restore(1),  # another run at this path has a step 1, too
+            lambda: manager.restore(1),  # the other run at this path has a step 1 as well
             lambda: manager.fingerprint(1),
             lambda: manager.metrics(1),
             manager.all_steps,
@@ -412,11 +394,11 @@ def test_a_run_directory_that_is_gone_is_an_error_and_not_an_empty_run(
                 attempt()
         with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
             manager.delete(1)
-        assert (sorted(path.rglob("*")) if path.exists() else None) == there
+        assert (sorted(path.rglob("*")) if path.exists() else None) == before
     assert verify_run(Run(tmp_path / "elsewhere")).good == (1,)
 
 
-def test_a_relative_directory_stays_where_it_was(
+def test_a_relative_directory_survives_a_chdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -434,9 +416,7 @@ def test_a_relative_directory_stays_where_it_was(
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_a_path_that_cannot_be_one_is_an_error_of_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_path_is_a_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match="NUL"):
         CheckpointManager("a\0b")
     with pytest.raises(StoreError, match="cannot be read"):
@@ -465,7 +445,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(
 
 
 @pytest.mark.parametrize("where", ["", b"", None, 7, ["run"]])
-def test_what_names_no_directory_is_refused(
+def test_an_argument_that_names_no_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

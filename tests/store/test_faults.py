@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, slow or lie; readers beside a prune: no checkpoint is lost."""
+"""Full, read-only, slow and lying disks, and readers during a prune: no checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_newest(path: Path, step: int) -> None:
     assert verify_run(Run(path)).ok
 
 
-def test_a_disk_that_is_too_full_is_found_before_anything_is_written(disk: Path) -> None:
+def test_a_disk_that_is_too_full_raises_before_anything_is_written(disk: Path) -> None:
     run = run_on(disk / "run", operations := Operations())
     saved(run, 1)
     ballast = fill(disk, leave=2 * MIB)
@@ -86,7 +86,7 @@ def test_the_leaves_of_one_process_count_towards_the_space_of_a_save() -> None:
         assert verify_run(run).good == (1, 2)
 
 
-def test_a_state_that_is_there_already_fits_on_a_full_disk(disk: Path) -> None:
+def test_an_unchanged_state_fits_on_a_full_disk(disk: Path) -> None:
     with run_on(disk / "run") as run:
         saved(run, 1)
         fill(disk, leave=256 * 1024)
@@ -98,7 +98,7 @@ def test_a_state_that_is_there_already_fits_on_a_full_disk(disk: Path) -> None:
     ("operation", "part"),
     [("open", ".pack"), ("write", ".pack"), ("write", ".json"), ("open", ".json")],
 )
-def test_a_disk_that_fills_up_during_a_save_costs_only_that_save(
+def test_a_disk_that_fills_up_during_a_save_loses_only_that_save(
     disk: Path, operation: str, part: str
 ) -> None:
     fired = []
@@ -119,7 +119,7 @@ def test_a_disk_that_fills_up_during_a_save_costs_only_that_save(
         assert repair(run).report.problems == ()
 
 
-def test_a_disk_without_room_for_anything_says_so_at_the_first_save(disk: Path) -> None:
+def test_a_disk_without_any_space_raises_at_the_first_save(disk: Path) -> None:
     fill(disk)
     with run_on(disk / "run") as run, pytest.raises(SaveError, match="cannot be written to"):
         saved(run, 1)
@@ -161,7 +161,7 @@ def test_an_operation_that_fails_in_a_prune_or_a_repair_harms_no_checkpoint(
 
 
 def test_a_file_whose_sync_failed_is_never_named(tmp_path: Path) -> None:
-    """After a failed fsync the kernel may drop what it had: a second fsync proves nothing."""
+    """After a failed fsync the kernel may drop the data, so a second fsync proves nothing."""
     failed = Operations(
         fail=lambda _, op, path: (
             OSError(errno.EIO, "Input/output error") if op == "fsync" and ".pack" in path else None
@@ -207,8 +207,8 @@ def test_a_clock_that_jumps_back_changes_nothing_but_the_dates(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("what", ["compact", "delete all but one"])
-def test_readers_beside_prunes_read_only_what_is_right(tmp_path: Path, what: str) -> None:
-    """A thread restores as fast as it can while another saves, prunes and compacts."""
+def test_readers_during_prunes_read_only_right_bits(tmp_path: Path, what: str) -> None:
+    """One thread restores as fast as it can while another saves, prunes and compacts."""
     states = sharing_states()
     done = threading.Event()
     reads: list[int] = []
@@ -268,7 +268,7 @@ def test_a_prune_on_a_slow_disk_stops_no_reader(tmp_path: Path) -> None:
 
 
 class Outage(MemoryStorage):
-    """A storage that stops answering when packs are read."""
+    """A storage that fails when packs are read."""
 
     silent = False
     asked = 0
@@ -280,8 +280,8 @@ class Outage(MemoryStorage):
         return super().read_into(name, offset, target)
 
 
-def test_an_outage_is_not_taken_for_damage() -> None:
-    """A check and a repair stop there; a prune has deleted what it was asked to, and nothing else."""
+def test_an_outage_is_not_mistaken_for_damage() -> None:
+    """A check and a repair stop; a prune deletes what it was asked to, and nothing else."""
     storage = Outage()
     with run_on(storage) as run:
         for step, leaves in sharing_states().items():

@@ -1,4 +1,4 @@
-"""The bytes: every flipped bit is found, versions and damage are told apart, hashes never drift."""
+"""The format: every flipped bit is found, newer versions are no damage, hashes never change."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_bytes_without_a_codec_never_change(monkeypatch: pytest.MonkeyPatch) -> 
         run.save(1, make_leaves(1))
         run.save(2, {**make_leaves(1), "large": make_leaves(2, (5_000_000,))["model/layer0"]})
     objects = sorted((n, data) for n, data in storage.objects.items() if n != "lock")
-    found = hash_bytes(b"".join(name.encode() + b"\0" + data for name, data in objects))
-    assert found == GOLDEN_RUN
+    digest = hash_bytes(b"".join(name.encode() + b"\0" + data for name, data in objects))
+    assert digest == GOLDEN_RUN
 
 
 def test_every_single_flipped_bit_of_packs_and_manifests_is_found(saved: MemoryStorage) -> None:
@@ -61,8 +61,8 @@ def test_every_single_flipped_bit_of_encoded_packs_is_found() -> None:
 
 
 def flip_every_bit(saved: MemoryStorage) -> None:
-    """Flip each bit by itself: the checker must find all of them."""
-    found = tried = 0
+    """Flip each bit on its own; the check must find each one."""
+    detected = tried = 0
     for name in [n for n in saved.objects if n.startswith(("packs/", "checkpoints/"))]:
         whole = saved.objects[name]
         for bit in range(len(whole) * 8):
@@ -70,10 +70,10 @@ def flip_every_bit(saved: MemoryStorage) -> None:
             damaged[bit // 8] ^= 1 << bit % 8
             saved.objects[name] = bytes(damaged)
             tried += 1
-            found += not verify_run(Run(saved)).ok
+            detected += not verify_run(Run(saved)).ok
         saved.objects[name] = whole
     assert tried > 5_000
-    assert found == tried
+    assert detected == tried
     assert verify_run(Run(saved)).ok, "the control: without a flip there is nothing to find"
 
 
@@ -86,12 +86,12 @@ def test_a_manifest_cut_short_is_damage(saved: MemoryStorage, keep: int) -> None
 
 
 def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
-    """A manifest changed on purpose, with a digest that is right again."""
+    """A changed manifest with a correct digest."""
     body = b"{" + data[77:].replace(old, new, 1)
     return b'{"digest":"' + hash_bytes(body).encode() + b'",' + body[1:]
 
 
-def test_a_newer_format_is_refused_as_such(saved: MemoryStorage) -> None:
+def test_a_newer_manifest_format_is_refused_with_its_version(saved: MemoryStorage) -> None:
     data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":4')
     with pytest.raises(FormatVersionError, match=r"format 4; this perdure reads up to format 3"):
         decode_manifest(data, "here")
@@ -116,9 +116,7 @@ def test_a_newer_run_directory_is_refused_and_untouched(tmp_path: Path) -> None:
         (b'"model/layer0"', b'"model/layerX"'),
     ],
 )
-def test_a_manifest_that_says_other_things_is_damage(
-    saved: MemoryStorage, old: bytes, new: bytes
-) -> None:
+def test_a_malformed_manifest_is_damage(saved: MemoryStorage, old: bytes, new: bytes) -> None:
     data = resealed(saved.objects[manifest_name(7)], old, new)
     with pytest.raises(CorruptionError):
         decode_manifest(data, "here", 7)
@@ -140,17 +138,17 @@ def test_the_fingerprint_of_a_known_state_never_changes(saved: MemoryStorage) ->
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 951782400, 4102444799, -1])
-def test_a_date_reads_back(seconds: int) -> None:
+def test_a_date_is_read_back(seconds: int) -> None:
     assert seconds_of(time_text(seconds)) == seconds
 
 
 @pytest.mark.parametrize("created", ["2026-02-30T00:00:00Z", "yesterday", "2026-01-01 00:00:00"])
-def test_a_manifest_with_another_date_is_damage(saved: MemoryStorage, created: str) -> None:
+def test_a_manifest_with_a_malformed_date_is_damage(saved: MemoryStorage, created: str) -> None:
     data = resealed(saved.objects[manifest_name(7)], b"1970-01-01T00:00:00Z", created.encode())
     with pytest.raises(CorruptionError, match=r"created|not a valid manifest"):
         decode_manifest(data, "here", 7)
 
 
-def test_metrics_that_json_cannot_hold_read_back_as_nothing() -> None:
-    found = plain_metrics({"a": 1, "b": float("nan"), "c": float("-inf"), "d": 0.1})
-    assert found == {"a": 1.0, "b": None, "c": None, "d": 0.1}
+def test_metrics_that_json_cannot_hold_are_read_back_as_none() -> None:
+    plain = plain_metrics({"a": 1, "b": float("nan"), "c": float("-inf"), "d": 0.1})
+    assert plain == {"a": 1.0, "b": None, "c": None, "d": 0.1}

@@ -1,4 +1,4 @@
-"""One history, forward only: what a save refuses, rollback, undo, and what a prune leaves alone."""
+"""One history, forward only: refused saves, rollback, undo, and checkpoints that a prune keeps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def perdure(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("step", [0, 15, 20, 25])
-def test_a_step_at_or_below_the_newest_is_refused_with_the_ways_out(
+def test_a_step_at_or_below_the_newest_is_refused_with_rollback_and_fork(
     place: Path | MemoryStorage, step: int
 ) -> None:
     with filled(place, 10, 20, 30) as run:
@@ -106,9 +106,9 @@ def test_a_step_whose_writer_was_killed_before_the_sync_is_made_durable_by_a_rep
     done = Operations()
     with run_on(tmp_path, done) as run:
         run.save(2, make_leaves(2))
-        at = done.done.index(("rename", "000000000002.json"))
-        assert ("fsync", "000000000002.json.tmp") in done.done[:at]
-        assert ("fsync_dir", "checkpoints") in done.done[at:]
+        position = done.done.index(("rename", "000000000002.json"))
+        assert ("fsync", "000000000002.json.tmp") in done.done[:position]
+        assert ("fsync_dir", "checkpoints") in done.done[position:]
         count = len(done.done)
         run.save(2, make_leaves(2))
         run.save(3, make_leaves(3))
@@ -133,7 +133,7 @@ def test_a_save_whose_directory_sync_failed_is_synced_by_the_next(tmp_path: Path
         assert ("fsync_dir", "checkpoints") in broken.done[count:]
 
 
-def test_a_step_that_this_writer_saved_is_not_read_back(
+def test_a_step_saved_by_this_writer_is_not_read_again(
     place: Path | MemoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with filled(place, 1, 2) as run:
@@ -152,7 +152,7 @@ def test_a_step_that_this_writer_saved_is_not_read_back(
 # ------------------------------------------------------------ the disk decides
 
 
-def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_the_disk(
+def test_a_writer_that_missed_a_compaction_reads_the_disk_before_it_saves_and_prunes(
     place: Path | MemoryStorage,
 ) -> None:
     storage = LocalStorage(place) if isinstance(place, Path) else place
@@ -172,7 +172,7 @@ def test_a_writer_that_did_not_see_a_compaction_saves_and_prunes_by_what_is_on_t
         assert contents(run.load(step).leaves) == contents(sharing_states()[state])
 
 
-def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_path: Path) -> None:
+def test_a_plan_from_outdated_memory_is_refused(tmp_path: Path) -> None:
     run = run_on(tmp_path)
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
@@ -180,7 +180,7 @@ def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_pat
     other._session.holds_lock = other._session._ready = True
     execute_prune(other, plan_prune(other, 3, Retention()))
     plan = plan_prune(run, 3, Retention(), saved=4)
-    assert plan.store.orphans, "for what is remembered, nobody needs the new pack"
+    assert plan.store.orphans, "by the remembered manifests, no checkpoint needs the new pack"
     with pytest.raises(StoreError, match="changed since the plan was made; nothing was deleted"):
         execute_prune(run, plan)
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
@@ -188,7 +188,7 @@ def test_a_plan_after_a_save_that_rests_on_what_is_remembered_is_refused(tmp_pat
     assert verify_run(Run(tmp_path)).problems == ()
 
 
-def test_a_pack_that_was_cut_is_not_built_upon(tmp_path: Path) -> None:
+def test_chunks_of_a_truncated_pack_are_written_again(tmp_path: Path) -> None:
     shared = make_leaves(9, (50_000,))
     with run_on(tmp_path) as run:
         run.save(1, shared)
@@ -213,7 +213,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
     monkeypatch.setattr("perdure.checkpoint.pruning.decide", none_stay)
     with filled(tmp_path, 1, 2, 3) as run:
         plan = plan_prune(run, 1, Retention(), saved=2)
-        assert [(each.step, each.keep) for each in plan.verdicts] == [
+        assert [(verdict.step, verdict.keep) for verdict in plan.verdicts] == [
             (1, False),
             (2, True),
             (3, True),
@@ -234,18 +234,18 @@ def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
         assert run.rollback(20) == [30, 40]
         assert run.rollback(20) == []
         assert run.steps() == [10, 20]
-        assert [each.note.rolled_back_to for each in run.rolled_back()] == [20, 20]
+        assert [checkpoint.note.rolled_back_to for checkpoint in run.rolled_back()] == [20, 20]
         run.save(25, make_leaves(25))
         assert verify_run(run).ok
         with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
             run.load(30)
         execute_prune(run, plan_prune(run, 1, Retention()))
-        for each in run.rolled_back():
-            for pack in each.manifest.packs:
+        for checkpoint in run.rolled_back():
+            for pack in checkpoint.manifest.packs:
                 assert run.storage.size(f"packs/{pack.name}") == pack.size
 
 
-def test_undo_brings_everything_back(place: Path | MemoryStorage) -> None:
+def test_undo_restores_everything_that_was_rolled_back(place: Path | MemoryStorage) -> None:
     with filled(place, 10, 20, 30, 40) as run:
         assert run.undo_rollback() == [], "nothing is set aside"
         run.rollback(30)
@@ -273,7 +273,7 @@ def test_undo_is_refused_once_something_newer_was_saved(place: Path | MemoryStor
         assert run.undo_rollback() == [20, 30]
 
 
-def test_a_rollback_to_what_cannot_be_restored_moves_nothing(tmp_path: Path) -> None:
+def test_a_rollback_to_a_damaged_checkpoint_moves_nothing(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3).close()
     flip(sorted((tmp_path / "packs").iterdir())[1])
     with run_on(tmp_path) as run:
@@ -290,7 +290,7 @@ def test_a_rollback_to_what_cannot_be_restored_moves_nothing(tmp_path: Path) -> 
         assert run.undo_rollback() == [2, 3]
 
 
-def test_a_damaged_newer_manifest_goes_aside_and_does_not_break_the_line(tmp_path: Path) -> None:
+def test_a_damaged_newer_manifest_is_set_aside_by_a_rollback(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3).close()
     flip(tmp_path / manifest_name(2))
     with run_on(tmp_path) as run:
@@ -300,7 +300,7 @@ def test_a_damaged_newer_manifest_goes_aside_and_does_not_break_the_line(tmp_pat
         assert len(run.quarantined()) == 1
 
 
-def test_prune_removes_on_request_what_was_rolled_back_and_nothing_that_is_damaged(
+def test_prune_removes_rolled_back_checkpoints_on_request_and_no_damaged_ones(
     tmp_path: Path,
 ) -> None:
     shared = make_leaves(9)["model/layer0"]
@@ -338,14 +338,14 @@ def test_a_damaged_pack_that_a_rolled_back_checkpoint_needs_stays(tmp_path: Path
         assert contents(run.load(2).leaves) == contents(make_leaves(2))
 
 
-def test_the_command_goes_back_and_forth_and_the_lists_say_so(tmp_path: Path) -> None:
+def test_the_command_rolls_back_and_undoes_and_ls_shows_it(tmp_path: Path) -> None:
     filled(tmp_path, 10, 20, 30).close()
     done = perdure("rollback", tmp_path, 10, "--dry-run")
     assert (done["executed"], done["set_aside"], done["newest"]) == (False, [20, 30], 30)
     done = perdure("rollback", tmp_path, 10)
     assert (done["executed"], done["set_aside"], done["newest"]) == (True, [20, 30], 10)
     listed = perdure("ls", tmp_path)
-    assert [(each["step"], each["rolled_back_to"]) for each in listed["rolled_back"]] == [
+    assert [(row["step"], row["rolled_back_to"]) for row in listed["rolled_back"]] == [
         (20, 10),
         (30, 10),
     ]
@@ -364,7 +364,7 @@ def test_the_command_goes_back_and_forth_and_the_lists_say_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"name":"x"}', b'{"rolled_back_to":"a"}'])
-def test_a_note_that_cannot_be_read_makes_a_checkpoint_one_of_the_damaged(
+def test_an_unreadable_rollback_note_counts_its_checkpoint_as_damaged(
     tmp_path: Path, note: bytes
 ) -> None:
     with filled(tmp_path, 1, 2) as run:
@@ -378,7 +378,7 @@ def test_a_note_that_cannot_be_read_makes_a_checkpoint_one_of_the_damaged(
         run.save(2, make_leaves(3))
 
 
-def test_a_note_that_was_changed_by_hand_brings_nothing_back_to_a_wrong_place(
+def test_an_edited_rollback_note_restores_nothing_to_a_wrong_place(
     tmp_path: Path,
 ) -> None:
     with filled(tmp_path, 1, 2) as run:
@@ -400,7 +400,7 @@ def test_a_note_that_was_changed_by_hand_brings_nothing_back_to_a_wrong_place(
         assert run.steps() == [1]
 
 
-def test_a_rollback_on_a_full_disk_says_so_and_can_be_repeated(tmp_path: Path) -> None:
+def test_a_rollback_on_a_full_disk_raises_and_can_be_repeated(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3).close()
     full = Operations(
         fail=lambda _, op, path: (
@@ -418,7 +418,7 @@ def test_a_rollback_on_a_full_disk_says_so_and_can_be_repeated(tmp_path: Path) -
         assert run.undo_rollback() == [2, 3]
 
 
-def test_a_delete_that_is_refused_is_an_error_of_the_store(tmp_path: Path) -> None:
+def test_a_delete_that_the_disk_refuses_is_a_store_error(tmp_path: Path) -> None:
     with filled(tmp_path, 1, 2) as run:
         run.storage.delete = _refuse  # type: ignore[method-assign]
         with pytest.raises(PruneError, match="Every checkpoint that stays is readable"):
@@ -433,7 +433,7 @@ def leaf(seed: int) -> Leaf:
     return make_leaves(seed)["model/layer0"]
 
 
-def test_a_full_disk_does_not_keep_what_was_rolled_back(tmp_path: Path) -> None:
+def test_rolled_back_checkpoints_can_be_pruned_on_a_full_disk(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3).close()
 
     def full(_: int, operation: str, name: str) -> OSError | None:

@@ -1,4 +1,4 @@
-"""Manifests whose digest is right and whose contents are nonsense: found by a check and by a load."""
+"""Manifests with a correct digest and invalid contents are found by a check and by a load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = 7
 
 
 def saved(*, large: bool) -> MemoryStorage:
-    """Arrays of one chunk, of two, empty ones, keys, encoded ones, and every kind of scalar."""
+    """Arrays of one and two chunks, empty, encoded and key arrays, and every type of scalar."""
     source = random.Random(1)
     texts = {
         "py:int": "-12",
@@ -58,13 +58,13 @@ def saved(*, large: bool) -> MemoryStorage:
 
 def document(storage: MemoryStorage) -> Document:
     """A manifest as JSON, without its digest."""
-    found = json.loads(storage.objects[manifest_name(STEP)])
-    del found["digest"]
-    return found
+    manifest = json.loads(storage.objects[manifest_name(STEP)])
+    del manifest["digest"]
+    return manifest
 
 
 def seal(storage: MemoryStorage, changed: Document, *, fit: bool = True) -> None:
-    """Put a changed manifest in place, with a digest, and with `fit` a fingerprint, that are right."""
+    """Write a changed manifest with a correct digest and, with `fit`, a correct fingerprint."""
     if fit:
         with_rows: list[tuple[str, str, Any, list[str]]] = []
         try:
@@ -75,7 +75,7 @@ def seal(storage: MemoryStorage, changed: Document, *, fit: bool = True) -> None
                 with_rows.append((leaf["path"], leaf["dtype"], leaf.get("shape", []), hashes))
             changed["fingerprint"] = fingerprint(with_rows)
         except (AttributeError, KeyError, TypeError, IndexError, ValueError, RecursionError):
-            pass  # so much is wrong that it has none
+            pass  # so malformed that it has no fingerprint
     seal_bytes(storage, msgspec.json.encode(changed) + b"\n")
 
 
@@ -191,7 +191,9 @@ def copy_of(pristine: dict[str, bytes]) -> MemoryStorage:
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_under_a_valid_digest_is_damage(pristine: dict[str, bytes], what: str) -> None:
+def test_invalid_contents_under_a_correct_digest_are_damage(
+    pristine: dict[str, bytes], what: str
+) -> None:
     storage = copy_of(pristine)
     changed = document(storage)
     NONSENSE[what](changed)
@@ -206,7 +208,7 @@ def assert_damaged(storage: MemoryStorage) -> None:
         Run(storage).load(STEP)
 
 
-def test_the_control_the_same_manifest_sealed_again_is_good(pristine: dict[str, bytes]) -> None:
+def test_control_the_same_manifest_sealed_again_is_good(pristine: dict[str, bytes]) -> None:
     storage = copy_of(pristine)
     seal(storage, document(storage))
     assert verify_run(Run(storage)).good == (STEP,)
@@ -226,7 +228,7 @@ def test_the_control_the_same_manifest_sealed_again_is_good(pristine: dict[str, 
     ],
     ids=range(7),
 )
-def test_bytes_that_are_hard_to_decode_are_damage(pristine: dict[str, bytes], body: bytes) -> None:
+def test_undecodable_bytes_are_damage(pristine: dict[str, bytes], body: bytes) -> None:
     storage = copy_of(pristine)
     seal_bytes(storage, body)
     try:
@@ -235,7 +237,7 @@ def test_bytes_that_are_hard_to_decode_are_damage(pristine: dict[str, bytes], bo
         assert b"9999" in body, "a number of a version, and a large one"
 
 
-def test_a_pack_that_shrank_is_found_before_memory_is_taken(
+def test_a_truncated_pack_is_found_before_memory_is_allocated(
     monkeypatch: pytest.MonkeyPatch, pristine: dict[str, bytes]
 ) -> None:
     storage = copy_of(pristine)
@@ -252,21 +254,21 @@ def test_a_pack_that_shrank_is_found_before_memory_is_taken(
 
 
 def assert_consistent(storage: MemoryStorage) -> None:
-    """What comes out is what the manifest says."""
+    """A loaded leaf is what the manifest says."""
     loaded = Run(storage).load(STEP)
     manifest: Manifest = loaded.manifest
     assert list(loaded.leaves) == [record.path for record in manifest.leaves] or sorted(
         loaded.leaves
     ) == [record.path for record in manifest.leaves]
     for record in manifest.leaves:
-        found = loaded.leaves[record.path]
-        assert (found.dtype, found.shape) == (record.dtype, record.shape)
-        assert found.hashes() == record.hashes()
+        leaf = loaded.leaves[record.path]
+        assert (leaf.dtype, leaf.shape) == (record.dtype, record.shape)
+        assert leaf.hashes() == record.hashes()
         if record.text is None and not record.dtype.startswith("key<"):
             count = 1
             for size in record.shape:
                 count *= size
-            assert len(found.data) == count * (item_bytes(record.dtype) or -1)
+            assert len(leaf.data) == count * (item_bytes(record.dtype) or -1)
 
 
 VALUES: list[Any] = [
@@ -296,7 +298,7 @@ VALUES: list[Any] = [
 
 
 def mutate(value: Any, chance: random.Random) -> Any:
-    """One change somewhere in a document."""
+    """One change at a random place of a document."""
     if isinstance(value, dict) and value and chance.random() < 0.9:
         key = chance.choice(sorted(value))
         act = chance.random()
@@ -329,7 +331,7 @@ def mutate(value: Any, chance: random.Random) -> Any:
     return chance.choice(VALUES)
 
 
-def test_a_changed_manifest_is_called_bad_or_gives_what_it_says() -> None:
+def test_a_changed_manifest_is_damaged_or_loads_as_it_says() -> None:
     pristine = dict(saved(large=False).objects)
     outcomes = {"bad": 0, "good": 0, "newer": 0}
     for seed in range(1500):
@@ -348,7 +350,7 @@ def test_a_changed_manifest_is_called_bad_or_gives_what_it_says() -> None:
             continue
         if report.bad == (STEP,):
             outcomes["bad"] += 1
-            with suppress(CorruptionError):  # a check also finds packs of another size
+            with suppress(CorruptionError):  # a check additionally finds packs of another size
                 assert_consistent(storage)
         else:
             assert report.good == (STEP,), seed

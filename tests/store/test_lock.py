@@ -1,4 +1,4 @@
-"""The writer's lock on a disk: what does not release it, and what happens once it is lost."""
+"""The writer's lock on a disk: what does not release it, and what happens after it is lost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def test_a_writer_stays_the_only_one(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cases_see_a_lock_that_is_taken_wrongly(tmp_path: Path, name: str) -> None:
-    """Negative control: a record lock, a child that keeps the descriptor, one that is inherited."""
+def test_control_the_cases_fail_with_a_lock_that_is_taken_wrongly(
+    tmp_path: Path, name: str
+) -> None:
+    """A record lock, a forked child that keeps the descriptor, and an inherited descriptor."""
     held, _ = holds(name, tmp_path / "run", control=True)
     assert not held
 
@@ -39,7 +41,7 @@ def moved(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """Such as by another file system that is mounted there."""
+    """Replace a directory, as a file system mounted over it does."""
     moved(path)
     shutil.copytree(path.with_name("elsewhere"), path)
 
@@ -48,12 +50,12 @@ def lock_removed(path: Path) -> None:
     (path / "lock").unlink()
 
 
-# Two checks find it: that of the directory, and that of the lock in it.
+# Two checks find it: of the directory, and of the lock in it.
 LOST = "moved, deleted, unmounted or replaced|removed, moved, replaced or mounted over"
 
 
 @pytest.mark.parametrize("lose", [removed, moved, replaced, lock_removed])
-def test_a_writer_that_lost_its_directory_changes_nothing_there(
+def test_a_writer_that_lost_its_directory_changes_nothing(
     tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "run"
@@ -148,7 +150,7 @@ def test_a_closed_run_takes_the_lock_again(tmp_path: Path) -> None:
     assert contents(Run(tmp_path).load(2).leaves) == contents(make_leaves(2))
 
 
-def test_the_storage_of_a_lost_lock_says_so_for_every_change(tmp_path: Path) -> None:
+def test_after_a_lost_lock_every_change_raises(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     storage.replace("perdure.json", b"one")
     with storage.lock("lock", b"me"):

@@ -1,6 +1,6 @@
 """A run directory against a plain dict: saves, deletes, quarantine, crashes and damage in any order.
 
-The oracle reads manifests and packs as bytes, by itself, and knows no more of the store than
+The oracle reads the bytes of manifests and packs itself, and knows no more of the store than
 docs/FORMAT.md says.
 """
 
@@ -41,9 +41,9 @@ State = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def state_of(seed: int) -> dict[str, Leaf]:
-    """States that share a part: what is frozen, and what seeds have in common by twos.
+    """States that share leaves: one is frozen, and pairs of seeds share another.
 
-    A codec makes the two shared ones smaller, and the others not.
+    A codec compresses the two shared leaves and not the others.
     """
     return {
         **repeated({"frozen": make_leaves(99, (300,))["model/layer0"]}, 14),
@@ -53,7 +53,7 @@ def state_of(seed: int) -> dict[str, Leaf]:
 
 
 class Machine(RuleBasedStateMachine):
-    """What holds on every storage. A subclass says where it is, and how to reach its bytes."""
+    """The rules for every storage. A subclass gives its place and access to its bytes."""
 
     seen: ClassVar[Counter[str]] = Counter()
     """How often a fault took effect."""
@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.place = self.make()
         self.model: dict[int, State] = {}
-        # What rollbacks set aside, in that order: the predecessor and the checkpoint itself.
+        # Checkpoints that rollbacks set aside, in that order, each with its predecessor.
         self.aside: list[tuple[tuple[int, State], tuple[int, State]]] = []
         self.undo: tuple[str, bytes, bytes] | None = None
         self.codec: str | None = None
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def get_raw(self, name: str) -> bytes | None:
-        """One object, None where there is none."""
+        """One object, or None."""
         return self.raw().get(name)
 
     def set_raw(self, name: str, data: bytes) -> None:
@@ -106,14 +106,14 @@ class Machine(RuleBasedStateMachine):
         try:
             self.seen["encoded"] += self.run.save(step, leaves).format == CODEC_FORMAT
         except HistoryError:
-            # Only its pack is damaged: the manifest still tells what was saved. Or only its manifest
-            # is, and newer ones are there.
+            # Either only its pack is damaged, and the manifest still says what was saved; or its
+            # manifest is damaged and newer checkpoints exist.
             assert step in damaged
             return
         self.model[step] = contents(leaves)
 
     def step(self, ahead: int) -> int:
-        """A step around the newest one."""
+        """A step below, at or above the newest one."""
         return max(0, max(self.model, default=0) + ahead)
 
     def is_refused(self, step: int, state: State, damaged: set[int]) -> bool:
@@ -125,12 +125,12 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rollback(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        newer = [at for at in sorted(self.model) if at > step]
+        newer = [other for other in sorted(self.model) if other > step]
         assert self.run.rollback(step) == newer
         self.put_aside(step)
 
     def put_aside(self, step: int) -> None:
-        """What a rollback to `step` does to the model."""
+        """Apply a rollback to `step` to the model."""
         for before, after in itertools.pairwise(sorted(self.model.items())):
             if after[0] > step:
                 self.aside.append((before, after))
@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         assert self.run.undo_rollback() == [after[0] for _, after in line]
         self.seen["undone"] += len(line)
         for checkpoint in line:
-            # The last one that is equal to it.
+            # The last checkpoint that is equal to it.
             del self.aside[len(self.aside) - 1 - self.aside[::-1].index(checkpoint)]
             self.model.update([checkpoint[1]])
 
@@ -249,12 +249,14 @@ class Machine(RuleBasedStateMachine):
     # ------------------------------------------------------------ the oracle
 
     def damaged(self) -> set[int]:
-        """Steps that cannot be whole, by the bytes alone."""
+        """Damaged steps, as the bytes alone show."""
         if self.undo is None or not self.is_damaged():
             return set()
         name, good, _ = self.undo
         objects = self.raw()
-        at = next(i for i, (a, b) in enumerate(zip(good, objects[name], strict=True)) if a != b)
+        flipped = next(
+            i for i, (a, b) in enumerate(zip(good, objects[name], strict=True)) if a != b
+        )
         steps = set()
         for step in self.model:
             manifest = f"checkpoints/{step:012d}.json"
@@ -265,13 +267,13 @@ class Machine(RuleBasedStateMachine):
             for leaf in document["leaves"]:
                 for _, pack, offset, length in leaf.get("chunks", ()):
                     if f"packs/{document['packs'][pack]['name']}" == name and (
-                        offset <= at < offset + length
+                        offset <= flipped < offset + length
                     ):
                         steps.add(step)
         return steps
 
     def is_damaged(self) -> bool:
-        """Whether the flipped bit is still there: not mended, deleted, replaced or moved away."""
+        """Whether the flipped bit is still there: not repaired, deleted, replaced or moved away."""
         return self.undo is not None and self.get_raw(self.undo[0]) == self.undo[2]
 
     def teardown(self) -> None:
@@ -279,7 +281,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class LocalMachine(Machine):
-    """On a disk; also crashes ahead of any operation of a save or a delete."""
+    """A run on a disk, with crashes before any operation of a save, delete or rollback."""
 
     def make(self) -> Path:
         return Path(tempfile.mkdtemp(prefix="perdure-machine-"))
@@ -295,12 +297,15 @@ class LocalMachine(Machine):
         (self.place / name).write_bytes(data)
 
     @precondition(lambda self: self.undo is None)
-    @rule(ahead=AHEAD, seed=SEEDS, at=st.integers(0, 16))
-    def crash_in_a_save(self, ahead: int, seed: int, at: int) -> None:
+    @rule(ahead=AHEAD, seed=SEEDS, operation=st.integers(0, 16))
+    def crash_in_a_save(self, ahead: int, seed: int, operation: int) -> None:
         leaves = state_of(seed)
         step = self.step(ahead)
         with contextlib.suppress(HistoryError):
-            if self.crashed(at, lambda run: run.save(step, leaves)) and step not in self.model:
+            if (
+                self.crashed(operation, lambda run: run.save(step, leaves))
+                and step not in self.model
+            ):
                 if step not in Run(self.place).steps():
                     return
             elif step in self.model:
@@ -308,27 +313,29 @@ class LocalMachine(Machine):
             self.model[step] = contents(leaves)
 
     @precondition(lambda self: self.undo is None and self.model)
-    @rule(data=st.data(), at=st.integers(0, 8))
-    def crash_in_a_delete(self, data: st.DataObject, at: int) -> None:
+    @rule(data=st.data(), operation=st.integers(0, 8))
+    def crash_in_a_delete(self, data: st.DataObject, operation: int) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        if not self.crashed(at, lambda run: run.delete([step])) or (
+        if not self.crashed(operation, lambda run: run.delete([step])) or (
             step not in Run(self.place).steps()
         ):
             del self.model[step]
 
     @precondition(lambda self: self.undo is None and self.model)
-    @rule(data=st.data(), at=st.integers(0, 20))
-    def crash_in_a_rollback(self, data: st.DataObject, at: int) -> None:
+    @rule(data=st.data(), operation=st.integers(0, 20))
+    def crash_in_a_rollback(self, data: st.DataObject, operation: int) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        if self.crashed(at, lambda run: run.rollback(step)):
-            assert set(Run(self.place).steps()) >= {at for at in self.model if at <= step}
+        if self.crashed(operation, lambda run: run.rollback(step)):
+            assert set(Run(self.place).steps()) >= {
+                operation for operation in self.model if operation <= step
+            }
             self.run.rollback(step)
         self.put_aside(step)
 
-    def crashed(self, at: int, action: Any) -> bool:
-        """Whether `action` was cut off ahead of its operation number `at`; then opens afresh."""
+    def crashed(self, operation: int, action: Any) -> bool:
+        """Whether `action` crashed before its operation number `operation`; opens the run again."""
         self.run.close()
-        operations = Operations(crash_at=at)
+        operations = Operations(crash_at=operation)
         dying = self.opened(operations)
         try:
             action(dying)
@@ -348,7 +355,7 @@ class LocalMachine(Machine):
 
 
 class MemoryMachine(Machine):
-    """In memory."""
+    """A run in memory."""
 
     def make(self) -> MemoryStorage:
         return MemoryStorage()
@@ -364,7 +371,7 @@ class MemoryMachine(Machine):
 
 
 def on_s3(server: ObjectServer) -> type[Machine]:
-    """A machine on a server that runs."""
+    """The rules for a run on an object store."""
 
     class S3Machine(Machine):
         def make(self) -> str:
@@ -389,7 +396,7 @@ def on_s3(server: ObjectServer) -> type[Machine]:
 def explore(
     machine: type[Machine], examples: int, steps: int, phases: tuple[Phase, ...] = tuple(Phase)
 ) -> Counter[str]:
-    """Run a machine; the faults that took effect."""
+    """Run a machine; return the faults that took effect."""
     machine.seen = Counter()
     run_state_machine_as_test(
         machine,
@@ -417,8 +424,8 @@ def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:
     assert explore(on_s3(s3), 6, 12)["damage"] > 0
 
 
-def test_the_machine_sees_a_store_that_loses_a_checkpoint() -> None:
-    """Negative control: a storage that drops a pack behind the store's back is found out."""
+def test_control_a_store_that_loses_a_pack_fails_the_machine() -> None:
+    """A storage that deletes a pack on its own is found."""
 
     class Forgetful(MemoryMachine):
         def storage(self, before: Operations | None = None) -> Storage:

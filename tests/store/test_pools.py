@@ -1,4 +1,4 @@
-"""The threads that stay between saves."""
+"""The thread pools, which stay alive between saves."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_child_made_by_fork_saves_with_threads_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_saves_with_its_own_threads(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SAVES, str(tmp_path)], check=True, timeout=60)
-    found = [(tmp_path / run / "checkpoints").iterdir() for run in ("parent", "child")]
-    assert [[at.name for at in each] for each in found] == [["000000000001.json"]] * 2
+    listings = [(tmp_path / run / "checkpoints").iterdir() for run in ("parent", "child")]
+    assert [[file.name for file in listing] for listing in listings] == [["000000000001.json"]] * 2
 
 
-def test_an_error_leaves_no_job_running() -> None:
+def test_an_error_waits_for_the_other_jobs() -> None:
     begun, go_on = threading.Event(), threading.Event()
     running: list[int] = []
 
@@ -51,7 +51,7 @@ def test_an_error_leaves_no_job_running() -> None:
         return item
 
     with ThreadPoolExecutor(2) as executor:
-        # Opened once the first job has failed: whoever waits then, waits for the second one.
+        # Set after the first job has failed, so a wait from then on is for the second one.
         executor_done = threading.Thread(target=lambda: (begun.wait(), go_on.set()))
         executor_done.start()
         with pytest.raises(OSError, match="no"):

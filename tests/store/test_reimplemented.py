@@ -1,4 +1,4 @@
-"""A reader written from docs/FORMAT.md alone, without a line of the store: both must agree."""
+"""A reader written from docs/FORMAT.md alone, without code of the store, must agree with the store."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read(
 
 
 def rebuild(root: Path, step: int, path: str) -> Any:
-    """The state of the object at `path`, arrays as (class, dtype, shape, bytes)."""
+    """The state of the object at `path`, with arrays as (class, dtype, shape, bytes)."""
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["format"] == 3
@@ -130,14 +130,14 @@ def check_pack(path: Path) -> None:
     length = int.from_bytes(raw[-56:-48], "little")
     index = raw[-56 - length : -56]
     assert blake3(index).digest() == raw[-48:-16]
-    at = 0
+    offset = 0
     header = json.loads(index)
     for digest, stored, *size in header["chunks"]:
         assert len(size) == header["format"] - 1
-        part = decoded(raw[at : at + stored], digest, *size or [stored])
+        part = decoded(raw[offset : offset + stored], digest, *size or [stored])
         assert blake3(part).hexdigest() == digest
-        at += stored
-    assert at == len(raw) - 56 - length
+        offset += stored
+    assert offset == len(raw) - 56 - length
 
 
 def test_a_reader_written_from_the_document_agrees_about_encoded_chunks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Repair: what is bad is set aside with its reason, what is good stays, and it says which is which."""
+"""Repair sets damaged checkpoints aside with a reason, keeps good ones, and reports both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
+from damage import flip
 from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
@@ -22,18 +23,12 @@ def filled(path: Path) -> None:
             run.save(step, leaves)
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def pack(path: Path, step: int) -> Path:
     return next((path / "packs").glob(f"{step:012d}-*"))
 
 
 def mended(path: Path) -> tuple[int, ...]:
-    """The steps that a repair leaves, each of them restored; the check after it is clean."""
+    """Repair; check that the run is clean and every step restores; return the steps."""
     with run_on(path) as run:
         done = repair(run)
         assert done.report.ok
@@ -46,7 +41,7 @@ def mended(path: Path) -> tuple[int, ...]:
     return done.report.good
 
 
-def test_a_sound_run_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_repair_changes_nothing_of_a_good_run(tmp_path: Path) -> None:
     filled(tmp_path)
     held = sorted(tmp_path.rglob("*"))
     with run_on(tmp_path) as run:
@@ -54,8 +49,8 @@ def test_a_sound_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == held
 
 
-def test_damage_that_only_one_checkpoint_needs_costs_only_that_one(tmp_path: Path) -> None:
-    """Step 1 loses its bulk; what the others share with it is copied out of the damaged pack."""
+def test_damage_of_bytes_that_one_checkpoint_needs_affects_only_that_one(tmp_path: Path) -> None:
+    """Step 1 loses its bulk; chunks that others share with it are copied out of the damaged pack."""
     filled(tmp_path)
     bad = pack(tmp_path, 1)
     flip(bad, 40_000)
@@ -69,7 +64,7 @@ def test_damage_that_only_one_checkpoint_needs_costs_only_that_one(tmp_path: Pat
     assert "expected hash" in note["reason"]
 
 
-def test_damage_that_all_need_is_said_and_nothing_is_deleted(tmp_path: Path) -> None:
+def test_damage_that_all_need_is_reported_and_nothing_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path)
     flip(pack(tmp_path, 1), 5)
     with run_on(tmp_path) as run:
@@ -82,7 +77,7 @@ def test_damage_that_all_need_is_said_and_nothing_is_deleted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["index", "length", "magic"])
-def test_a_damaged_end_of_a_pack_costs_no_checkpoint(tmp_path: Path, part: str) -> None:
+def test_a_damaged_end_of_a_pack_affects_no_checkpoint(tmp_path: Path, part: str) -> None:
     filled(tmp_path)
     bad = pack(tmp_path, 1)
     flip(bad, {"index": -100, "length": -50, "magic": -3}[part] + bad.stat().st_size)
@@ -92,7 +87,7 @@ def test_a_damaged_end_of_a_pack_costs_no_checkpoint(tmp_path: Path, part: str) 
     assert mended(tmp_path) == (1, 2, 3, 4)
 
 
-def test_a_pack_cut_short_costs_what_is_gone(tmp_path: Path) -> None:
+def test_a_truncated_pack_affects_checkpoints_that_need_the_lost_bytes(tmp_path: Path) -> None:
     filled(tmp_path)
     bad = pack(tmp_path, 4)
     bad.write_bytes(bad.read_bytes()[:50])
@@ -100,7 +95,7 @@ def test_a_pack_cut_short_costs_what_is_gone(tmp_path: Path) -> None:
     assert mended(tmp_path) == (1, 2)
 
 
-def test_a_pack_that_is_gone_costs_those_who_need_it(tmp_path: Path) -> None:
+def test_a_missing_pack_affects_checkpoints_that_need_it(tmp_path: Path) -> None:
     filled(tmp_path)
     pack(tmp_path, 3).unlink()
     assert mended(tmp_path) == (1, 2)
@@ -119,7 +114,7 @@ def test_an_unreadable_manifest_keeps_packs_that_it_may_need(tmp_path: Path) -> 
         assert "no checkpoint needs it" in action
 
 
-def test_leftovers_orphans_and_pins_of_nothing_go(tmp_path: Path) -> None:
+def test_leftovers_orphans_and_pins_without_checkpoints_are_removed(tmp_path: Path) -> None:
     filled(tmp_path)
     with run_on(tmp_path) as run:
         run.pin(4)
@@ -128,7 +123,7 @@ def test_leftovers_orphans_and_pins_of_nothing_go(tmp_path: Path) -> None:
     assert mended(tmp_path) == (1, 2, 3)
 
 
-def test_a_manifest_of_a_newer_perdure_is_not_taken_for_damage(tmp_path: Path) -> None:
+def test_a_manifest_of_a_newer_perdure_is_not_mistaken_for_damage(tmp_path: Path) -> None:
     from test_format import resealed
 
     filled(tmp_path)
@@ -148,7 +143,7 @@ def test_a_repair_waits_for_the_writer(tmp_path: Path) -> None:
 
 
 class Meanwhile(Run):
-    """A check during which something happens ahead of the second listing of the steps."""
+    """A check that calls a function before it lists the steps a second time."""
 
     def __init__(self, path: Path, happens) -> None:
         super().__init__(path)
@@ -162,7 +157,7 @@ class Meanwhile(Run):
         return super().steps()
 
 
-def test_a_check_beside_a_writer_reports_no_damage_that_is_not_there(tmp_path: Path) -> None:
+def test_a_check_during_a_write_reports_no_damage(tmp_path: Path) -> None:
     filled(tmp_path)
 
     def go_on() -> None:
@@ -177,7 +172,7 @@ def test_a_check_beside_a_writer_reports_no_damage_that_is_not_there(tmp_path: P
     assert report.good == (3, 4, 5)
 
 
-def test_verify_repairs_on_demand_and_says_what_is_left(tmp_path: Path) -> None:
+def test_verify_repairs_on_request_and_reports_what_remains(tmp_path: Path) -> None:
     filled(tmp_path)
     flip(pack(tmp_path, 1), 40_000)
     flip(tmp_path / manifest_name(4), 300)

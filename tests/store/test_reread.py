@@ -1,4 +1,4 @@
-"""Shared chunks: read again at a known pace, and written again where they are damaged."""
+"""Shared chunks are read again at a known pace, and written again if they are damaged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
+from damage import flip
 from perdure import CheckpointManager
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError
@@ -20,7 +21,7 @@ MIB = 1024 * 1024
 
 
 class Reads(LocalStorage):
-    """Notes the reads of packs, and fails them on demand."""
+    """Records the reads of packs, and fails them on request."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -37,7 +38,7 @@ class Reads(LocalStorage):
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A whole pass in each save."""
+    """Read all shared chunks in each save."""
     monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 1)
     return 1
 
@@ -59,18 +60,12 @@ def filled(path: Path, steps: int = 3) -> Path:
     return path
 
 
-def flip(path: Path, at: int = 10) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def pack_of(path: Path, step: int) -> Path:
     return next((path / "packs").glob(f"{step:012d}-*"))
 
 
 def assert_all_good(path: Path, steps: int) -> None:
-    """Every step is there, and restores to its own bits."""
+    """Every step exists and restores with its own bits."""
     report = verify_run(Run(path))
     assert report.good == tuple(range(1, steps + 1)), report.problems
     for step in report.good:
@@ -109,7 +104,7 @@ def test_every_shared_chunk_is_read_again_once_in_a_pass(
     sizes = [sum(length for _, length in reads) for reads in per_save]
     assert sum(sizes) <= passes * (total + 4 * MIB)
     share = (total + 64) / pace
-    for n in range(1, len(sizes) + 1):  # never ahead of the pace by more than a chunk
+    for n in range(1, len(sizes) + 1):  # at most one chunk ahead of the pace
         assert sum(sizes[:n]) <= n * (share + 1) + 4 * MIB
     for turn in range(passes):
         turn_reads = per_save[turn * pace : (turn + 1) * pace]
@@ -123,12 +118,12 @@ def test_every_shared_chunk_is_read_again_once_in_a_pass(
         assert covered == places, f"pass {turn}"
 
 
-def test_the_pace_is_the_one_that_is_documented() -> None:
+def test_the_pace_is_the_documented_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "STORE.md").read_text()
     assert f"within {PASS_SAVES} saves" in text
 
 
-def test_what_a_save_wrote_itself_is_not_read_again(tmp_path: Path, often: int) -> None:
+def test_chunks_that_this_save_wrote_are_not_read_again(tmp_path: Path, often: int) -> None:
     storage = Reads(tmp_path)
     with Run(storage, create=True, clock=lambda: 0.0) as run:
         for step in range(1, 5):
@@ -146,7 +141,7 @@ def test_a_flipped_bit_in_a_shared_chunk_is_repaired_by_the_save_that_finds_it(
     tmp_path: Path, often: int, codec: str | None
 ) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     assert verify_run(Run(tmp_path)).good == (), "the control: all of them need it"
     with run_on(tmp_path, codec=codec) as run:
         run.save(4, state(4))
@@ -165,7 +160,7 @@ def test_a_manager_warns_of_what_was_repaired(tmp_path: Path, often: int) -> Non
         for step in (1, 2):
             manager.save(step, {"base": "x" * 10, "w": make(7), "z": make(step)})
         manager.wait_until_finished()
-        flip(pack_of(tmp_path, 1))
+        flip(pack_of(tmp_path, 1), 10)
         manager.save(3, {"base": "x" * 10, "w": make(7), "z": make(3)})
         with pytest.warns(UserWarning, match=r"steps 1, 2, 3 need: .*written again"):
             manager.wait_until_finished()
@@ -178,7 +173,7 @@ def make(seed: int):
     return np.frombuffer(make_leaves(seed, (800,))["model/layer0"].data, np.uint8)
 
 
-def test_a_pack_that_is_gone_is_written_again_as_far_as_the_state_has_it(
+def test_chunks_of_a_missing_pack_are_written_again_if_the_state_has_them(
     tmp_path: Path, often: int
 ) -> None:
     filled(tmp_path, 2)
@@ -191,7 +186,7 @@ def test_a_pack_that_is_gone_is_written_again_as_far_as_the_state_has_it(
     assert report.bad == (1,), "its own part is in no state that is at hand"
 
 
-def test_a_read_that_fails_is_no_damage_and_no_failed_save(tmp_path: Path, often: int) -> None:
+def test_a_read_that_fails_is_neither_damage_nor_a_failed_save(tmp_path: Path, often: int) -> None:
     filled(tmp_path)
     storage = Reads(tmp_path)
     storage.code = errno.EIO
@@ -206,12 +201,12 @@ def test_a_read_that_fails_is_no_damage_and_no_failed_save(tmp_path: Path, often
     assert_all_good(tmp_path, 4)
 
 
-def test_a_crash_ahead_of_any_operation_of_such_a_repair_harms_nothing(
+def test_a_crash_before_any_operation_of_such_a_repair_harms_nothing(
     tmp_path: Path, often: int
 ) -> None:
     def damaged(path: Path) -> Path:
         filled(path)
-        flip(pack_of(path, 1))
+        flip(pack_of(path, 1), 10)
         return path
 
     recorder = Operations()
@@ -234,9 +229,9 @@ def test_a_crash_ahead_of_any_operation_of_such_a_repair_harms_nothing(
 # ---------------------------------------------------------------- damage that others found
 
 
-def test_what_a_restore_finds_damaged_is_written_again_by_the_next_save(tmp_path: Path) -> None:
+def test_chunks_that_a_restore_finds_damaged_are_written_again(tmp_path: Path) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         with pytest.raises(NoGoodCheckpointError):
             load_good(run)
@@ -245,9 +240,9 @@ def test_what_a_restore_finds_damaged_is_written_again_by_the_next_save(tmp_path
     assert_all_good(tmp_path, 4)
 
 
-def test_what_a_check_finds_damaged_is_written_again_by_the_next_save(tmp_path: Path) -> None:
+def test_chunks_that_a_check_finds_damaged_are_written_again(tmp_path: Path) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         assert verify_run(run).good == ()
         run.save(4, state(4))
@@ -255,9 +250,9 @@ def test_what_a_check_finds_damaged_is_written_again_by_the_next_save(tmp_path: 
 
 
 def test_no_later_process_depends_on_a_pack_that_was_found_damaged(tmp_path: Path) -> None:
-    """One process quarantines; another one saves: it never saw the damage, and reads the note."""
+    """One process quarantines. Another one, which never saw the damage, reads the note and saves."""
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         with pytest.raises(CorruptionError, match="expected hash") as caught:
             run.load(3)
@@ -288,11 +283,11 @@ def test_a_save_depends_on_no_pack_that_a_compaction_found_damaged(tmp_path: Pat
     )
 
 
-def test_the_same_step_again_is_written_in_full_where_its_chunks_are_damaged(
+def test_a_repeated_save_of_a_step_writes_its_damaged_chunks_again(
     tmp_path: Path,
 ) -> None:
     filled(tmp_path)
-    flip(pack_of(tmp_path, 1))
+    flip(pack_of(tmp_path, 1), 10)
     with run_on(tmp_path) as run:
         run.save(3, state(3))
     assert 3 in verify_run(Run(tmp_path)).good
@@ -329,8 +324,8 @@ def test_an_array_that_changes_between_hash_and_write_leaves_a_readable_checkpoi
     tmp_path: Path, size: int, codec: str | None
 ) -> None:
     memory = bytearray(make_leaves(5, (4096,))["model/layer0"].data) * (size // 4096 + 1)
-    for at in range(0, len(memory), 4096):  # no two chunks alike
-        memory[at : at + 8] = at.to_bytes(8, "little")
+    for offset in range(0, len(memory), 4096):  # no two chunks alike
+        memory[offset : offset + 8] = offset.to_bytes(8, "little")
     storage = Changing(tmp_path, memory)
     leaf = Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)
     with Run(storage, create=True, codec=codec) as run:
@@ -374,7 +369,10 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
 
     monkeypatch.setattr("perdure.store.pack_writer.hash_each", late)
     view = memoryview(memory)
-    leaves = {f"part{at}": Leaf("uint8", (64,), view[at : at + 64]) for at in range(0, 4096, 64)}
+    leaves = {
+        f"part{offset}": Leaf("uint8", (64,), view[offset : offset + 64])
+        for offset in range(0, 4096, 64)
+    }
     with run_on(tmp_path) as run:
         run.save(1, leaves)
     assert fired == [64]

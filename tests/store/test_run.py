@@ -1,16 +1,15 @@
-"""One run directory: saving, loading, one writer, falling back, deleting."""
+"""One run directory: saving, loading, one writer, falling back to older checkpoints, deleting."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import Operations, contents, make_leaves, run_on
+from lock_cases import writer_process
 
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import (
@@ -37,7 +36,7 @@ def flip(path: Path, offset: int = 10) -> None:
     path.write_bytes(data)
 
 
-def test_what_was_saved_comes_back(place: Path | MemoryStorage) -> None:
+def test_saved_leaves_are_loaded(place: Path | MemoryStorage) -> None:
     with run_on(place) as run:
         for step in (1, 2, 30):
             run.save(step, make_leaves(step))
@@ -48,7 +47,7 @@ def test_what_was_saved_comes_back(place: Path | MemoryStorage) -> None:
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, CHUNK_BYTES // 2 + 5])
-def test_leaves_around_the_size_of_a_chunk_come_back(tmp_path: Path, extra: int) -> None:
+def test_leaves_around_the_size_of_a_chunk_are_loaded(tmp_path: Path, extra: int) -> None:
     leaves = make_leaves(5, (2 * CHUNK_BYTES + extra, 3, 4096))
     with run_on(tmp_path) as run:
         manifest = run.save(1, leaves)
@@ -57,7 +56,7 @@ def test_leaves_around_the_size_of_a_chunk_come_back(tmp_path: Path, extra: int)
         assert verify_run(run).problems == ()
 
 
-def test_only_the_asked_leaves_are_read(tmp_path: Path) -> None:
+def test_a_partial_load_reads_only_its_leaves(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, {"a": make_leaves(1)["model/layer0"]})
         run.save(2, {"a": make_leaves(1)["model/layer0"], "b": make_leaves(2)["model/layer0"]})
@@ -69,7 +68,7 @@ def test_only_the_asked_leaves_are_read(tmp_path: Path) -> None:
             run.load(2, lambda path: path == "nothing")
 
 
-def test_a_chunk_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_an_existing_chunk_is_not_written_again(tmp_path: Path) -> None:
     frozen = make_leaves(1, (100_000,))["model/layer0"]
     with run_on(tmp_path) as run:
         run.save(1, {"frozen": frozen, "copy": frozen})
@@ -80,7 +79,7 @@ def test_a_chunk_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert 50 < second < 500
 
 
-def test_a_damaged_chunk_that_was_found_is_written_again(tmp_path: Path) -> None:
+def test_a_chunk_that_was_found_damaged_is_written_again(tmp_path: Path) -> None:
     leaf = make_leaves(1)["model/layer0"]
     with run_on(tmp_path) as run:
         run.save(1, {"a": leaf})
@@ -100,15 +99,15 @@ def test_saving_a_step_again_with_equal_bits_changes_nothing(tmp_path: Path) -> 
         assert sorted(tmp_path.rglob("*")) == held
 
 
-def test_metrics_that_come_later_are_added_to_a_step(place: Path | MemoryStorage) -> None:
+def test_later_metrics_are_added_to_a_step(place: Path | MemoryStorage) -> None:
     with run_on(place) as run:
         first = run.save(1, make_leaves(1), metrics={"loss": 0.5})
         again = run.save(1, make_leaves(1), metrics={"loss": 7.0, "eval/error": 2.0})
     assert again.metrics == {"loss": 0.5, "eval/error": 2.0}, "what was there stays"
-    found = Run(place).load(1)
-    assert found.manifest == again
-    assert found.manifest.fingerprint == first.fingerprint
-    assert contents(found.leaves) == contents(make_leaves(1))
+    loaded = Run(place).load(1)
+    assert loaded.manifest == again
+    assert loaded.manifest.fingerprint == first.fingerprint
+    assert contents(loaded.leaves) == contents(make_leaves(1))
 
 
 def test_saving_a_step_again_with_other_bits_is_refused(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_saving_a_step_again_with_other_bits_is_refused(tmp_path: Path) -> None:
         assert contents(run.load(1).leaves) == contents(make_leaves(1))
 
 
-def test_a_step_that_does_not_exist_names_those_that_do(place: Path | MemoryStorage) -> None:
+def test_a_missing_step_names_the_existing_ones(place: Path | MemoryStorage) -> None:
     with run_on(place) as run:
         run.save(4, make_leaves(4))
         with pytest.raises(
@@ -146,7 +145,7 @@ def test_a_directory_that_is_not_a_run_is_refused_and_untouched(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_run_whose_marker_is_gone_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+def test_a_run_without_its_marker_is_not_mistaken_for_an_empty_one(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     (tmp_path / "perdure.json").unlink()
@@ -154,7 +153,7 @@ def test_a_run_whose_marker_is_gone_is_not_taken_for_an_empty_one(tmp_path: Path
         Run(tmp_path, create=True)
 
 
-def test_a_second_writer_in_this_process_is_told_at_once(place: Path | MemoryStorage) -> None:
+def test_a_second_writer_in_this_process_raises_at_once(place: Path | MemoryStorage) -> None:
     with run_on(place) as first:
         first.save(1, make_leaves(1))
         with pytest.raises(
@@ -167,26 +166,14 @@ def test_a_second_writer_in_this_process_is_told_at_once(place: Path | MemorySto
         assert verify_run(second).good == (1, 2, 3)
 
 
-HOLDER = """
-import sys
-from perdure.store import Run
-run = Run(sys.argv[1], create=True)
-run.begin_writing()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_process_is_told_who_writes_and_takes_over_from_a_dead_one(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match=f'"pid": {holder.pid}'):
-            run_on(tmp_path).begin_writing()
-        holder.kill()
-        holder.wait()
+def test_a_second_process_gets_the_name_of_the_writer_and_takes_over_from_a_dead_one(
+    tmp_path: Path,
+) -> None:
+    with (
+        writer_process(tmp_path) as holder,
+        pytest.raises(LockedError, match=f'"pid": {holder.pid}'),
+    ):
+        run_on(tmp_path).begin_writing()
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
         assert verify_run(run).good == (1,)
@@ -200,9 +187,7 @@ def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["pack", "manifest", "pack gone", "pack cut", "manifest empty"])
-def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(
-    tmp_path: Path, what: str
-) -> None:
+def test_the_newest_good_checkpoint_is_loaded_with_the_reason(tmp_path: Path, what: str) -> None:
     with run_on(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, make_leaves(step))
@@ -234,7 +219,7 @@ def test_the_newest_good_checkpoint_is_loaded_and_the_reason_given(
         assert contents(run.load(3).leaves) == contents(make_leaves(3))
 
 
-def test_a_run_without_any_good_checkpoint_is_not_started_afresh(tmp_path: Path) -> None:
+def test_a_run_without_any_good_checkpoint_raises(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
         run.save(2, make_leaves(2))
@@ -260,7 +245,7 @@ def test_deleting_keeps_what_other_checkpoints_need(tmp_path: Path) -> None:
         assert packs(tmp_path) == []
 
 
-def test_no_pack_goes_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+def test_no_pack_is_deleted_while_a_manifest_is_unreadable(tmp_path: Path) -> None:
     shared = make_leaves(9)["model/layer0"]
     with run_on(tmp_path) as run:
         run.save(1, {"shared": shared})
@@ -274,7 +259,7 @@ def test_no_pack_goes_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
     assert contents(Run(tmp_path).load(2).leaves) == contents({"shared": shared})
 
 
-def test_a_leftover_of_a_crash_is_reported_and_cleared_by_the_next_writer(tmp_path: Path) -> None:
+def test_a_leftover_of_a_crash_is_reported_and_removed_by_the_next_writer(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     (tmp_path / "packs" / "000000000002-00000-00000000.pack.tmp").write_bytes(b"half")
@@ -288,7 +273,7 @@ def test_a_leftover_of_a_crash_is_reported_and_cleared_by_the_next_writer(tmp_pa
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "link", "fsync_dir"])
-def test_an_operation_that_fails_costs_only_that_save(
+def test_an_operation_that_fails_loses_only_that_save(
     tmp_path: Path, operation: str, code: int
 ) -> None:
     with run_on(tmp_path) as run:
@@ -312,7 +297,7 @@ def test_an_operation_that_fails_costs_only_that_save(
         assert verify_run(run).ok
 
 
-def test_a_large_save_on_a_full_disk_fails_whole(tmp_path: Path) -> None:
+def test_a_large_save_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     large = make_leaves(2, (20 * 1024 * 1024,))
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
@@ -337,7 +322,7 @@ def test_a_scalar_reads_back_as_text(tmp_path: Path) -> None:
         assert verify_run(run).problems == ()
 
 
-def test_a_step_is_saved_again_where_its_bytes_are_damaged(tmp_path: Path) -> None:
+def test_a_step_with_damaged_bytes_is_saved_again(tmp_path: Path) -> None:
     leaves = make_leaves(2)
     with run_on(tmp_path) as run:
         run.save(1, leaves)
@@ -348,13 +333,13 @@ def test_a_step_is_saved_again_where_its_bytes_are_damaged(tmp_path: Path) -> No
         assert len(run.quarantined()) == 1
 
 
-def test_a_marker_that_is_listed_and_cannot_be_read(tmp_path: Path) -> None:
+def test_a_marker_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "perdure.json").symlink_to(tmp_path / "gone")
     with pytest.raises(NotARunError, match=r"found perdure\.json"):
         Run(tmp_path, create=True)
 
 
-def test_a_quarantine_on_a_full_disk_is_an_error_of_the_store(
+def test_a_quarantine_on_a_full_disk_is_a_store_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_on(tmp_path) as run:

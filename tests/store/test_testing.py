@@ -1,4 +1,4 @@
-"""The tools for tests find what they are for: negative controls of the suite and of `check_run`."""
+"""Negative controls of `perdure.testing`: the conformance suite and `check_run` find faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class TestBroken(StorageConformance):
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_suite_finds_a_storage_that_breaks_a_contract(tmp_path: Path, what: str) -> None:
+def test_the_conformance_suite_fails_for_a_storage_that_breaks_a_contract(
+    tmp_path: Path, what: str
+) -> None:
     test, change = BROKEN[what]
     (tmp_path / "test_broken.py").write_text(SUITE.format(change=change))
     done = subprocess.run(
@@ -73,7 +75,7 @@ def test_the_suite_finds_a_storage_that_breaks_a_contract(tmp_path: Path, what: 
     assert f"FAILED test_broken.py::TestBroken::{test}" in done.stdout
 
 
-def test_check_run_raises_with_everything_that_harms() -> None:
+def test_check_run_lists_every_harmful_problem() -> None:
     storage = MemoryStorage()
     with run_on(storage) as run:
         for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""A small training problem in NumPy, and what tests compare of a run."""
+"""A small training problem in NumPy, and the results of a run that tests compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fresh() -> dict[str, Any]:
 
 
 def step_fn(state: Any, batch: Any) -> tuple[Any, Any]:
-    """A descent towards the mean of the batches; every bit of the state depends on the order."""
+    """A step towards the mean of the batch; every bit of the state depends on the order of batches."""
     error = state["w"] - (batch["x"] * batch["weight"][:, None]).sum(0) / batch["weight"].sum()
     w = (state["w"] - state["rate"] * error).astype(np.float32)
     return {**state, "w": w, "n": state["n"] + 1}, {"loss": float((error**2).sum())}
@@ -39,7 +39,7 @@ def eval_fn(state: Any, batch: Any) -> Any:
 
 
 def config(where: Any, **options: Any) -> RunConfig:
-    """A quiet configuration; the options of `OutputConfig` and `CheckpointConfig` may be given flat."""
+    """A quiet `RunConfig`; options of `OutputConfig` and `CheckpointConfig` may be given flat."""
     output = {name: options.pop(name) for name in ("progress", "summary_dir") if name in options}
     given = {
         "save_checkpoints_steps": 4,
@@ -54,23 +54,23 @@ def trainer(where: Any, hooks: Any = (), **options: Any) -> Trainer:
     return Trainer(step_fn, fresh(), source, config(where, **options), hooks, eval_fn=eval_fn)
 
 
-def said(of: Trainer) -> str:
+def console_text(of: Trainer) -> str:
     return of.config.output.console.getvalue()
 
 
 def prints(where: Path) -> dict[int, str]:
-    """Fingerprint of every checkpoint."""
+    """The fingerprint of every checkpoint, by step."""
     run = Run(where)
     return {step: run.manifest(step).fingerprint for step in run.steps()}
 
 
 def rows(where: Path) -> list[tuple[int, Mapping[str, float | None]]]:
-    """What `metrics.jsonl` says, but for the times."""
+    """The rows of `metrics.jsonl` without the times."""
     return [(row.step, row.metrics) for row in read(where / METRICS)]
 
 
 class Spy(Hook):
-    """Remembers what was called, and raises before or behind one step."""
+    """Records its calls, and raises after one step if asked to."""
 
     def __init__(self, fail_after: int | None = None) -> None:
         self.calls: list[Any] = []

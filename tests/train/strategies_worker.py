@@ -23,7 +23,7 @@ def data() -> ArrayDataset:
 
 
 def pipelines(strategy: Any) -> Any:
-    """The same batches, from a function."""
+    """The same batches from `distribute_datasets_from_function`."""
     source = data()
 
     def dataset_fn(context: Any) -> Any:
@@ -86,7 +86,7 @@ ENGINES = {"jax": on_jax, "torch": on_torch}
 def train(
     engine: str, where: Path, devices: int, *, fail_after: int | None = None, batches: Any = None
 ) -> Any:
-    """Fingerprints by step. A run that fails is seen by its last one."""
+    """Train and return the fingerprints by step; those of a failed run end at its last checkpoint."""
     strategy, step, state = ENGINES[engine](devices)
     config = RunConfig(where, save_checkpoints_steps=SAVES, output=OutputConfig(progress="off"))
     source = data() if batches is None else batches(strategy)
@@ -100,15 +100,15 @@ def train(
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        here, (engine,) = Path(directory), sys.argv[1:]
-        found = {
-            "1 device": train(engine, here / "1", 1),
-            "2 devices": train(engine, here / "2", 2),
-            "from a function": train(engine, here / "fn", 2, batches=pipelines),
-            "interrupted": train(engine, here / "resumed", 2, fail_after=3),
-            "resumed": train(engine, here / "resumed", 1),
+        work, (engine,) = Path(directory), sys.argv[1:]
+        fingerprints = {
+            "1 device": train(engine, work / "1", 1),
+            "2 devices": train(engine, work / "2", 2),
+            "from a function": train(engine, work / "fn", 2, batches=pipelines),
+            "interrupted": train(engine, work / "resumed", 2, fail_after=3),
+            "resumed": train(engine, work / "resumed", 1),
         }
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(fingerprints) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A group of processes, played by threads: they agree on the step, the saves and the end."""
+"""A group of processes, simulated by threads: they agree on the step, the saves and the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pretend import Pretend, play
 
 
 class Strategy:
-    """What the loop asks of a strategy: every process computes the whole batch."""
+    """The members of a strategy that the loop uses; every process computes the whole batch."""
 
     def __init__(self, processes: Pretend) -> None:
         self.processes = processes
@@ -37,7 +37,7 @@ class Strategy:
 
 
 class Notice(Hook):
-    """One process gets a notice (threads cannot take over signals)."""
+    """One process gets a preemption notice (threads cannot handle signals)."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
@@ -61,17 +61,17 @@ def member(where: Path, processes: Pretend, step: int | None = None, **options: 
     return None, made.step
 
 
-def test_one_process_that_is_preempted_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_a_preemption_of_one_process_ends_all(tmp_path: Path) -> None:
     trainer(tmp_path / "one", keep_checkpoint_max=None).train_and_evaluate(data(16), STEPS, every=3)
     where = tmp_path / "group"
     assert play(3, lambda processes: member(where, processes, 5)) == [(75, 5)] * 3
     assert check_run(where).good[-1] == 5
     assert play(2, lambda processes: member(where, processes)) == [(None, STEPS)] * 2
     assert prints(where)[STEPS] == prints(tmp_path / "one")[STEPS]
-    assert rows(where) == rows(tmp_path / "one")  # the chief alone writes them
+    assert rows(where) == rows(tmp_path / "one")  # only the chief writes them
 
 
-def test_the_chiefs_clock_decides_for_all(tmp_path: Path) -> None:
+def test_the_clock_of_the_chief_decides_for_all(tmp_path: Path) -> None:
     class Clock:
         def __init__(self, pace: float) -> None:
             self.now, self.pace = 0.0, pace
@@ -81,7 +81,7 @@ def test_the_chiefs_clock_decides_for_all(tmp_path: Path) -> None:
             return self.now
 
     def one(processes: Pretend) -> Any:
-        # The others' clocks would save at every step, or never.
+        # By their own clocks, the others would save at every step or never.
         clock = Clock((1.0, 100.0, 0.0)[processes.index])
         return member(
             tmp_path,
@@ -93,22 +93,22 @@ def test_the_chiefs_clock_decides_for_all(tmp_path: Path) -> None:
         )
 
     assert play(3, one) == [(None, STEPS)] * 3
-    # Every three steps for the evaluations, and where the chief's clock says so.
+    # At every third step for the evaluations, and when the chief's clock asks for it.
     steps = set(Run(tmp_path).steps())
     assert {0, 3, 6, 9, 12} < steps < set(range(STEPS + 1))
 
 
-def test_a_directory_that_is_taken_is_refused_in_all_processes(tmp_path: Path) -> None:
-    import perdure.store.local as local  # the lock belongs to a process, so it is played too
+def test_a_locked_directory_is_refused_in_all_processes(tmp_path: Path) -> None:
+    import perdure.store.local as local  # the lock belongs to a process, so it is simulated as well
 
     def taken(*_: Any) -> Any:
         raise BlockingIOError(11, "host x, pid 1")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local.LocalStorage, "lock", taken)
-        found = play(2, lambda processes: member(tmp_path, processes))
-    assert [type(each) for each in found] == [LockedError] * 2
-    assert all("another process writes here: host x, pid 1" in str(each) for each in found)
+        errors = play(2, lambda processes: member(tmp_path, processes))
+    assert [type(error) for error in errors] == [LockedError] * 2
+    assert all("another process writes here: host x, pid 1" in str(error) for error in errors)
 
 
 def test_an_iterator_is_refused_under_a_strategy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What estimators had around training: `steps` in place of `max_steps`, and listeners of saves."""
+"""Features of `tf.estimator`: `steps` in place of `max_steps`, and checkpoint listeners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from perdure.train import CheckpointConfig, Hook, OutputConfig
 
 
 class Listener(Hook):
-    """What was committed when it was called."""
+    """Records the committed steps at each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, list[int]]] = []
@@ -74,7 +74,7 @@ def test_a_listener_may_end_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "continue"])
-def test_a_save_that_failed_has_no_after(tmp_path: Path, on_error: Any) -> None:
+def test_after_save_is_not_called_for_a_save_that_failed(tmp_path: Path, on_error: Any) -> None:
     fired = []
 
     def before(operation: str, path: str) -> None:
@@ -112,22 +112,22 @@ def test_steps_are_counted_from_the_checkpoint(tmp_path: Path) -> None:
     assert again.step == 12
     trainer(tmp_path / "max").train(12)
     expected = prints(tmp_path / "max")
-    found = prints(tmp_path / "steps")
-    assert found[12] == expected[12]
+    fingerprints = prints(tmp_path / "steps")
+    assert fingerprints[12] == expected[12]
     assert Run(tmp_path / "steps").steps()[-1] == 12
 
 
 @pytest.mark.parametrize(
     "arguments", [{}, {"max_steps": 3, "steps": 3}, {"steps": 0}, {"steps": 1.5}]
 )
-def test_one_of_steps_and_max_steps(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_steps_and_max_steps_exclude_each_other(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(TrainError, match="steps"):
         trainer(tmp_path).train(**arguments)
     assert not (tmp_path / "perdure.json").exists()
 
 
-def test_the_guide_of_tensorflow_on_checkpoints(tmp_path: Path) -> None:
-    # "Training checkpoints": the manager's names, in its loop
+def test_the_loop_of_tensorflows_checkpoint_guide_works(tmp_path: Path) -> None:
+    # "Training checkpoints": the names of tf.train.CheckpointManager in the guide's loop
     for expected in (None, f"{tmp_path}@10"):
         with CheckpointManager(tmp_path, max_to_keep=3) as manager:
             assert manager.latest_checkpoint == expected

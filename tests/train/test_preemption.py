@@ -1,4 +1,4 @@
-"""SIGTERM and notices: the run saves wherever they come, leaves with 75, goes on with equal bits."""
+"""SIGTERM and notices at any place: the run saves, exits with 75 and resumes with equal bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from problem import STEPS, Spy, config, data, eval_fn, fresh, prints, rows, said, step_fn, trainer
+from problem import (
+    STEPS,
+    Spy,
+    config,
+    console_text,
+    data,
+    eval_fn,
+    fresh,
+    prints,
+    rows,
+    step_fn,
+    trainer,
+)
 
 import perdure
+from messages import unnamed
 from perdure import CheckpointManager, Trainer, load_checkpoint
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.errors import StoreError
@@ -24,7 +37,7 @@ from perdure.train import CheckpointConfig, Hook
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """A preempted run leaves SIGTERM ignored, for its last moments; this process lives on."""
+    """A preempted run ignores SIGTERM until its process ends; this process continues."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -35,7 +48,7 @@ def sigterm() -> None:
 
 
 class At(Hook):
-    """Sends SIGTERM at one place, twice if asked: a second one must change nothing."""
+    """Sends SIGTERM at one place, and a second one if asked, which must change nothing."""
 
     def __init__(self, place: str, step: int, times: int = 1) -> None:
         self.place, self.step, self.times, self.fired = place, step, times, 0
@@ -59,7 +72,7 @@ class At(Hook):
         self._at("after_evaluate", trainer.step)
 
     def data(self, step: int) -> Any:
-        """A source that does not answer where the signal comes."""
+        """A source that hangs at the step at which the signal comes."""
         if (self.place, self.step) == ("data", step) and not self.fired:
             self._at("data", step)
             threading.Event().wait(60)
@@ -82,7 +95,7 @@ PLACES = [
     ("begin", 0, 0),
     ("before_step", 4, 5),
     ("after_step", 5, 5),
-    ("after_step", 8, 8),  # with a save under way
+    ("after_step", 8, 8),  # with a save in progress
     ("data", 5, 5),
     ("data", 8, 8),
     ("evaluate", 6, 6),
@@ -93,7 +106,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("place", "step", "saved"), PLACES)
-def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
+def test_sigterm_anywhere_saves_the_step_and_exits_with_75(
     tmp_path: Path, place: str, step: int, saved: int
 ) -> None:
     At("nowhere", 0).run(tmp_path / "whole", keep_checkpoint_max=None)
@@ -106,12 +119,12 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
     assert check_run(where).good[-1] == saved
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     made = At("nowhere", 0).run(where, keep_checkpoint_max=None)
-    assert f"resuming after step {saved}" in said(made)
-    found, expected = prints(where), prints(tmp_path / "whole")
-    assert {step: expected[step] for step in found if step in expected} == {
-        step: found[step] for step in found if step in expected
+    assert f"resuming after step {saved}" in console_text(made)
+    fingerprints, expected = prints(where), prints(tmp_path / "whole")
+    assert {step: expected[step] for step in fingerprints if step in expected} == {
+        step: fingerprints[step] for step in fingerprints if step in expected
     }
-    assert found[STEPS] == expected[STEPS]
+    assert fingerprints[STEPS] == expected[STEPS]
     assert rows(where) == rows(tmp_path / "whole")
     metrics, all_metrics = metrics_of(where), metrics_of(tmp_path / "whole")
     assert metrics.items() >= {step: all_metrics[step] for step in expected}.items()
@@ -119,12 +132,12 @@ def test_sigterm_anywhere_saves_the_step_and_leaves_with_75(
 
 
 def metrics_of(where: Path) -> dict[int, Any]:
-    """What the manifests say."""
+    """The metrics in the manifests, by step."""
     run = Run(where)
     return {step: run.manifest(step).metrics for step in run.steps()}
 
 
-def test_an_evaluation_at_a_last_step_out_of_turn_is_done_anew(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_of_the_last_step_is_repeated(tmp_path: Path) -> None:
     At("nowhere", 0).run(tmp_path / "whole", STEPS - 1, save_summary_steps=1)
     where = tmp_path / "parts"
     with pytest.raises(SystemExit):
@@ -135,8 +148,10 @@ def test_an_evaluation_at_a_last_step_out_of_turn_is_done_anew(tmp_path: Path) -
     assert metrics_of(where)[STEPS - 1] == metrics_of(tmp_path / "whole")[STEPS - 1]
 
 
-def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
-    """Negative control: the tests above see a loop that does not listen while it waits."""
+def test_control_without_the_handler_a_stall_is_not_interrupted(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The tests above fail for a loop that does not handle SIGTERM while it waits."""
     monkeypatch.setattr(threading.Event, "wait", lambda *_: None)
     real = PreemptionFlag._on_signal
 
@@ -149,7 +164,7 @@ def test_without_the_handler_a_stall_is_not_interrupted(tmp_path: Path, monkeypa
         At("data", 5).run(tmp_path)
 
 
-def test_sigterm_keeps_its_meaning_before_and_behind_a_run(tmp_path: Path) -> None:
+def test_sigterm_keeps_its_meaning_before_and_after_a_run(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     trainer(tmp_path).train(2)
     assert signal.getsignal(signal.SIGTERM) == before
@@ -159,13 +174,13 @@ def test_a_forked_worker_is_still_ended_by_sigterm(tmp_path: Path) -> None:
     flag = PreemptionFlag()
     flag.install()
     try:
-        ready, told = os.pipe()
+        ready, started = os.pipe()
         child = os.fork()
         if not child:
-            os.write(told, b"x")
-            while True:  # not a wait, which a signal that comes just before it would not end
+            os.write(started, b"x")
+            while True:  # no blocking wait, because a signal just before it would not end it
                 pass
-        os.read(ready, 1)  # a signal that comes during the fork itself is lost
+        os.read(ready, 1)  # a signal during the fork itself would be lost
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
@@ -180,7 +195,7 @@ class Clock:
         return self.now
 
 
-def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None:
+def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
     clock = Clock()
     config = perdure.TerminationConfig(grace_period=5.0)
     flag = PreemptionFlag(config, lambda: "The newest committed checkpoint is step 4.", clock)
@@ -194,24 +209,21 @@ def test_a_grace_period_that_a_save_does_not_fit_in_is_told(capsys: Any) -> None
     clock.now += 1.0
     assert flag.grace.seconds_left() == 4.0
     flag.grace.before_saving(9)
-    assert capsys.readouterr().err == (
-        "perdure: saving step 9 takes about 7.0 s, and 4.0 s of the grace period of 5 s are left. "
-        "The newest committed checkpoint is step 4.\n"
-    )
+    parts = ("step 9", "7.0 s", "4.0 s", "grace period of 5 s", "checkpoint is step 4")
+    assert not unnamed(capsys.readouterr().err, *parts)
     flag.poll()
     assert capsys.readouterr().err == ""
     clock.now += 4.0
     flag.poll()
     flag.poll()
-    assert capsys.readouterr().err == (
-        "perdure: the grace period of 5 s is over, and the state is not saved yet. The newest "
-        "committed checkpoint is step 4.\n"
-    )
+    printed = capsys.readouterr().err
+    assert not unnamed(printed, "grace period of 5 s is over", "checkpoint is step 4")
+    assert printed.count("\n") == 1, "once, although polled twice"
     with pytest.raises(StoreError, match="grace_period: expected None or more than 0 seconds"):
         perdure.TerminationConfig(grace_period=0)
 
 
-def test_a_save_that_fits_is_not_talked_about(capsys: Any) -> None:
+def test_a_save_within_the_grace_period_is_silent(capsys: Any) -> None:
     clock = Clock()
     flag = PreemptionFlag(perdure.TerminationConfig(grace_period=5.0), str, clock)
     flag.grace.timed(lambda: None)()
@@ -220,11 +232,11 @@ def test_a_save_that_fits_is_not_talked_about(capsys: Any) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_termination_watcher_ends_a_wait_for_data_too(tmp_path: Path) -> None:
+def test_a_termination_watcher_ends_a_wait_for_data(tmp_path: Path) -> None:
     asked = []
 
     class Poll(Hook):
-        """What the watching thread does every second, at a known place."""
+        """Polls at a known place, as the watching thread does every second."""
 
         def before_step(self, trainer: Trainer) -> None:
             assert trainer.manager is not None

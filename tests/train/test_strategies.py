@@ -21,10 +21,10 @@ def test_one_fingerprint_on_any_devices_and_after_a_resume(engine: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    expected = found["1 device"]
+    fingerprints = json.loads(ended.stdout)
+    expected = fingerprints["1 device"]
     assert list(expected) == ["0", "2", "4", "6"]
     assert len(set(expected.values())) == 4, "every step changes the state"
-    assert list(found.pop("interrupted")) == ["0", "2"], "the fault did not fire"
-    assert found == dict.fromkeys(found, expected)
-    assert len(found) == 4
+    assert list(fingerprints.pop("interrupted")) == ["0", "2"], "the fault did not fire"
+    assert fingerprints == dict.fromkeys(fingerprints, expected)
+    assert len(fingerprints) == 4

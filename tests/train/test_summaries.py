@@ -1,4 +1,4 @@
-"""What a run writes down: event files that another reader decodes, rows, the interval, the lines."""
+"""The records of a run: event files, rows of metrics, the save interval, console lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from problem import STEPS, Spy, config, rows, said, trainer
+from problem import STEPS, Spy, config, console_text, rows, trainer
 
 from perdure import RunConfig
 from perdure.errors import PerdureError, TrainError
@@ -22,34 +22,34 @@ from perdure.train.summaries import METRICS, cut, read
 
 
 def fields(data: bytes) -> dict[int, list[Any]]:
-    """The fields of a protocol buffer, as far as events use them: a reader of the test's own."""
-    found: dict[int, list[Any]] = {}
-    at = 0
+    """An independent reader of the protocol buffer fields that events use."""
+    by_number: dict[int, list[Any]] = {}
+    offset = 0
 
     def number() -> int:
-        nonlocal at
+        nonlocal offset
         value = shift = 0
         while True:
-            byte = data[at]
-            at += 1
+            byte = data[offset]
+            offset += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(data):
+    while offset < len(data):
         key = number()
         size = {1: 8, 5: 4}.get(key & 7)
         if key & 7 == 0:
-            found.setdefault(key >> 3, []).append(number())
+            by_number.setdefault(key >> 3, []).append(number())
             continue
         if size is None:
             assert key & 7 == 2
             size = number()
-        found.setdefault(key >> 3, []).append(data[at : at + size])
-        at += size
-    assert at == len(data)
-    return found
+        by_number.setdefault(key >> 3, []).append(data[offset : offset + size])
+        offset += size
+    assert offset == len(data)
+    return by_number
 
 
 def bitwise_crc(data: bytes) -> int:
@@ -62,25 +62,25 @@ def bitwise_crc(data: bytes) -> int:
 
 
 def events(path: Path) -> list[dict[int, list[Any]]]:
-    data, at, found = path.read_bytes(), 0, []
+    data, offset, listed = path.read_bytes(), 0, []
 
     def masked(part: bytes) -> int:
         crc = bitwise_crc(part)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        assert struct.unpack_from("<I", data, at + 8) == (masked(data[at : at + 8]),)
-        body = data[at + 12 : at + 12 + length]
-        assert struct.unpack_from("<I", data, at + 12 + length) == (masked(body),)
-        found.append(fields(body))
-        at += 16 + length
-    return found
+    while offset < len(data):
+        (length,) = struct.unpack_from("<Q", data, offset)
+        assert struct.unpack_from("<I", data, offset + 8) == (masked(data[offset : offset + 8]),)
+        body = data[offset + 12 : offset + 12 + length]
+        assert struct.unpack_from("<I", data, offset + 12 + length) == (masked(body),)
+        listed.append(fields(body))
+        offset += 16 + length
+    return listed
 
 
 def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
-    """Points by tag as TensorBoard shows them: files in the order of their names, and a START drops
-    what has its step or a later one."""
+    """Points by tag as TensorBoard shows them: files in the order of their names; a START event drops
+    points of its step and later ones."""
     points: dict[str, list[tuple[int, float]]] = {}
     for path in sorted((where / "summaries").iterdir()):
         for number, event in enumerate(events(path)):
@@ -89,7 +89,7 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
                 assert event[3] == [b"brain.Event:2"]
             if 7 in event:
                 assert fields(event[7][0]) == {1: [1]}
-                points = {tag: [p for p in each if p[0] < step] for tag, each in points.items()}
+                points = {tag: [p for p in tagged if p[0] < step] for tag, tagged in points.items()}
             for summary in event.get(5, []):
                 for value in fields(summary)[1]:
                     parts = fields(value)
@@ -101,7 +101,7 @@ def shown(where: Path) -> dict[str, list[tuple[int, float]]]:
 
 def tensorboard_steps(where: Path) -> list[int]:
     """The steps of the loss that TensorBoard's own reader shows."""
-    # TensorBoard's own switch: without this module it imports TensorFlow, which takes long.
+    # TensorBoard's own switch: without this module it imports TensorFlow, which is slow.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -110,7 +110,7 @@ def tensorboard_steps(where: Path) -> list[int]:
     return [point.step for point in reader.Scalars("loss")]
 
 
-def test_crc32c_is_that_of_the_standard() -> None:
+def test_crc32c_has_the_values_of_the_standard() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
     assert varint(300) == b"\xac\x02"
@@ -127,12 +127,12 @@ def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
     assert [step for step, _ in shown(where)["loss"]] == [2, 4, 6, 8, 10, 12]
     assert len(list((where / "summaries").iterdir())) == 4
     assert tensorboard_steps(where) == [2, 4, 6, 8, 10, 12]
-    # Negative control: abandoned points are there, and only the START hides them.
+    # Negative control: abandoned points are in the files, and only the START event hides them.
     every = [e for path in (where / "summaries").iterdir() for e in events(path) if 5 in e]
     assert len(every) > 6
 
 
-def test_texts_and_numbers_of_any_size_are_written(tmp_path: Path) -> None:
+def test_texts_and_numbers_of_any_size_are_encoded(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.summaries.open(0)
     made.summaries.text(3, "note", "größer")
@@ -145,16 +145,14 @@ def test_texts_and_numbers_of_any_size_are_written(tmp_path: Path) -> None:
     assert fields(value[8][0]) == {1: [7], 2: [b""], 8: ["größer".encode()]}
     assert fields(fields(fields(value[9][0])[1][0])[1][0] and value[9][0])[1] == [b"\n\x04text"]
     assert numbers[2] == [2**40]
-    found = {
-        p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])
-    }
-    assert (found[b"big"], found[b"less"]) == (float("inf"), float("-inf"))
-    assert found[b"nan"] != found[b"nan"]
+    seen = {p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])}
+    assert (seen[b"big"], seen[b"less"]) == (float("inf"), float("-inf"))
+    assert seen[b"nan"] != seen[b"nan"]
     assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": None, "less": -1e300}
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step":12,"ti', b"\x00\x00\n", b"{}\n"])
-def test_rows_are_cut_behind_the_step_that_was_restored(tmp_path: Path, torn: bytes) -> None:
+def test_rows_after_the_restored_step_are_removed(tmp_path: Path, torn: bytes) -> None:
     lines = [b'{"step":%d,"time":1.0,"metrics":{"loss":0.5}}\n' % step for step in (2, 4, 6)]
     path = tmp_path / METRICS
     path.write_bytes(b"".join(lines) + torn)
@@ -168,8 +166,8 @@ def test_rows_are_cut_behind_the_step_that_was_restored(tmp_path: Path, torn: by
     cut(tmp_path / "not there", 3)
 
 
-def test_the_interval_that_pays_is_dalys() -> None:
-    # Young's sqrt(2 d M) is the first term; checked by the loss that it minimises (Daly 2006, eq. 20).
+def test_the_automatic_interval_is_dalys_optimum() -> None:
+    # Young's sqrt(2 d M) is the first term. The optimum minimises the loss of Daly 2006, eq. 20.
     from math import exp
 
     def lost(every: float, cost: float, mean: float) -> float:
@@ -182,7 +180,7 @@ def test_the_interval_that_pays_is_dalys() -> None:
     assert interval(1.0, AutoInterval(3600.0, 0.001)) == 1000.0
 
 
-def test_a_meter_counts_the_stall_and_the_slower_steps() -> None:
+def test_the_cost_of_a_save_includes_the_stall_and_the_slower_steps() -> None:
     meter = SaveMeter()
     for _ in range(5):
         meter.step(1.0, False)
@@ -241,7 +239,7 @@ def test_a_meter_counts_the_stall_and_the_slower_steps() -> None:
         ({"console": None}, "RunConfig(..., output=OutputConfig(console=...))"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_one_error(options: Any, text: str) -> None:
+def test_an_invalid_run_config_is_refused(options: Any, text: str) -> None:
     with pytest.raises(TrainError) as caught:
         RunConfig("runs/x", **options)
     assert text in str(caught.value)
@@ -265,15 +263,13 @@ def test_a_configuration_that_makes_no_sense_is_one_error(options: Any, text: st
         ),
     ],
 )
-def test_a_group_of_it_that_makes_no_sense_is_one_error(
-    group: Any, options: Any, text: str
-) -> None:
+def test_an_invalid_group_of_a_run_config_is_refused(group: Any, options: Any, text: str) -> None:
     with pytest.raises(PerdureError) as caught:
         group(**options)
     assert text in str(caught.value)
 
 
-def test_an_auto_interval_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_auto_interval_is_refused() -> None:
     with pytest.raises(
         TrainError, match="max_overhead: expected more than 0 and at most 1, found 2"
     ):
@@ -282,23 +278,23 @@ def test_an_auto_interval_that_makes_no_sense_is_refused() -> None:
         AutoInterval(0)
 
 
-def test_off_a_terminal_a_run_says_little(tmp_path: Path) -> None:
+def test_without_a_terminal_a_run_prints_few_lines(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.train(STEPS)
-    assert said(made) == f"{tmp_path}: a new run\n"
+    assert console_text(made) == f"{tmp_path}: a new run\n"
     made = trainer(tmp_path, log_step_count_steps=5)
     made.train(STEPS + 4)
-    lines = said(made).splitlines()
+    lines = console_text(made).splitlines()
     assert lines[0] == f"{tmp_path}: resuming after step 12"
     assert lines[1].startswith("step 15/16  loss ")
     assert "steps/s  left 0:0" in lines[1]
     assert lines[1].endswith("saved 12")
     made = trainer(tmp_path, progress="off")
     made.train(STEPS + 5)
-    assert said(made) == ""
+    assert console_text(made) == ""
 
 
-def test_on_a_terminal_there_is_a_bar() -> None:
+def test_on_a_terminal_a_run_shows_a_bar() -> None:
     from rich.console import Console
 
     screen = io.StringIO()
@@ -315,12 +311,12 @@ def test_on_a_terminal_there_is_a_bar() -> None:
         assert part in screen.getvalue()
 
 
-def test_durations() -> None:
-    found = [duration(seconds) for seconds in (5, 245, 3723, 183600)]
-    assert found == ["0:05", "4:05", "1:02:03", "2d 03:00:00"]
+def test_durations_are_formatted() -> None:
+    texts = [duration(seconds) for seconds in (5, 245, 3723, 183600)]
+    assert texts == ["0:05", "4:05", "1:02:03", "2d 03:00:00"]
 
 
-def test_summaries_are_told_about_once_where_there_are_none(tmp_path: Path) -> None:
+def test_the_first_summary_is_written_at_the_first_interval(tmp_path: Path) -> None:
     made = trainer(tmp_path, save_summary_steps=4)
     made.train(6)
     assert [step for step, _ in rows(tmp_path)] == [4]

@@ -14,11 +14,11 @@ from problem import (
     STEPS,
     Spy,
     config,
+    console_text,
     data,
     fresh,
     prints,
     rows,
-    said,
     step_fn,
     trainer,
 )
@@ -55,19 +55,19 @@ def test_a_trainer_saves_what_a_hand_written_loop_saves(tmp_path: Path) -> None:
     assert list(expected) == [4, 8, 12]
     assert prints(tmp_path / "trainer").items() >= expected.items()
     report = check_run(tmp_path / "trainer")
-    assert report.problems == ()  # summaries and metrics are no strangers
+    assert report.problems == ()  # summaries and metrics belong to a run directory
     assert report.good == (0, 4, 8, 12)
 
 
 def hooks() -> list[Hook]:
-    """Every hook that changes what is trained."""
+    """Every hook that changes the training."""
     plateau = ReduceLROnPlateau("rate", "distance", patience=1, min_delta=0.1)
     return [plateau, EarlyStopping("distance", patience=9), ReduceLROnPlateau("rate", every=5)]
 
 
-@pytest.mark.parametrize("each", [1, 4, 5])
-def test_an_error_behind_any_step_changes_no_bit_and_no_row(tmp_path: Path, each: int) -> None:
-    options: Any = {"steps_per_execution": each, "keep_checkpoint_max": None}
+@pytest.mark.parametrize("fail_after", [1, 4, 5])
+def test_an_error_after_any_step_changes_no_bit_and_no_row(tmp_path: Path, fail_after: int) -> None:
+    options: Any = {"steps_per_execution": fail_after, "keep_checkpoint_max": None}
 
     def run(where: Path, spy: Spy, stop: int = STEPS) -> Any:
         made = trainer(where, [spy, *hooks()], **options)
@@ -76,7 +76,7 @@ def test_an_error_behind_any_step_changes_no_bit_and_no_row(tmp_path: Path, each
     whole = Spy()
     result = run(tmp_path / "whole", whole)
     assert len([call for call in whole.calls if call[0] == "evaluate"]) >= 2
-    assert load_checkpoint(tmp_path / "whole")["rate"] < 0.5  # the plateau did something
+    assert load_checkpoint(tmp_path / "whole")["rate"] < 0.5  # the plateau hook lowered the rate
     for step in (*whole.ran[1:], STEPS):
         where = tmp_path / f"{step}"
         with pytest.raises(RuntimeError, match=f"planned at step {step}"):
@@ -88,13 +88,13 @@ def test_an_error_behind_any_step_changes_no_bit_and_no_row(tmp_path: Path, each
         assert prints(where)[STEPS] == prints(tmp_path / "whole")[STEPS]
         assert rows(where) == rows(tmp_path / "whole")
         check_run(where)
-    # Stopped at a step that no execution of the whole run ends at, and then taken further.
+    # Stopped at a step at which no execution of the whole run ends, and then continued.
     run(tmp_path / "parts", Spy(), 7)
     assert run(tmp_path / "parts", Spy()) == result
     assert prints(tmp_path / "parts")[STEPS] == prints(tmp_path / "whole")[STEPS]
 
 
-def test_the_comparison_sees_a_hook_whose_state_is_not_saved(tmp_path: Path) -> None:
+def test_control_a_hook_whose_state_is_not_saved_changes_the_bits(tmp_path: Path) -> None:
     """Negative control of the test above."""
 
     class Forgetful(ReduceLROnPlateau):
@@ -114,7 +114,7 @@ def test_the_comparison_sees_a_hook_whose_state_is_not_saved(tmp_path: Path) -> 
 
 def test_steps_in_one_execution_give_the_bits_of_single_steps(tmp_path: Path) -> None:
     class Step:
-        """A step that can run several in one call, as a compiled one does."""
+        """A step function that can run several steps in one call, as a compiled one can."""
 
         called: list[int] = []  # noqa: RUF012 (looked at by the test)
 
@@ -138,7 +138,7 @@ def test_steps_in_one_execution_give_the_bits_of_single_steps(tmp_path: Path) ->
     assert prints(tmp_path / "5")[STEPS] == prints(tmp_path / "1")[STEPS]
 
 
-def test_another_call_goes_on_and_a_step_that_is_reached_is_a_statement(tmp_path: Path) -> None:
+def test_a_second_call_continues_and_a_reached_max_steps_is_logged(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.train(5)
     spy = Spy()
@@ -150,8 +150,10 @@ def test_another_call_goes_on_and_a_step_that_is_reached_is_a_statement(tmp_path
     assert third.train(STEPS)["n"] == STEPS
     assert last.ran == []
     assert last.calls == [("begin", 12), ("end", 12)]
-    assert "max_steps 12 has been reached already" in said(third)
-    assert made.train(STEPS + 1)["n"] == STEPS + 1  # the first one knows what the others did
+    assert "max_steps 12 has been reached already" in console_text(third)
+    assert (
+        made.train(STEPS + 1)["n"] == STEPS + 1
+    )  # the first trainer continues from the others' checkpoint
 
 
 def test_a_hook_that_raises_ends_the_others_and_leaves_a_good_run(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_a_hook_that_raises_ends_the_others_and_leaves_a_good_run(tmp_path: Path
 def test_an_error_before_the_first_checkpoint_loses_no_fresh_state(tmp_path: Path) -> None:
     def in_place(state: Any, batch: Any) -> tuple[Any, Any]:
         new, logs = step_fn(state, batch)
-        state["w"][:] = new["w"]  # as modules of PyTorch do
+        state["w"][:] = new["w"]  # as modules of PyTorch change
         return {**new, "w": state["w"]}, logs
 
     trainer(tmp_path / "whole").train(STEPS)
@@ -187,7 +189,7 @@ def test_an_error_before_the_first_checkpoint_loses_no_fresh_state(tmp_path: Pat
     assert prints(tmp_path / "parts")[STEPS] == prints(tmp_path / "whole")[STEPS]
 
 
-def test_a_second_trainer_in_the_same_place_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_trainer_in_one_directory_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     class Second(Hook):
         refused = 0
 
@@ -220,7 +222,7 @@ def test_data_that_shrank_between_two_runs_are_refused(tmp_path: Path) -> None:
     assert trainer(tmp_path / "b", data=batches).train(STEPS)["n"] == STEPS
 
 
-def test_a_grain_iterator_goes_on_where_the_state_is(tmp_path: Path) -> None:
+def test_a_grain_iterator_continues_at_the_step_of_the_state(tmp_path: Path) -> None:
     def batches() -> Any:
         x = np.arange(120, dtype=np.float32).reshape(40, 3)
         made = grain.MapDataset.source(list(x)).seed(3).shuffle().repeat(None).batch(8)
@@ -237,7 +239,7 @@ def test_a_grain_iterator_goes_on_where_the_state_is(tmp_path: Path) -> None:
 
 
 class Countdown:
-    """An iterator of finite data with `state_dict`."""
+    """An iterator over finite data with `state_dict`."""
 
     def __init__(self, count: int) -> None:
         self.at, self.count = 0, count
@@ -258,10 +260,10 @@ class Countdown:
         self.at = state["at"]
 
 
-def test_data_that_end_end_the_run_with_a_save(tmp_path: Path) -> None:
+def test_data_that_end_save_and_end_the_run(tmp_path: Path) -> None:
     made = trainer(tmp_path, data=Countdown(6), steps_per_execution=4)
     assert made.train(STEPS)["n"] == 6
-    assert "stopped after step 6: the data ended" in said(made)
+    assert "stopped after step 6: the data ended" in console_text(made)
     assert load_checkpoint(tmp_path)["n"] == 6
     assert load_checkpoint(tmp_path)["data"]["at"] == 6
     assert trainer(tmp_path, data=Countdown(9)).train(STEPS)["n"] == 9
@@ -282,7 +284,7 @@ def test_an_error_in_the_middle_of_an_execution_leaves_the_last_state(tmp_path: 
 @pytest.mark.parametrize(
     "source", [(batch for batch in [1]), iter([1]), {1, 2}], ids=["generator", "iterator", "set"]
 )
-def test_data_that_cannot_be_put_back_are_refused_at_once(tmp_path: Path, source: Any) -> None:
+def test_data_without_a_position_are_refused_at_once(tmp_path: Path, source: Any) -> None:
     with pytest.raises(DataError) as caught:
         Trainer(step_fn, fresh(), source, config(tmp_path))
     assert "expected data whose position can be restored" in str(caught.value)
@@ -296,12 +298,12 @@ def test_early_stopping_is_final(tmp_path: Path) -> None:
     made = run()
     made.train(1000)
     assert made.step < 20
-    assert f"stopped after step {made.step}: loss has not improved 2 times" in said(made)
+    assert f"stopped after step {made.step}: loss has not improved 2 times" in console_text(made)
     assert load_checkpoint(tmp_path)["n"] == made.step
     again = run()
     again.train(1000)
     assert again.step == made.step
-    # With evaluations the checkpoint is older than what they said; they are asked again.
+    # With evaluations, the checkpoint is older than their results, so they run again.
     made = trainer(tmp_path / "b", [EarlyStopping("distance", patience=1, min_delta=9.0)])
     made.train_and_evaluate(data(16), 1000, every=3)
     assert made.step == 6
@@ -310,7 +312,7 @@ def test_early_stopping_is_final(tmp_path: Path) -> None:
     assert again.step == 6
 
 
-def test_the_best_checkpoint_by_an_evaluation_stays_and_nan_is_never_best(tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_an_evaluation_stays_and_nan_is_never_best(tmp_path: Path) -> None:
     values = iter([1.0, 3.0, float("nan"), 2.0])
 
     def judged(state: Any, batch: Any) -> Any:
@@ -339,7 +341,7 @@ def diverging(state: Any, batch: Any) -> tuple[Any, Any]:
     return new, {"loss": float("nan") if new["n"] in (7, 8) else 1.0}
 
 
-def test_a_policy_decides_about_saves_with_nan(tmp_path: Path) -> None:
+def test_nan_policy_decides_about_saves_with_nan(tmp_path: Path) -> None:
     def run(policy: Any) -> Trainer:
         made = config(
             tmp_path / policy,
@@ -365,7 +367,7 @@ def test_a_policy_decides_about_saves_with_nan(tmp_path: Path) -> None:
     assert rows(tmp_path / "save")[3] == (8, {"loss": None})
 
 
-def test_saves_by_the_clock(tmp_path: Path) -> None:
+def test_saves_follow_the_clock(tmp_path: Path) -> None:
     class Clock:
         now = 0.0
 
@@ -389,7 +391,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
     assert list(prints(tmp_path)) == [0, 3, 6, 9, 12]
 
 
-def test_an_interval_that_pays_follows_what_a_save_costs(tmp_path: Path) -> None:
+def test_the_automatic_interval_follows_the_cost_of_a_save(tmp_path: Path) -> None:
     class Clock:
         now = 0.0
 
@@ -399,7 +401,7 @@ def test_an_interval_that_pays_follows_what_a_save_costs(tmp_path: Path) -> None
     clock = Clock()
 
     class Slow:
-        """A member that is slow to read: the stall of a save."""
+        """A member that is slow to read, which makes the stall of a save."""
 
         def state_dict(self) -> dict[str, int]:
             clock.now += 0.5
@@ -412,7 +414,7 @@ def test_an_interval_that_pays_follows_what_a_save_costs(tmp_path: Path) -> None
         return state, {"loss": 1.0}
 
     class Wait(Hook):
-        """Saves take real time, and the clock of this test does not."""
+        """Waits for the save, which takes real time while the clock of the test stands still."""
 
         def after_step(self, trainer: Trainer, logs: Any) -> None:
             assert trainer.manager is not None
@@ -427,24 +429,24 @@ def test_an_interval_that_pays_follows_what_a_save_costs(tmp_path: Path) -> None
     )
     Trainer(step, {"slow": Slow()}, data(), given, [Wait()]).train(300)
     saves = list(prints(tmp_path))
-    # The first after 10 s, to measure. Then 0.5 s may be at most one percent, and Daly's optimum
+    # The first save comes after 10 s, to measure. Then 0.5 s may be at most 1%, and Daly's optimum
     # for 4 h between failures is longer: sqrt(2 * 0.5 * 14400) = 120 s.
     assert saves == [0, 10, 130, 250, 300]
 
 
-def test_an_evaluation_of_its_own_looks_at_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_evaluate_uses_the_newest_checkpoint(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     before = made.evaluate(data(16))
     assert before == {"distance": 3.0}
-    found = trainer(tmp_path).train_and_evaluate(data(16), STEPS, every=5)
-    assert made.evaluate(data(16)) == found != before
+    metrics = trainer(tmp_path).train_and_evaluate(data(16), STEPS, every=5)
+    assert made.evaluate(data(16)) == metrics != before
     assert made.step == STEPS
-    assert made.evaluate(data(16), steps=1) == found
+    assert made.evaluate(data(16), steps=1) == metrics
     with pytest.raises(TrainError, match="an evaluation needs a function for the metrics"):
         Trainer(step_fn, fresh(), data(), config(tmp_path)).evaluate(data())
 
 
-def test_a_hook_more_is_told_by_the_leaf_that_is_missing(tmp_path: Path) -> None:
+def test_an_added_hook_is_refused_by_its_missing_leaf(tmp_path: Path) -> None:
     trainer(tmp_path).train(4)
     with pytest.raises(MismatchError) as caught:
         trainer(tmp_path, [EarlyStopping(), EarlyStopping("x")]).train(STEPS)
@@ -453,7 +455,7 @@ def test_a_hook_more_is_told_by_the_leaf_that_is_missing(tmp_path: Path) -> None
     assert "the checkpoint has no such leaf" in str(caught.value)
 
 
-def test_a_state_of_any_kind_keeps_its_leaf_paths_beside_hooks(tmp_path: Path) -> None:
+def test_a_state_of_any_kind_keeps_its_leaf_paths_with_hooks(tmp_path: Path) -> None:
     state = Checkpoint(w=np.ones(3, np.float32), rate=0.5, n=0)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -467,7 +469,7 @@ def test_a_state_of_any_kind_keeps_its_leaf_paths_beside_hooks(tmp_path: Path) -
     assert held["hooks"]["early_stopping"].keys() == {"best", "wait"}
 
 
-def test_a_learning_rate_that_is_not_there_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_learning_rate_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(TrainError) as caught:
         trainer(tmp_path, [ReduceLROnPlateau("opt/lr")]).train(STEPS)
     assert "expected a leaf 'opt/lr' in the state" in str(caught.value)
@@ -514,7 +516,7 @@ def test_a_learning_rate_that_is_not_there_is_told_at_the_start(tmp_path: Path) 
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(make: Any, text: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, text: str) -> None:
     with pytest.raises(TrainError) as caught:
         make()
     assert text in str(caught.value)
@@ -536,17 +538,17 @@ def test_a_seed_makes_the_state_and_is_part_of_the_recipe(tmp_path: Path) -> Non
     assert Trainer(step_fn, fresh, data(), config(tmp_path / "d")).train(1)["n"] == 1
 
 
-def test_a_run_that_is_not_local_says_that_it_has_no_summaries(tmp_path: Path) -> None:
+def test_a_run_in_a_bucket_warns_that_it_writes_no_summaries(tmp_path: Path) -> None:
     made = trainer(MemoryStorage())
     made.train(4)
-    assert "no summaries: the run directory is not local; name a summary_dir" in said(made)
+    assert "no summaries: the run directory is not local; name a summary_dir" in console_text(made)
     trainer(MemoryStorage(), summary_dir=tmp_path).train(4)
     assert [step for step, _ in rows(tmp_path)] == [2, 4]
 
 
-def test_an_evaluation_starts_anew_wherever_its_dataset_stands() -> None:
+def test_an_evaluation_starts_at_the_first_batch_of_its_dataset() -> None:
     class Placed:
-        """What a distributed dataset shows of itself."""
+        """The members of a distributed dataset that an evaluation uses."""
 
         steps_per_epoch = 3
 
@@ -568,7 +570,7 @@ def test_an_evaluation_starts_anew_wherever_its_dataset_stands() -> None:
     assert next(stream) == 2, "no batch is taken that is not used"
 
 
-def test_a_step_that_returns_no_pair_is_named(tmp_path: Path) -> None:
+def test_a_step_function_that_returns_no_pair_is_named(tmp_path: Path) -> None:
     made = Trainer(lambda state, _: state, fresh(), data(), config(tmp_path))
     with pytest.raises(
         TrainError, match=r"step 1: step_fn must return \(state, logs\), found dict"

@@ -62,7 +62,13 @@ def command(
     """
     if max_to_keep is None and (keep_every_n_hours or keep_period or best_metric):
         raise click.UsageError("without --max-to-keep every checkpoint stays; give it as well.")
-    retention = Retention(keep_every_n_hours, keep_period, best_metric, best_mode, best_to_keep)
+    retention = Retention(
+        keep_every_n_hours=keep_every_n_hours,
+        keep_period=keep_period,
+        best_metric=best_metric,
+        best_mode=best_mode,
+        best_to_keep=best_to_keep,
+    )
     opened = Run(run)
     with opened:
         if not dry_run:

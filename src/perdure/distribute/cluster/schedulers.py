@@ -70,10 +70,10 @@ def from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
         if job and host:
             # Numbers of jobs are multiples of 4096.
             return host[1] or host[2], _port(int(job[1]) // _PORTS)
-        found = f"OMPI_MCA_orte_hnp_uri={uri!r}" if uri else "no OMPI_MCA_orte_hnp_uri"
+        actual = f"OMPI_MCA_orte_hnp_uri={uri!r}" if uri else "no OMPI_MCA_orte_hnp_uri"
         raise ClusterError(
             f"Open MPI: expected the address of mpirun in OMPI_MCA_orte_hnp_uri (releases up to 4 "
-            f"set it), found {found}. Name the coordinator: mpirun -x MASTER_ADDR=HOST -x "
+            f"set it), found {actual}. Name the coordinator: mpirun -x MASTER_ADDR=HOST -x "
             "MASTER_PORT=PORT, with the host on which rank 0 runs"
         )
 
@@ -130,10 +130,10 @@ def _jobs(
     """How many Jobs the group has, and in which of them this pod is; (1, 0) without a JobSet."""
     jobset = environ.get("JOBSET_NAME", "")
     if _JOBS not in environ and _JOB_INDEX not in environ:
-        found = re.fullmatch(rf"{re.escape(jobset)}-.+-(\d+)-{index}", name) if jobset else None
-        if found and int(found[1]) > 0:
+        match = re.fullmatch(rf"{re.escape(jobset)}-.+-(\d+)-{index}", name) if jobset else None
+        if match and int(match[1]) > 0:
             raise ClusterError(
-                f"Kubernetes: {name} is in Job {found[1]} of the JobSet {jobset}, and each of its Jobs "
+                f"Kubernetes: {name} is in Job {match[1]} of the JobSet {jobset}, and each of its Jobs "
                 f"counts its pods from 0. Set {_JOBS} and {_JOB_INDEX} in the pod's env, from the "
                 "labels jobset.sigs.k8s.io/replicatedjob-replicas and jobset.sigs.k8s.io/job-index"
             )
@@ -170,7 +170,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
@@ -178,8 +178,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
             raise ClusterError(
                 f"Slurm: expected a range of hosts like 01-03 in {text!r}, found {part!r}"
             )
-        found += (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
-    return found
+        numbers += (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+    return numbers
 
 
 def _cluster(

@@ -1,7 +1,7 @@
-"""The models and optimizers of the matrix on JAX: small, and written as a user would write them.
+"""Small models and the optimizers of the matrix on JAX, written as a user would write them.
 
 A cell is (init, grad, update) of one model with one optimizer; V, the data and the steps are those of
-`distribute_worker`.
+`matrix_worker`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from distribute_keras import keras_model, keras_optimizer
 from jax import lax
+from matrix_keras import keras_model, keras_optimizer
 
 from perdure.distribute import LossScale
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -31,7 +31,7 @@ SEED = 1
 
 
 class Cell(NamedTuple):
-    """What `strategy.step` takes, and the state that it starts from."""
+    """The arguments of `strategy.step`, and the function that makes the first state."""
 
     init: Callable[[], Any]
     grad: Callable[..., Any]
@@ -56,8 +56,8 @@ def pixels(batch: Any) -> Any:
 
 
 def losses(logits: Any, batch: Any) -> Any:
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return (each * batch["weight"]).sum()
+    per_example = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return (per_example * batch["weight"]).sum()
 
 
 def cells(
@@ -70,8 +70,8 @@ def cells(
 ) -> dict[str, Cell]:
     """`init()` gives (params, stats); `model(params, stats, x, key)` gives (logits, stats).
 
-    The state holds what each of the optimizers needs and an update changes its own part, so that all
-    of them share one compiled gradient: compiling is most of what the proof does.
+    The state holds the states of all optimizers and an update changes only its own, so that all
+    of them share one compiled gradient, because compiling takes most of the time of the proof.
     """
     txs = optimizers(clip)
 
@@ -155,7 +155,7 @@ def cnn_init() -> Any:
 
 
 def batchnorm(p: Any, stats: Any, x: Any, key: Any) -> Any:
-    """Normalized by the statistics of the logical replica; the running ones are kept."""
+    """BatchNorm by the statistics of the logical replica, with running averages."""
     x = conv(x[..., None], p["conv"])
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     x = jax.nn.relu((x - mean) * lax.rsqrt(variance + 1e-3) * p["scale"] + p["shift"])
@@ -173,7 +173,7 @@ def batchnorm_init() -> Any:
 
 
 def transformer(p: Any, stats: Any, x: Any, key: Any) -> Any:
-    """The rows of an image as 28 tokens; two pre-norm blocks of two heads, without biases."""
+    """A transformer on the rows of an image: 28 tokens, two pre-norm blocks of two heads, no biases."""
 
     def norm(x: Any) -> Any:
         return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -198,7 +198,7 @@ def transformer_init() -> Any:
 
 
 class Net(nnx.Module):
-    """Convolution, BatchNorm per logical replica, dropout."""
+    """A convolution, BatchNorm per logical replica, and dropout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
@@ -310,7 +310,7 @@ MODELS: dict[str, Callable[[int], dict[str, Cell]]] = {
 
 
 def make_strategy(devices: str, replicas: int, group: bool) -> Any:
-    """`devices`: a number, or "reversed" for all of them from the last to the first."""
+    """`devices` is a number, or "reversed" for all devices in reverse order."""
     if group:
         return MultiWorkerMirroredStrategy(replicas=replicas, devices=int(devices))
     chosen = list(reversed(jax.devices())) if devices == "reversed" else int(devices)

@@ -1,4 +1,4 @@
-"""The models and optimizers of the matrix on PyTorch: small, and written as a user would write them."""
+"""Small models and the optimizers of the matrix on PyTorch, written as a user would write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import torch
 import torch.nn.functional as F
-from distribute_keras import keras_model, keras_optimizer
+from matrix_keras import keras_model, keras_optimizer
 from torch import nn
 
 from perdure.distribute import LossScale
@@ -28,7 +28,7 @@ SEED = 1
 
 
 class Cell(NamedTuple):
-    """What `strategy.step` takes, and the state that it starts from."""
+    """The arguments of `strategy.step`, and the function that makes the first state."""
 
     init: Callable[[], Any]
     grad: Callable[..., Any]
@@ -46,7 +46,7 @@ def optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule(step: int) -> float:
-    """Warm-up and cosine decay, from the integer step."""
+    """Warm-up and cosine decay as a function of the integer step."""
     return 1e-4 * (step + 1) if step < 2 else 2e-3 * (1 + math.cos(math.pi * step / 10)) / 2
 
 
@@ -73,8 +73,8 @@ def cell(
         x = (batch["x"].float() / 255).to(dtype)
         with torch.autocast("cpu", torch.float16, enabled=scaled):
             logits = state["model"].train()(x)
-        each = F.cross_entropy(logits.float(), batch["y"], reduction="none")
-        loss = (each * batch["weight"]).sum()
+        per_example = F.cross_entropy(logits.float(), batch["y"], reduction="none")
+        loss = (per_example * batch["weight"]).sum()
         scale = state["loss_scale"].scale if scaled else 1
         grads = gradients(loss * scale, state["model"])
         return {"grads": grads, "loss": loss, "weight": batch["weight"].sum()}
@@ -126,7 +126,7 @@ def batchnorm() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """The rows of an image as 28 tokens; two blocks of two heads."""
+    """A transformer on the rows of an image: 28 tokens, two blocks of two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,16 +144,16 @@ class Transformer(nn.Module):
 def keras_cell(name: str, replicas: int) -> Cell:
     def loss(net: Any, state: Any, trainable: Any, batch: Any, key: Any) -> Any:
         logits, statistics = net(state, trainable, (batch["x"].float() / 255)[..., None], key)
-        each = F.cross_entropy(logits, batch["y"], reduction="none")
-        return (each * batch["weight"]).sum(), statistics
+        per_example = F.cross_entropy(logits, batch["y"], reduction="none")
+        return (per_example * batch["weight"]).sum(), statistics
 
     net = Stateless(keras_model(SEED), keras_optimizer(name))
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         trainable = net.trainable(state)
         value, stats = loss(net, state, trainable, batch, key)
-        found = torch.autograd.grad(value, list(trainable.values()))
-        grads = dict(zip(trainable, found, strict=True))
+        gradients = torch.autograd.grad(value, list(trainable.values()))
+        grads = dict(zip(trainable, gradients, strict=True))
         return {"grads": grads, "stats": stats, "loss": value, "weight": batch["weight"].sum()}
 
     def update(state: Any, total: Any) -> Any:
@@ -164,23 +164,23 @@ def keras_cell(name: str, replicas: int) -> Cell:
     return Cell(net.state, grad, update)
 
 
-def each(build: Callable[[], nn.Module], **how: Any) -> dict[str, Cell]:
+def cells_of(build: Callable[[], nn.Module], **how: Any) -> dict[str, Cell]:
     return {name: cell(build, name, **how) for name in OPTIMIZERS}
 
 
 MODELS: dict[str, Callable[[int], dict[str, Cell]]] = {
-    "MLP, dropout": lambda v: each(mlp),
-    "tutorial's CNN": lambda v: each(cnn),
-    "CNN, BatchNorm": lambda v: each(batchnorm),
-    "transformer, clipping, EMA": lambda v: each(Transformer, clip=0.5, ema=0.9),
+    "MLP, dropout": lambda v: cells_of(mlp),
+    "tutorial's CNN": lambda v: cells_of(cnn),
+    "CNN, BatchNorm": lambda v: cells_of(batchnorm),
+    "transformer, clipping, EMA": lambda v: cells_of(Transformer, clip=0.5, ema=0.9),
     "Keras": lambda v: {name: keras_cell(name, v) for name in OPTIMIZERS},
-    "torch module, bfloat16": lambda v: each(mlp, dtype=torch.bfloat16),
-    "MLP, float16": lambda v: each(mlp, scaled=True),
+    "torch module, bfloat16": lambda v: cells_of(mlp, dtype=torch.bfloat16),
+    "MLP, float16": lambda v: cells_of(mlp, scaled=True),
 }
 
 
 def make_strategy(devices: str, replicas: int, group: bool) -> Any:
-    """`devices`: how many of them, each a thread."""
+    """`devices` is the number of devices, each of which is a thread."""
     if group:
         return MultiWorkerMirroredStrategy(replicas=replicas, devices=int(devices))
     return MirroredStrategy(int(devices), replicas)

@@ -1,4 +1,4 @@
-"""One process of one topology: trains every cell, tells the fingerprint of each as a JSON line.
+"""One process of one topology: trains every cell and prints the fingerprint of each as a JSON line.
 
 Many cells share a process, because starting one costs more than training a small model.
 """
@@ -11,33 +11,20 @@ import os
 from importlib import import_module
 from typing import Any
 
-import numpy as np
+from training_case import FIRST, REPLICAS, STEPS, dataset
 
-from perdure.data import ArrayDataset
 from perdure.state import flatten
 from perdure.store import MemoryStorage, Run
 
-REPLICAS = 8
-BATCH = 32
-FIRST = 2
-STEPS = 3
-
-
-def dataset(batch: int = BATCH) -> ArrayDataset:
-    """Noise as images. The last of the 5 batches of an epoch is padded, and is trained on."""
-    rng = np.random.default_rng(7)
-    x = rng.integers(0, 256, (4 * batch + 9, 28, 28), dtype=np.uint8)
-    return ArrayDataset({"x": x, "y": rng.integers(0, 10, len(x))}, batch, seed=3)
-
 
 def fingerprint(state: Any) -> str:
-    """That of a checkpoint of the state."""
+    """The fingerprint of a checkpoint of the state."""
     with Run(MemoryStorage(), create=True) as run:
         return run.save(0, flatten(state)).fingerprint[:12]
 
 
 def train(strategy: Any, cell: Any, data: Any = None) -> str:
-    """A few steps, the first of them in the middle of an epoch."""
+    """Train a few steps, starting in the middle of an epoch; return the fingerprint."""
     state, train_step = cell.init(), strategy.step(cell.grad, cell.update)
     logs: Any = {}
     data = data or dataset()
@@ -58,7 +45,7 @@ def main() -> None:
     parser.add_argument("--optimizers", help="a part of the optimizers, by comma")
     parser.add_argument("--half", type=int, choices=(0, 1), help="every second model")
     options = parser.parse_args()
-    engine = import_module(f"distribute_{options.engine}")
+    engine = import_module(f"matrix_{options.engine}")
     group = "TF_CONFIG" in os.environ
     strategies = {
         devices: engine.make_strategy(devices, REPLICAS, group)
@@ -70,8 +57,8 @@ def main() -> None:
         cells = engine.MODELS[model](REPLICAS)
         for name in optimizers:
             for devices, strategy in strategies.items():
-                found = train(strategy, cells[name])
-                tell(event="cell", model=model, optimizer=name, devices=devices, fingerprint=found)
+                digest = train(strategy, cells[name])
+                tell(event="cell", model=model, optimizer=name, devices=devices, fingerprint=digest)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Keras model of the matrix and its optimizers: the same on both backends."""
+"""The Keras model of the matrix and its optimizers, the same on both backends."""
 
 from __future__ import annotations
 

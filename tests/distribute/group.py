@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from perdure.ports import free_ports
 
 HERE = Path(__file__).parent
 LIMIT_S = 480
@@ -17,9 +18,8 @@ _OTHER_TOPOLOGY = ("TF_CONFIG", "XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that the kernel gives to nobody else before the group listens on it, seconds later."""
+    return free_ports(1)[0]
 
 
 def launch(

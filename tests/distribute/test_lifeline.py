@@ -99,8 +99,10 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     assert gone.empty()
     chief.leaving()
     assert gone.get(timeout=LIMIT_S) == 0
-    other.stop()
-    chief.stop()
+    late, late_gone = made(2, board)
+    assert late_gone.get(timeout=LIMIT_S) == 0
+    for process in (late, other, chief):
+        process.stop()
 
 
 def test_a_process_that_looked_too_early_is_reported() -> None:

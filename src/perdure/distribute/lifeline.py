@@ -121,8 +121,10 @@ class Lifeline:
                     connection: Any = key.fileobj
                     if connection is self._woken:
                         self._woken.recv(1)
-                        for member in () if self._stopping.is_set() else members:
-                            _send(member, 0)
+                        if not self._stopping.is_set():
+                            self._gone.add(0)  # for members whose hello has not been read yet
+                            for member in members:
+                                _send(member, 0)
                         continue
                     if connection is listener:
                         with suppress(OSError):

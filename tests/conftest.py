@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,10 @@ from hypothesis import settings
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The size of XLA's thread pool decides bits of convolutions, and follows the machine if not pinned.
 os.environ["PJRT_NPROC"] = "8"
+# Else each of some 300 processes that the tests start would compile the whole of perdure again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A thread of PyTorch that waits for others waits without computing. This changes no result.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A cluster that the surrounding job belongs to is not the one that a test describes.
 os.environ.pop("TF_CONFIG", None)
 
@@ -61,3 +67,15 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """S3 as moto speaks it, one server for all tests of this process.
+
+    moto is a test dependency, so that it is never left out.
+    """
+    from object_stores import moto_server
+
+    with moto_server() as server:
+        yield server

@@ -20,7 +20,7 @@ import pytest
 from mirror_cases import Story, manifest_first
 
 from http_proxy import Request, proxy_to
-from object_stores import ObjectServer, moto_server
+from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.pruning import execute_prune, plan_prune
@@ -763,12 +763,6 @@ manager.wait_until_finished()
 print("committed", flush=True)
 manager.close()
 """
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import pytest
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_slices_and_wholes_have_one_total(engine: str, processes: int) -> None:
-    found: list[Any] = group.results("exchange_worker.py", processes, "--engine", engine)
+    found: list[Any] = group.results(
+        "exchange_worker.py", processes, "--engine", engine, forked=engine
+    )
     expected = found[0]["expected"]
     for own in found:
         assert own["moved"] == {"wholes": ["gather"], "slices": ["scatter", "gather"]}

@@ -17,7 +17,8 @@ from perdure.state.framework_group import FrameworkGroup
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: str) -> None:
-    found = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
+    options = ("--engine", engine, "--directory", str(tmp_path))
+    found = results("existing_worker.py", 2, *options, forked=engine)
     assert [each["place"] for each in found] == [[0, 2, True], [1, 2, False]]
     for process, each in enumerate(found):
         assert each["same"]

@@ -67,7 +67,7 @@ def test_negative_control_agrees_where_its_guard_is_not_needed(alone: Any, contr
 
 
 def test_a_lost_worker_is_named_and_nothing_hangs() -> None:
-    survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3")
+    survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3", forked="jax")
     assert victim[0] == -9, "the fault did not fire"
     assert survivor[0] == 0, survivor[2][-4000:]
     assert "Save nothing" in survivor[1]["lost"]

@@ -186,7 +186,8 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
 )
 def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim: str) -> None:
     """The time limit of an operation is 600 s, so that `launch` would fail before."""
-    ended = launch("lost_worker.py", 2, "--group", own, "--how", how, "--victim", victim)
+    options = ("--group", own, "--how", how, "--victim", victim)
+    ended = launch("lost_worker.py", 2, *options, forked="torch")
     _, answer, err = ended[1 - int(victim)]
     assert answer is not None, err
     assert answer["error"] == "WorkerLostError"

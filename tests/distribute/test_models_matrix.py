@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from perdure.supervise import WorkerGroup
+from forked import TOPOLOGY, run_forked
+from perdure.ports import free_ports
+from perdure.supervise.worker_environment import tf_config
 
 WORKER = Path(__file__).parents[2] / "proofs" / "distribute_worker.py"
 
@@ -24,13 +27,23 @@ def fingerprints(engine: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     models = ";".join(MODELS[engine])
     for processes, devices in TOPOLOGIES[engine]:
-        command = [sys.executable, "-W", "error", str(WORKER), "--engine", engine]
-        command += ["--devices", devices, "--models", models, "--optimizers", "adamw"]
-        environment = {"JAX_NUM_CPU_DEVICES": "1", "KERAS_BACKEND": engine}
-        with WorkerGroup(command, processes, environment) as group:
-            for _, event in group.events():
-                found[event["model"]].append(event["fingerprint"])
-            group.require(group.wait(), [0])
+        options = ["--engine", engine, "--devices", devices]
+        options += ["--models", models, "--optimizers", "adamw"]
+        common = {name: value for name, value in os.environ.items() if name not in TOPOLOGY}
+        common |= {"JAX_NUM_CPU_DEVICES": "1"}
+        ports = free_ports(processes)
+        environments = [
+            common | ({"TF_CONFIG": tf_config(ports, index)} if processes > 1 else {})
+            for index in range(processes)
+        ]
+        for status, out, err in run_forked(
+            f"keras-{engine}", WORKER, [options] * processes, environments
+        ):
+            assert status == 0, err
+            for line in out.splitlines():
+                if line.startswith("{"):  # Gloo writes there too
+                    event = json.loads(line)
+                    found[event["model"]].append(event["fingerprint"])
     return found
 
 

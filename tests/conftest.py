@@ -79,3 +79,17 @@ def s3() -> Iterator[Any]:
 
     with moto_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables by which JAX keeps its compiled programs for later processes of this test run.
+
+    For tests of anything but compilation. A limit of the size makes JAX lock the directory, so that no
+    process reads what another one has written half.
+    """
+    from perdure.supervise.cache import cache_variables
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return {**cache_variables(base / "compiled"), "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32)}

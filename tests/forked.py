@@ -17,7 +17,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from json import JSONDecoder
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 480
 TOPOLOGY = ("TF_CONFIG", "XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
@@ -76,6 +78,15 @@ def run_forked(
             (status, _text(out), _text(err))
             for status, (out, err) in zip(statuses, outputs, strict=True)
         ]
+
+
+def events(out: str) -> list[Any]:
+    """The JSON objects in the output of a program, one a line at most.
+
+    Gloo writes to standard output too, and may leave text without an end of line before an object.
+    """
+    lines = [line[line.find("{") :] for line in out.splitlines() if "{" in line]
+    return [JSONDecoder().raw_decode(line)[0] for line in lines]
 
 
 def _text(path: Path) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from forked import LIMIT_S, TOPOLOGY, Ended, run_forked
+from forked import LIMIT_S, TOPOLOGY, Ended, events, run_forked
 from perdure.ports import free_ports
 
 HERE = Path(__file__).parent
@@ -64,9 +63,8 @@ def _run(program: Path, arguments: list[list[str]], environ: dict[str, str]) -> 
 
 
 def _answer(out: str) -> Any:
-    # Gloo writes to stdout too.
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else None
+    found = events(out)
+    return found[-1] if found else None
 
 
 def results(*args: Any, **kwargs: Any) -> list[Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from forked import TOPOLOGY, run_forked
+from forked import TOPOLOGY, events, run_forked
 from perdure.ports import free_ports
 from perdure.supervise.worker_environment import tf_config
 
@@ -23,14 +22,14 @@ MODELS = {
 }
 
 
-def fingerprints(engine: str) -> dict[str, list[str]]:
+def fingerprints(engine: str, compiled: dict[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     models = ";".join(MODELS[engine])
     for processes, devices in TOPOLOGIES[engine]:
         options = ["--engine", engine, "--devices", devices]
         options += ["--models", models, "--optimizers", "adamw"]
         common = {name: value for name, value in os.environ.items() if name not in TOPOLOGY}
-        common |= {"JAX_NUM_CPU_DEVICES": "1"}
+        common |= {"JAX_NUM_CPU_DEVICES": "1", **compiled}
         ports = free_ports(processes)
         environments = [
             common | ({"TF_CONFIG": tf_config(ports, index)} if processes > 1 else {})
@@ -40,16 +39,14 @@ def fingerprints(engine: str) -> dict[str, list[str]]:
             f"keras-{engine}", WORKER, [options] * processes, environments
         ):
             assert status == 0, err
-            for line in out.splitlines():
-                if line.startswith("{"):  # Gloo writes there too
-                    event = json.loads(line)
-                    found[event["model"]].append(event["fingerprint"])
+            for event in events(out):
+                found[event["model"]].append(event["fingerprint"])
     return found
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_one_fingerprint_for_each_model(engine: str) -> None:
-    found = fingerprints(engine)
+def test_one_fingerprint_for_each_model(engine: str, compiled: dict[str, str]) -> None:
+    found = fingerprints(engine, compiled)
     cases = sum(processes * len(d.split(",")) for processes, d in TOPOLOGIES[engine])
     assert {model: len(prints) for model, prints in found.items()} == dict.fromkeys(
         MODELS[engine], cases

@@ -48,6 +48,15 @@ open(os.environ["REQUEUED"], "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(compiled: dict[str, str]) -> Iterator[None]:
+    """All runs of this file train the same network."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in compiled.items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The fingerprint of one process that nothing happens to."""

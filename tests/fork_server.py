@@ -43,6 +43,8 @@ def become(worker: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # Keras imports TensorFlow for its own checks if it can, which takes longer than most programs.
+    sys.modules["tensorflow"] = None  # type: ignore[assignment]
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()

@@ -129,7 +129,7 @@ def test_an_optimizer_of_keras(engine: str) -> None:
         1,
         *("--engine", engine),
         env={"JAX_NUM_CPU_DEVICES": "4"},
-        forked=engine.removeprefix("keras-"),
+        forked=engine,
     )
     assert len({alone[devices]["weights"] for devices in ("1", "2", "4")}) == 1
     assert alone["1"]["iterations"] == optimizer_worker.STEPS

@@ -14,15 +14,28 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 
+def configure_jax(environment: Mapping[str, str]) -> None:
+    """Set the options that these variables name, which JAX reads only while it is imported."""
+    config = sys.modules["jax"].config
+    for name, text in environment.items():
+        if (option := name.lower()) in config.values:
+            kind = type(config.values[option])
+            config.update(option, kind(text) if kind in (int, float) else text)
+
+
 def become(worker: dict[str, Any]) -> None:
     """Run the program of a forked worker in this process."""
+    before = dict(os.environ)
     os.environ.clear()
     os.environ.update(worker["environment"])
+    if "jax" in sys.modules:
+        configure_jax({name: os.environ[name] for name in os.environ if name not in before})
     for number, (path, flags) in enumerate(
         (
             (os.devnull, os.O_RDONLY),
@@ -31,9 +44,6 @@ def become(worker: dict[str, Any]) -> None:
         )
     ):
         os.dup2(os.open(path, flags), number)
-    if "jax" in sys.modules and (devices := os.environ.get("JAX_NUM_CPU_DEVICES")):
-        # JAX reads the variable while it is imported.
-        sys.modules["jax"].config.update("jax_num_cpu_devices", int(devices))
     program = Path(worker["program"])
     sys.argv = [str(program), *worker["arguments"]]
     sys.path[0] = str(program.parent)

@@ -12,12 +12,17 @@ DEVICES = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Any:
+def alone(compiled: dict[str, str]) -> Any:
+    """One process with 8 devices; its strategies share what is compiled for one and the same device.
+
+    The processes of `pair` compile everything themselves, and have to come to the same bits.
+    """
     (out,) = group.results(
         "jax_worker.py",
         1,
         *("--devices", ",".join(map(str, DEVICES)), "--controls", "1,2,4"),
-        env={"JAX_NUM_CPU_DEVICES": "8"},
+        env={"JAX_NUM_CPU_DEVICES": "8", **compiled},
+        forked="jax",
     )
     return out
 

@@ -13,10 +13,7 @@ DEVICES = (1, 2, 3, 4, 8)
 
 @pytest.fixture(scope="module")
 def alone(compiled: dict[str, str]) -> Any:
-    """One process with 8 devices; its strategies share what is compiled for one and the same device.
-
-    The processes of `pair` compile everything themselves, and have to come to the same bits.
-    """
+    """One process with 8 devices; its strategies share what is compiled for one and the same device."""
     (out,) = group.results(
         "jax_worker.py",
         1,
@@ -28,8 +25,15 @@ def alone(compiled: dict[str, str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
-    return group.results("jax_worker.py", 2, "--devices", "1,2", env={"JAX_NUM_CPU_DEVICES": "2"})
+def pair(compiled: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two interpreters of their own, which use nothing that the process of `alone` has compiled."""
+    directory = tmp_path_factory.mktemp("compiled")
+    return group.results(
+        "jax_worker.py",
+        2,
+        *("--devices", "1,2"),
+        env={"JAX_NUM_CPU_DEVICES": "2", **compiled, "JAX_COMPILATION_CACHE_DIR": str(directory)},
+    )
 
 
 @pytest.mark.parametrize("devices", DEVICES)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,10 @@ from hypothesis import settings
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The size of XLA's thread pool decides bits of convolutions, and follows the machine if not pinned.
 os.environ["PJRT_NPROC"] = "8"
+# Else each of some 300 processes that the tests start would compile the whole of perdure again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A thread of PyTorch that waits for others waits without computing. This changes no result.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A cluster that the surrounding job belongs to is not the one that a test describes.
 os.environ.pop("TF_CONFIG", None)
 
@@ -31,14 +37,14 @@ LONGEST_FIRST = (
     "fit/test_fit_backends.py",
     "test_docs.py",
     "test_examples.py",
-    "distribute/test_models_matrix.py",
-    "drill/test_drill.py",
     "distribute/test_torch_invariance.py",
+    "distribute/test_models_matrix.py",
     "launch/test_launchers.py",
-    "distribute/test_exchange.py",
+    "drill/test_drill.py",
     "distribute/test_jax_generated.py",
-    "distribute/test_optimizer_in_run.py",
     "state/test_keras_state.py",
+    "distribute/test_optimizer_in_run.py",
+    "distribute/test_exchange.py",
     "distribute/test_surface.py",
     "checkpoint/test_random_walk.py",
     "store/test_machine.py",
@@ -61,3 +67,29 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """S3 as moto speaks it, one server for all tests of this process.
+
+    moto is a test dependency, so that it is never left out.
+    """
+    from object_stores import moto_server
+
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables by which JAX keeps its compiled programs for later processes of this test run.
+
+    For tests of anything but compilation. A limit of the size makes JAX lock the directory, so that no
+    process reads what another one has written half.
+    """
+    from perdure.supervise.cache import cache_variables
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return {**cache_variables(base / "compiled"), "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32)}

@@ -34,8 +34,10 @@ SHELL = {"bash", "console", "sh", "shell"}
 FENCE = re.compile(r"^\s*(?P<fence>`{3,}|~{3,})\s*(?P<language>\w*)")
 NOT_RUN = re.compile(r"^\s*<!--\s*not run:(?P<reason>.*)-->\s*$")
 
+# Keras would import TensorFlow for its own checks, which takes longer than the blocks.
 RUNNER = """
 import json, sys
+sys.modules["tensorflow"] = None
 scope = sys.modules["__main__"].__dict__
 path, blocks = json.load(sys.stdin)
 for line, code in blocks:

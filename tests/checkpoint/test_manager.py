@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,26 @@ def test_an_interrupted_wait_does_not_lose_the_save(monkeypatch: pytest.MonkeyPa
     go.set()
     background.wait()
     assert not background.busy
+
+
+def test_a_job_that_has_ended_is_not_kept() -> None:
+    """Its saver, which nobody else may have, would keep the lock of the run for a moment longer."""
+    background, may_end, kept = Background(), threading.Event(), []
+
+    class Job:
+        def __call__(self) -> None:
+            assert may_end.wait(60)
+
+    job = Job()
+    reference = weakref.ref(job)
+    background.submit(job)
+    del job
+    # Called by the thread itself as soon as the result is known.
+    future: Any = background._job
+    future.add_done_callback(lambda _: kept.append(reference()))
+    may_end.set()
+    background.wait()
+    assert kept == [None]
 
 
 LEAVES = """

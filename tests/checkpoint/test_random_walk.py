@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
 
-from object_stores import ObjectServer, moto_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with moto_server() as running:
-        yield running
+from object_stores import ObjectServer
 
 
 def together(walk_once: Callable[[int], Counter[str]], seeds: range) -> Counter[str]:
@@ -35,8 +28,8 @@ def test_random_walks_in_memory_lose_nothing() -> None:
     assert min(seen[act] for act in (*ACTS, "undone", "repair", "crash in rollback")) > 0, seen
 
 
-def test_random_walks_in_a_bucket_lose_nothing(server: ObjectServer) -> None:
-    seen = together(lambda seed: walk_in_bucket(server, seed), range(2000, 2003))
+def test_random_walks_in_a_bucket_lose_nothing(s3: ObjectServer) -> None:
+    seen = together(lambda seed: walk_in_bucket(s3, seed), range(2000, 2003))
     assert min(seen[act] for act in ("save", "locked")) > 0, seen
 
 

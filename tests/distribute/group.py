@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-LIMIT_S = 480
+from forked import LIMIT_S, TOPOLOGY, Ended, events, run_forked
+from perdure.ports import free_ports
 
-_OTHER_TOPOLOGY = ("TF_CONFIG", "XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+HERE = Path(__file__).parent
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that the kernel gives to nobody else before the group listens on it, seconds later."""
+    return free_ports(1)[0]
 
 
 def launch(
-    worker: str, processes: int, *args: str, env: dict[str, str] | None = None
+    worker: str,
+    processes: int,
+    *args: str,
+    env: dict[str, str] | None = None,
+    forked: str | None = None,
 ) -> list[tuple[int, Any, str]]:
-    """(exit status, JSON of the last line or None, stderr) of every process of one group."""
-    environ = {k: v for k, v in os.environ.items() if k not in _OTHER_TOPOLOGY} | (env or {})
-    coordinator = f"127.0.0.1:{free_port()}"
+    """(exit status, JSON of the last line or None, stderr) of every process of one group.
+
+    The processes are new interpreters, or forks of one that has imported the engine `forked`.
+    """
+    environ = {k: v for k, v in os.environ.items() if k not in TOPOLOGY} | (env or {})
+    group = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
+    arguments = [[*group, "--process", str(process), *args] for process in range(processes)]
+    if forked is None:
+        ended = _run(HERE / worker, arguments, environ)
+    else:
+        ended = run_forked(forked, HERE / worker, arguments, [environ] * processes)
+    return [(status, _answer(out), err) for status, out, err in ended]
+
+
+def _run(program: Path, arguments: list[list[str]], environ: dict[str, str]) -> list[Ended]:
     group = [
         subprocess.Popen(
-            [
-                *(sys.executable, "-W", "error", str(HERE / worker), "--coordinator", coordinator),
-                *("--processes", str(processes), "--process", str(process), *args),
-            ],
+            [sys.executable, "-W", "error", str(program), *words],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for process in range(processes)
+        for words in arguments
     ]
     try:
         outputs = [process.communicate(timeout=LIMIT_S) for process in group]
@@ -48,15 +58,13 @@ def launch(
             process.kill()
             process.communicate()
     return [
-        (process.returncode, _answer(out), err)
-        for process, (out, err) in zip(group, outputs, strict=True)
+        (process.returncode, out, err) for process, (out, err) in zip(group, outputs, strict=True)
     ]
 
 
 def _answer(out: str) -> Any:
-    # Gloo writes to stdout too.
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else None
+    found = events(out)
+    return found[-1] if found else None
 
 
 def results(*args: Any, **kwargs: Any) -> list[Any]:

@@ -11,7 +11,9 @@ import pytest
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_both_exchanges_give_one_total(engine: str, processes: int) -> None:
-    reports: list[Any] = group.results("exchange_worker.py", processes, "--engine", engine)
+    reports: list[Any] = group.results(
+        "exchange_worker.py", processes, "--engine", engine, forked=engine
+    )
     expected = reports[0]["expected"]
     for report in reports:
         assert report["moved"] == {"wholes": ["gather"], "slices": ["scatter", "gather"]}

@@ -17,7 +17,8 @@ from perdure.framework_group import FrameworkGroup
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: str) -> None:
-    reports = results("existing_worker.py", 2, "--engine", engine, "--directory", str(tmp_path))
+    options = ("--engine", engine, "--directory", str(tmp_path))
+    reports = results("existing_worker.py", 2, *options, forked=engine)
     assert [report["place"] for report in reports] == [[0, 2, True], [1, 2, False]]
     for process, report in enumerate(reports):
         assert report["same"]

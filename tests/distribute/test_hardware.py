@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from forked import run_forked
 from perdure import ArrayDataset
 from perdure.distribute.hardware import instruction_set, settings
 from perdure.distribute.jax.flags import FLAG, ask_for_determinism, check_determinism
@@ -213,14 +213,14 @@ if hasattr(torch.backends, "fp32_precision"):
 """
 
 
-def test_both_families_of_precision_settings_are_in_the_recipe() -> None:
+def test_both_families_of_precision_settings_are_in_the_recipe(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    done = subprocess.run(
-        [sys.executable, "-c", PRECISIONS], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    program = tmp_path / "precisions.py"
+    program.write_text(PRECISIONS)
+    ((status, out, err),) = run_forked("torch", program, [[]], [os.environ])
+    assert status == 0, err
     if hasattr(torch.backends, "fp32_precision"):
-        assert done.stdout == "the older name raises\n"
+        assert out == "the older name raises\n"
 
 
 def test_the_recipe_of_jax_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,28 @@ DEVICES = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Any:
+def alone(compiled: dict[str, str]) -> Any:
+    """One process with 8 devices; its strategies share what is compiled for one and the same device."""
     (out,) = group.results(
         "jax_worker.py",
         1,
         *("--devices", ",".join(map(str, DEVICES)), "--controls", "1,2,4"),
-        env={"JAX_NUM_CPU_DEVICES": "8"},
+        env={"JAX_NUM_CPU_DEVICES": "8", **compiled},
+        forked="jax",
     )
     return out
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
-    return group.results("jax_worker.py", 2, "--devices", "1,2", env={"JAX_NUM_CPU_DEVICES": "2"})
+def pair(compiled: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two interpreters of their own, which use nothing that the process of `alone` has compiled."""
+    directory = tmp_path_factory.mktemp("compiled")
+    return group.results(
+        "jax_worker.py",
+        2,
+        *("--devices", "1,2"),
+        env={"JAX_NUM_CPU_DEVICES": "2", **compiled, "JAX_COMPILATION_CACHE_DIR": str(directory)},
+    )
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -67,7 +76,7 @@ def test_negative_controls_on_one_device_are_the_real_thing(alone: Any, control:
 
 
 def test_a_lost_worker_is_reported_and_nothing_hangs() -> None:
-    survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3")
+    survivor, victim = group.launch("jax_worker.py", 2, "--die-at", "3", forked="jax")
     assert victim[0] == -9, "the fault did not fire"
     assert survivor[0] == 0, survivor[2][-4000:]
     assert "Save nothing" in survivor[1]["lost"]

@@ -25,7 +25,7 @@ from perdure.torch import MirroredStrategy
 @pytest.fixture(scope="module")
 def report() -> Any:
     (out,) = group.results(
-        "leaves_worker.py", 1, env={"JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "8"}
+        "leaves_worker.py", 1, env={"JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "8"}, forked="jax"
     )
     return out
 

@@ -187,7 +187,8 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
 )
 def test_a_wait_for_a_lost_torch_process_ends(origin: str, how: str, victim: str) -> None:
     """`launch` has a shorter limit than the 600 s of an operation, so a wait would fail the test."""
-    ended = launch("lost_worker.py", 2, "--group", origin, "--how", how, "--victim", victim)
+    options = ("--group", origin, "--how", how, "--victim", victim)
+    ended = launch("lost_worker.py", 2, *options, forked="torch")
     _, answer, err = ended[1 - int(victim)]
     assert answer is not None, err
     assert answer["error"] == "WorkerLostError"

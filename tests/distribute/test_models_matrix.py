@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from perdure.supervise import WorkerGroup
+from forked import TOPOLOGY, events, run_forked
+from perdure.ports import free_ports
+from perdure.supervise.worker_environment import tf_config
 
 WORKER = Path(__file__).parent / "matrix_worker.py"
 
@@ -20,23 +22,31 @@ MODELS = {
 }
 
 
-def fingerprints(engine: str) -> dict[str, list[str]]:
+def fingerprints(engine: str, compiled: dict[str, str]) -> dict[str, list[str]]:
     by_model: dict[str, list[str]] = defaultdict(list)
     models = ";".join(MODELS[engine])
     for processes, devices in TOPOLOGIES[engine]:
-        command = [sys.executable, "-W", "error", str(WORKER), "--engine", engine]
-        command += ["--devices", devices, "--models", models, "--optimizers", "adamw"]
-        environment = {"JAX_NUM_CPU_DEVICES": "1", "KERAS_BACKEND": engine}
-        with WorkerGroup(command, processes, environment) as group:
-            for _, event in group.events():
+        options = ["--engine", engine, "--devices", devices]
+        options += ["--models", models, "--optimizers", "adamw"]
+        common = {name: value for name, value in os.environ.items() if name not in TOPOLOGY}
+        common |= {"JAX_NUM_CPU_DEVICES": "1", **compiled}
+        ports = free_ports(processes)
+        environments = [
+            common | ({"TF_CONFIG": tf_config(ports, index)} if processes > 1 else {})
+            for index in range(processes)
+        ]
+        for status, out, err in run_forked(
+            f"keras-{engine}", WORKER, [options] * processes, environments
+        ):
+            assert status == 0, err
+            for event in events(out):
                 by_model[event["model"]].append(event["fingerprint"])
-            group.require(group.wait(), [0])
     return by_model
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_one_fingerprint_for_each_model(engine: str) -> None:
-    by_model = fingerprints(engine)
+def test_one_fingerprint_for_each_model(engine: str, compiled: dict[str, str]) -> None:
+    by_model = fingerprints(engine, compiled)
     cases = sum(processes * len(d.split(",")) for processes, d in TOPOLOGIES[engine])
     assert {model: len(prints) for model, prints in by_model.items()} == dict.fromkeys(
         MODELS[engine], cases

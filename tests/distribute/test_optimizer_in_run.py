@@ -117,7 +117,7 @@ def test_one_replica_equals_the_loop_without_a_strategy(name: str) -> None:
 
 def test_two_optimizers_on_one_process_and_two() -> None:
     alone = [optimizer_worker.with_torch(MirroredStrategy(d, V)) for d in (1, 2, 4)]
-    pair = group.results("optimizer_worker.py", 2, "--engine", "torch")
+    pair = group.results("optimizer_worker.py", 2, "--engine", "torch", forked="torch")
     assert [*alone, *pair] == [alone[0]] * 5
     assert optimizer_worker.with_torch(MirroredStrategy(1, 1)) != alone[0]
 
@@ -125,7 +125,11 @@ def test_two_optimizers_on_one_process_and_two() -> None:
 @pytest.mark.parametrize("engine", ["keras-torch", "keras-jax"])
 def test_an_optimizer_of_keras(engine: str) -> None:
     (alone,) = group.results(
-        "optimizer_worker.py", 1, "--engine", engine, env={"JAX_NUM_CPU_DEVICES": "4"}
+        "optimizer_worker.py",
+        1,
+        *("--engine", engine),
+        env={"JAX_NUM_CPU_DEVICES": "4"},
+        forked=engine,
     )
     assert len({alone[devices]["weights"] for devices in ("1", "2", "4")}) == 1
     assert alone["1"]["iterations"] == optimizer_worker.STEPS

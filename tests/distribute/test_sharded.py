@@ -14,7 +14,7 @@ from perdure.store import Run
 def worker(processes: int, devices: int, directory: Path, action: str) -> list[dict]:
     arguments = ("--directory", str(directory), "--action", action)
     env = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    return results("sharded_worker.py", processes, *arguments, env=env)
+    return results("sharded_worker.py", processes, *arguments, env=env, forked="jax")
 
 
 def test_shards_of_two_processes_are_restored_in_three_and_without_jax(tmp_path: Path) -> None:

@@ -26,7 +26,11 @@ def test_one_process_and_two_give_the_same_results(engine: str, leaf: str) -> No
     """JAX has 2 devices in each of the two: 1, 2, 1 and 2 replicas."""
     _, alone = surface_worker.ENGINES[engine](None)
     first, last = group.results(
-        "surface_worker.py", 2, "--engine", engine, env={"JAX_NUM_CPU_DEVICES": "2"}
+        "surface_worker.py",
+        2,
+        *("--engine", engine),
+        env={"JAX_NUM_CPU_DEVICES": "2"},
+        forked=engine,
     )
     expected = {name: alone[name] for name in SAME}
     for process in (first, last):

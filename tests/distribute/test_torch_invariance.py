@@ -26,7 +26,9 @@ def test_any_number_of_processes_has_the_digest_of_one(groups: Any, count: int, 
 def threads() -> Any:
     """Results by (processes, devices of each)."""
     return {
-        (processes, devices): group.results("torch_worker.py", processes, "--devices", str(devices))
+        (processes, devices): group.results(
+            "torch_worker.py", processes, "--devices", str(devices), forked="torch"
+        )
         for processes, devices in ((1, 3), (2, 2))
     }
 
@@ -62,7 +64,7 @@ def test_negative_controls_on_one_process_are_the_real_thing(groups: Any, contro
 
 
 def test_a_lost_worker_is_reported_and_nothing_hangs() -> None:
-    survivor, victim = group.launch("torch_worker.py", 2, "--die-at", "3")
+    survivor, victim = group.launch("torch_worker.py", 2, "--die-at", "3", forked="torch")
     assert victim[0] == -9, "the fault did not fire"
     assert survivor[0] == 0, survivor[2][-4000:]
     assert "Save nothing" in survivor[1]["lost"]

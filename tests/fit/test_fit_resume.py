@@ -484,7 +484,7 @@ def test_a_damaged_backup_is_skipped(whole: End, tmp_path: Path) -> None:
         train(tmp_path / "run", (2, 1), save_freq=3)
     last = newest(tmp_path / "run")
     older = Run(tmp_path / "run").steps()[-2]
-    pack = max((tmp_path / "run").rglob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
+    pack = max((tmp_path / "run").rglob("*.pack"), key=lambda path: path.name)
     damaged = bytearray(pack.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     pack.write_bytes(damaged)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import yaml
 
 from perdure import EXIT_PREEMPTED
 from perdure.distribute.cluster.schedulers import from_kubernetes
+from perdure.ports import free_ports
 from perdure.store import Run
 from perdure.testing import check_run
 
@@ -46,6 +46,15 @@ SCONTROL = """
 import os, sys
 open(os.environ["REQUEUED"], "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(compiled: dict[str, str]) -> Iterator[None]:
+    """All runs of this file train the same network."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in compiled.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +95,8 @@ def _executable(path: Path, command: list[str]) -> None:
 
 def _attempt(job: Path, number: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """The batch script, as Slurm starts it for the attempt of this number."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    slurm = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(port)}
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}
+    slurm["JAX_COORDINATOR_PORT"] = str(free_ports(1)[0])
     if number:
         slurm["SLURM_RESTART_COUNT"] = str(number)
     variables = [f"{name}={value}" for name, value in slurm.items()]

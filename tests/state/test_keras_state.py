@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forked import run_forked
 
 BACKENDS = ("jax", "torch")
 
@@ -35,16 +35,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("keras")
     by_backend = {}
     for backend in BACKENDS:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", str(Path(__file__).parent / "keras_worker.py"), where],
-            env={**os.environ, "KERAS_BACKEND": backend},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
+        program = Path(__file__).with_name("keras_worker.py")
+        environment = {**os.environ, "KERAS_BACKEND": backend}
+        ((status, out, err),) = run_forked(
+            f"keras-{backend}", program, [[str(where)]], [environment]
         )
-        assert done.returncode == 0, done.stderr[-4000:]
-        by_backend[backend] = json.loads(done.stdout.splitlines()[-1])
+        assert status == 0, err[-4000:]
+        by_backend[backend] = json.loads(out.splitlines()[-1])
         assert by_backend[backend]["backend"] == backend
     return by_backend
 

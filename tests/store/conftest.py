@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from object_stores import ObjectServer, ServerUnavailable, azurite_server, moto_server
+from object_stores import ObjectServer, ServerUnavailable, azurite_server
 from perdure.store import MemoryStorage
 
 
@@ -15,13 +15,6 @@ from perdure.store import MemoryStorage
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | MemoryStorage:
     """The place of a new run: a directory, or memory."""
     return tmp_path / "run" if request.param == "local" else MemoryStorage()
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[ObjectServer]:
-    """S3 as served by moto, a test dependency, so these tests are never skipped."""
-    with moto_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

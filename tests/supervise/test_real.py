@@ -95,10 +95,10 @@ def test_the_cache_is_set_only_where_it_changes_no_bits(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_may_have_cut_off_is_not_kept(tmp_path: Path) -> None:
-    for name, age in (("jit_f-1-cache", 60), ("jit_f-2-cache", 0), ("notes", 0)):
+    for name, age in (("jit_f-1-cache", 600), ("jit_f-2-cache", 0), ("notes", 0)):
         (tmp_path / name).touch()
         when = (tmp_path / name).stat().st_mtime - age
         os.utime(tmp_path / name, (when, when))
-    drop_recent(tmp_path)
+    drop_recent(tmp_path, seconds=300)
     assert {path.name for path in tmp_path.iterdir()} == {"jit_f-1-cache", "notes"}
     drop_recent(tmp_path / "none")

@@ -33,7 +33,10 @@ class Background:
     def submit(self, job: Callable[[], None]) -> None:
         """Start `job` after the one before it; raises the error of that one."""
         self.wait()
-        self._job = self._pool.submit(job)
+        # The thread of a pool refers to its job for a moment after the result is known. Nothing that
+        # the job refers to (a saver that nobody else has, and its lock) may live that long.
+        jobs = [job]
+        self._job = self._pool.submit(lambda: jobs.pop()())
 
     def wait(self) -> None:
         """Wait for the job under way; raises its error, once."""

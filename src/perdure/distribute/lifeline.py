@@ -122,7 +122,7 @@ class Lifeline:
                     if connection is self._woken:
                         self._woken.recv(1)
                         if not self._stopping.is_set():
-                            self._gone.add(0)  # who connects from now on hears of it too
+                            self._gone.add(0)  # for members whose hello has not been read yet
                             for member in members:
                                 _send(member, 0)
                         continue

@@ -161,6 +161,7 @@ def test_the_manager_applies_metric_hours_and_pins(tmp_path: Path) -> None:
         for step, loss in losses.items():
             now[0] += 1500
             manager.save(step, state(step), {"loss": loss, "accuracy": np.float32(step)})
+            manager.wait_until_finished()  # it reads the clock
             if step == 2:
                 manager.pin(2)
         manager.wait_until_finished()

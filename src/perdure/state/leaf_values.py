@@ -115,9 +115,9 @@ def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
         UnsupportedLeafError: the dtype or the class of the array cannot be restored exactly.
     """
     _check_array_type(array)
+    name = _dtype_name(array.dtype)  # refuses what has no exact form
     data, is_copy = array_bytes(array)
-    frozen = is_copy or isinstance(array, np.generic)
-    return Leaf(_dtype_name(array.dtype), array.shape, data, frozen)
+    return Leaf(name, array.shape, data, is_copy or isinstance(array, np.generic))
 
 
 def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, bool]:

@@ -6,6 +6,7 @@ ends bit-identical to a run on one.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -79,3 +80,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'perdure' has no attribute {name!r}")
+
+
+if "PERDURE_HEARTBEAT_FILE" in os.environ:  # under `perdure run` this import is the first heartbeat
+    import_module("perdure.heartbeats")

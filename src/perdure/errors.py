@@ -24,7 +24,8 @@ PerdureError
 ├── LaunchError                   a run cannot be started or watched as asked
 ├── DataError                     a dataset cannot be read or addressed
 ├── TrainError                    the training loop cannot do what it was asked for
-└── ArgumentError                 an argument has a value that cannot be used; also a ValueError
+├── ArgumentError                 an argument has a value that cannot be used; also a ValueError
+└── MissingExtraError             a package of an extra is not installed; also a ModuleNotFoundError
 """
 
 from __future__ import annotations
@@ -131,3 +132,17 @@ class TrainError(PerdureError):
 
 class ArgumentError(PerdureError, ValueError):
     """An argument has a value that cannot be used."""
+
+
+class MissingExtraError(PerdureError, ModuleNotFoundError):
+    """A package that an extra of perdure brings is not installed."""
+
+
+def missing_extra(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What to raise in place of `error`: the same with the extra to install."""
+    if (error.name or "perdure").partition(".")[0] == "perdure":
+        return error
+    return MissingExtraError(
+        f"{error.name} is not installed. Install the extra: pip install 'perdure[{extra}]'.",
+        name=error.name,
+    )

@@ -3,8 +3,8 @@
 The file named by PERDURE_HEARTBEAT_FILE holds one line of JSON of a fixed length, which one system call
 overwrites in place (about 2 µs). Without the variable a beat costs one comparison. Times are of the
 machine's monotonic clock, which all its processes share and which a change of the date does not move.
-Invariant: one process writes. The first that imports this module takes the variable out of its
-environment, so that no data worker that it starts overwrites the beats of the loop.
+Invariant: one process writes. The first that imports perdure owns the file until it ends; a child
+leaves it alone, unless it alone reports steps, and a parent takes it from a child that was earlier.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
@@ -67,6 +68,8 @@ def heartbeat(step: int, phase: str = "step") -> None:
 
 def beat(phase: str, step: int | None = None) -> None:
     """`heartbeat` for perdure itself: `phase` is not checked, and `step` may be unknown."""
+    if _owned_elsewhere is not None and step is not None:
+        _claim_for_steps(_owned_elsewhere)
     if _writer is not None:
         _writer.beat(phase, step)
     for listener in listeners:
@@ -81,15 +84,36 @@ def saving(step: int | None) -> None:
 
 
 def open_file() -> None:
-    """Write to the file that the environment names now, from its beginning."""
-    global _writer
-    path = os.environ.pop(VARIABLE, None)
-    _writer = None
+    """Own the file that the environment names now, unless a process that is no child of ours does."""
+    global _writer, _owned_elsewhere
+    _writer, _owned_elsewhere = None, None
+    path = os.environ.get(VARIABLE)
     if path:
         try:
-            _writer = _Writer(path)
+            if _may_own(path):
+                _writer = _Writer(path)
+            else:
+                _owned_elsewhere = path
         except OSError as error:
             _warn_unwritable(path, error)
+
+
+def _claim_for_steps(path: str) -> None:
+    """Own the file at the first step, if its owner (a launcher, say) has reported none so far."""
+    global _writer, _owned_elsewhere
+    _owned_elsewhere = None
+    with suppress(OSError, ValueError):
+        owner = read(path)
+        if owner is None or owner.step is None or _may_own(path):
+            _writer = _Writer(path)
+
+
+def release() -> None:
+    """Leave the file to another process: this one does not train."""
+    global _writer
+    if _writer is not None:
+        _writer.remove()
+        _writer = None
 
 
 def read(path: str) -> Beat | None:
@@ -109,16 +133,28 @@ class _Writer:
     """Writes the beats of the process that trains."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._pid = os.getpid()
+        # A new file under the name: an owner that is displaced keeps writing to the old one.
+        self._new = f"{path}.{self._pid}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._new, flags, 0o600)
         self._phase = "start"
         self._step: int | None = None
         self._start: int | None = None
         self._first: float | None = None
         self._first_step: int | None = None
         self.saving: int | None = None
-        self._path: str | None = path
+        self._path = path
+        self._warned = False
         self.write()
+        os.replace(self._new, path)
+
+    def remove(self) -> None:
+        """Remove the file if it is still ours."""
+        os.close(self._file)
+        with suppress(OSError):
+            if (owner := read(self._path)) is not None and owner.pid == self._pid:
+                os.unlink(self._path)
 
     def beat(self, phase: str, step: int | None) -> None:
         if step is not None:
@@ -144,9 +180,40 @@ class _Writer:
         try:
             os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
         except OSError as error:  # a full memory, for instance, must not end the training
-            if self._path is not None:
-                path, self._path = self._path, None
-                _warn_unwritable(path, error)
+            if not self._warned:
+                self._warned = True
+                _warn_unwritable(self._path, error)
+
+
+def _may_own(path: str) -> bool:
+    """Whether the file has no owner, or one that has ended or was started by this process."""
+    with suppress(ValueError):  # an owner that could not write its first beat
+        owner = read(path)
+        if owner is not None and owner.pid != os.getpid():
+            return _has_ended(owner.pid) or os.getpid() in _ancestors(owner.pid)
+    return True
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] == "Z"
+    except OSError:
+        return True
+
+
+def _ancestors(pid: int) -> list[int]:
+    pids: list[int] = []
+    with suppress(OSError):
+        while pid > 1:
+            pid = int(_stat(pid)[1])
+            pids.append(pid)
+    return pids
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on, from proc_pid_stat(5); the name before them may hold anything."""
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def _warn_unwritable(path: str, error: OSError) -> None:
@@ -163,12 +230,13 @@ def _text(number: int | None) -> str:
 
 def _forget() -> None:
     """A forked child does not train."""
-    global _writer
-    _writer = None
+    global _writer, _owned_elsewhere
+    _writer, _owned_elsewhere = None, None
     listeners.clear()
 
 
 _writer: _Writer | None = None
+_owned_elsewhere: str | None = None
 listeners: list[Callable[[str, int | None], None]] = []
 """Called at every beat; empty outside of `perdure drill`."""
 

@@ -16,11 +16,16 @@ from perdure.distribute import (
     metrics,
     scale_regularization_loss,
 )
-from perdure.distribute.jax.strategies import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-)
+from perdure.errors import missing_extra
+
+try:
+    from perdure.distribute.jax.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+    )
+except ModuleNotFoundError as error:
+    raise missing_extra("jax", error) from error
 
 __all__ = [
     "AutoShardPolicy",

@@ -6,6 +6,11 @@
 Inside the package this module is `perdure.ray`; `import ray` still means the framework.
 """
 
-from perdure.distribute.jax.ray_backend import JaxConfig
+from perdure.errors import missing_extra
+
+try:
+    from perdure.distribute.jax.ray_backend import JaxConfig
+except ModuleNotFoundError as error:
+    raise missing_extra("ray", error) from error
 
 __all__ = ["JaxConfig"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from perdure.checkpoint import PerRank
 from perdure.distribute import (
     AutoShardPolicy,
@@ -24,12 +22,18 @@ from perdure.distribute import (
     metrics,
     scale_regularization_loss,
 )
-from perdure.distribute.torch.strategies import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-)
-from perdure.errors import StateError
+from perdure.errors import StateError, missing_extra
+
+try:
+    import torch
+
+    from perdure.distribute.torch.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+    )
+except ModuleNotFoundError as error:
+    raise missing_extra("torch", error) from error
 
 __all__ = [
     "AutoShardPolicy",

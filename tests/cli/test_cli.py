@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,55 @@ def test_a_newer_format_is_a_problem(run: Path) -> None:
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     assert perdure(*arguments).exit_code == 2
+
+
+# ---------------------------------------------------------------- hostile and long values
+
+
+def test_show_and_ls_print_no_raw_escapes_and_cut_long_values(tmp_path: Path) -> None:
+    title = "\x1b]0;owned\x07"
+    state = {f"w{title}": 1, "note": "x" * 10_000, "red": f"\x1b[31m{title}\r\n"}
+    recipe = {"replicas": 8, "engine": f"jax{title}", "dataset": "y" * 10_000}
+    with CheckpointManager(tmp_path, recipe=recipe) as manager:
+        manager.save(1, state, {f"loss{title}": 1.0})
+    for command in ("show", "ls"):
+        output = perdure(command, tmp_path).output
+        assert "\x1b" not in output
+        assert "\x07" not in output
+        assert max(map(len, output.splitlines())) < 600
+    output = perdure("show", tmp_path).output
+    assert "\\x1b[31m\\x1b]0;owned\\x07\\r\\n" in output  # visible, in one line
+    assert "x" * 100 in output
+    assert "... (10004 characters)" in output
+    # JSON has all of it, in the escapes of JSON.
+    document = json.loads(perdure("show", tmp_path, "--json").output)
+    assert document["recipe"]["dataset"] == "y" * 10_000
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    """In one process, which sees none of the packages."""
+    code = """
+import sys
+for name in ("jax", "torch", "keras", "ray", "obstore"):
+    sys.modules[name] = None
+import perdure
+from click.testing import CliRunner
+from perdure.cli import main
+def of(module):
+    return lambda: __import__(f"perdure.{module}")
+calls = {module: of(module) for module in ("jax", "torch", "keras", "ray")}
+calls["group"] = lambda: perdure.initialize_distributed("torch")
+for name, call in calls.items():
+    try:
+        call()
+    except ImportError as error:
+        print(name, type(error).__name__, error)
+for arguments in (["demo", "--engine", "torch"], ["ls", "s3://bucket/run"]):
+    print(arguments[0], CliRunner().invoke(main, arguments).output)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = dict(line.split(" ", 1) for line in run.stdout.splitlines() if line)
+    extras = {"jax": "jax", "torch": "torch", "keras": "keras", "ray": "ray", "group": "torch"}
+    for name, extra in {**extras, "demo": "demo,torch", "ls": "cloud"}.items():
+        assert f"pip install 'perdure[{extra}]'" in lines[name], lines[name]
+    assert lines["jax"].startswith("MissingExtraError jax is not installed.")

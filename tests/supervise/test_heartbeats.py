@@ -100,11 +100,108 @@ def test_a_child_that_imports_perdure_does_not_write_over_the_loop(path: str) ->
     before = last(path)
     subprocess.run([sys.executable, "-c", "import perdure.heartbeats"], check=True)
     assert last(path) == before
-    # The control: with the variable, that import is a heartbeat.
-    environment = {**os.environ, heartbeats.VARIABLE: path}
+    # The control: in a file that nobody owns, that import is a heartbeat.
+    free = f"{path}-free"
+    environment = {**os.environ, heartbeats.VARIABLE: free}
     line = [sys.executable, "-c", "import perdure.heartbeats"]
     subprocess.run(line, check=True, env=environment)
-    assert (last(path).phase, last(path).step) == ("start", None)
+    assert (last(free).phase, last(free).step) == ("start", None)
+
+
+def test_the_import_of_perdure_alone_is_the_first_heartbeat(path: str) -> None:
+    free = f"{path}-free"
+    code = "import sys, perdure; print('perdure.heartbeats' in sys.modules)"
+    shown = []
+    for environment in ({**os.environ, heartbeats.VARIABLE: free}, _without_variable()):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        shown.append(run.stdout)
+    assert last(free).phase == "start"
+    assert shown == ["True\n", "False\n"]  # without the variable it stays unloaded
+
+
+def _without_variable() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != heartbeats.VARIABLE}
+
+
+OWNERS = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
+PARENT
+child.communicate(b"go on")
+print(os.getpid(), child.pid)
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "parent", "owner", "step"),
+    [
+        # A child that was earlier (a data server) loses the file to the loop, and goes on reporting.
+        (
+            "import perdure as p; p.heartbeat(3); open('ready', 'w'); sys.stdin.read(); p.heartbeat(4)",
+            "while not os.path.exists('ready'): pass\nimport perdure; perdure.heartbeat(7)",
+            "parent",
+            7,
+        ),
+        # A launcher that imports perdure and reports no step leaves the file to the loop it started.
+        (
+            "sys.stdin.read(); import perdure; perdure.heartbeat(3)",
+            "import perdure",
+            "child",
+            3,
+        ),
+        # A child of a loop gets the file neither by its import nor by its steps.
+        (
+            "sys.stdin.read(); import perdure; perdure.heartbeat(3)",
+            "import perdure; perdure.heartbeat(7)",
+            "parent",
+            7,
+        ),
+    ],
+)
+def test_one_process_owns_the_heartbeats(
+    child: str, parent: str, owner: str, step: int, tmp_path: Path
+) -> None:
+    code = OWNERS.replace("PARENT", parent)
+    path = str(tmp_path / "beats")
+    run = subprocess.run(
+        [sys.executable, "-c", code, f"import sys; {child}"],
+        env={**os.environ, heartbeats.VARIABLE: path},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    pids = dict(zip(("parent", "child"), map(int, run.stdout.split()), strict=True))
+    assert (last(path).pid, last(path).step) == (pids[owner], step)
+
+
+def test_a_program_that_is_run_again_in_its_process_keeps_its_heartbeats(tmp_path: Path) -> None:
+    """As some programs do, to set a variable that the loader reads."""
+    code = (
+        "import os, sys, perdure\n"
+        "if len(sys.argv) < 2: os.execv(sys.executable, [sys.executable, __file__, 'again'])\n"
+        "perdure.heartbeat(5)"
+    )
+    (tmp_path / "program.py").write_text(code)
+    path = str(tmp_path / "beats")
+    environment = {**os.environ, heartbeats.VARIABLE: path}
+    subprocess.run([sys.executable, tmp_path / "program.py"], env=environment, check=True)
+    assert last(path).step == 5
+
+
+def test_a_command_of_perdure_leaves_the_heartbeats_to_the_program(tmp_path: Path) -> None:
+    path = str(tmp_path / "beats")
+    environment = {**os.environ, heartbeats.VARIABLE: path}
+    command = [sys.executable, "-m", "perdure.cli", "ls", str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "expected a run directory" in run.stderr
+    assert read(path) is None
 
 
 def test_a_heartbeat_that_cannot_be_written_is_told_once_and_ends_nothing(

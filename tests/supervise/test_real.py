@@ -17,12 +17,18 @@ from perdure.supervise import RunOptions, Supervisor
 from perdure.supervise.cache import default_cache, drop_recent
 
 LOOP = """
-import os, signal, sys
+import json, os, signal, sys
 import jax
 import jax.numpy as jnp
 import perdure
 processes = perdure.initialize_distributed()
 assert jax.process_count() == int(os.environ.get("WORLD_SIZE", "1")) == processes.count
+if processes.index == 0 and processes.count > 1:
+    # The group's port is open to this machine alone.
+    port = int(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].rpartition(":")[2])
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+    listening = [s[1] for s in sockets if s[3] == "0A" and s[1].endswith(f":{port:04X}")]
+    assert len(listening) == 1 and listening[0].endswith(f"0100007F:{port:04X}"), listening
 step = jax.jit(lambda w, n: w * 0.9 + jnp.sin(n + w))
 with perdure.CheckpointManager(sys.argv[1], save_interval_steps=2, processes=processes) as manager:
     state, start = manager.restore_or_initialize(lambda: {"w": jnp.arange(4.0)})

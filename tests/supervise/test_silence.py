@@ -8,17 +8,20 @@ import pytest
 
 from perdure.heartbeats import Beat
 from perdure.supervise.options import Limits
-from perdure.supervise.silence import BUSY, BUSY_BEFORE_FIRST_STEP, DEFAULT_S, WINDOW_S, Silence
+from perdure.supervise.silence import BUSY, DEFAULT_S, WINDOW_S, Silence
 
 
 class Process:
     """A worker that computes at a constant share of one core."""
 
-    def __init__(self, share: float) -> None:
-        self.share, self.now = share, 0.0
+    def __init__(self, share: float, accelerated: bool = False) -> None:
+        self.share, self.now, self.accelerated = share, 0.0, accelerated
 
     def cpu_seconds(self) -> float:
         return self.share * self.now
+
+    def uses_accelerator(self) -> bool:
+        return self.accelerated
 
 
 def beat(time: float, phase: str = "step", step: int | None = None, pid: int = 1) -> Beat:
@@ -67,12 +70,40 @@ def test_a_beat_of_another_process_measures_nothing() -> None:
 
 
 def test_a_worker_that_computes_gets_several_limits() -> None:
-    silence, worker = Silence(Limits()), Process(1.0)
-    limit = DEFAULT_S["compile"]
-    assert hung_at(silence, worker, beat(0, "compile", 0)) == BUSY_BEFORE_FIRST_STEP * limit + 1
+    worker = Process(1.0)
     after_steps = Silence(Limits())
     after_steps.heard(worker, beat(0, step=1), beat(1, step=2))
     assert hung_at(after_steps, worker, beat(1, step=2)) == BUSY * DEFAULT_S["step"] + 1
+
+
+def test_a_first_step_has_no_limit_while_the_worker_computes() -> None:
+    """Nothing says how long a step is: the first epoch may take a day."""
+    day = 86400.0
+    for worker in (Process(1.0), Process(0.0, accelerated=True)):
+        assert hung_at(Silence(Limits()), worker, beat(0, "compile", 0), day) == math.inf
+    # The control: neither computes nor waits for a device that may; and a limit that was given holds.
+    idle, limit = Process(0.0), DEFAULT_S["compile"]
+    assert hung_at(Silence(Limits()), idle, beat(0, "compile", 0), day) == limit + 1 + WINDOW_S
+    assert hung_at(Silence(Limits(compile=60)), Process(1.0), beat(0, "compile", 0)) == 61
+
+
+def test_a_busy_pause_may_last_as_long_as_the_training_before_it() -> None:
+    silence, worker = Silence(Limits()), Process(1.0)
+    for step in range(100):
+        silence.heard(worker, beat(60.0 * step, step=step), beat(60.0 * (step + 1), step=step + 1))
+    assert silence.limit("step") == DEFAULT_S["step"]
+    assert hung_at(silence, worker, beat(6000, step=100)) == 6000 + 1
+    # The control: after a short training the limit is that of a worker that computes.
+    short = Silence(Limits())
+    short.heard(worker, beat(0, step=1), beat(60, step=2))
+    assert hung_at(short, worker, beat(60, step=2)) == BUSY * DEFAULT_S["step"] + 1
+
+
+def test_a_later_run_of_the_program_knows_its_silences() -> None:
+    first, second = Silence(Limits()), Silence(Limits())
+    first.heard(Process(0.0), beat(0, step=1), beat(5000, step=2))
+    second.learn(first.longest)
+    assert second.limit("step") == first.limit("step") == 10000
 
 
 def test_after_a_kill_the_same_place_gets_more_time() -> None:

@@ -5,11 +5,9 @@ The workers are small programs without a framework; test_real.py has one with.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised import HOLDS, Full, LoopObserver, Run, cli, environment, gone, held, loop, pids
 
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
@@ -28,7 +27,6 @@ from perdure.supervise import (
     Limits,
     Observer,
     RunOptions,
-    Summary,
     Supervisor,
     attempt,
     silence,
@@ -38,29 +36,6 @@ from perdure.supervise.console import Console
 from perdure.supervise.orphan_reaper import MARK, marked
 from perdure.supervise.worker import Worker
 
-# A loop of 20 steps that goes on where the file of its worker says. `fault(step)` is each test's own.
-LOOP = """
-import json, os, signal, subprocess, sys
-from pathlib import Path
-from perdure import heartbeat
-ATTEMPT, RANK = int(os.environ["PERDURE_ATTEMPT"]), os.environ["RANK"]
-done = Path(f"step-{RANK}")
-start = int(done.read_text()) if done.exists() else 0
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-def hold():
-    signal.pause()
-def await_observer():
-    signal.sigwait({signal.SIGUSR1})
-FAULT
-heartbeat(start, "compile")
-for step in range(start + 1, 21):
-    fault(step)
-    heartbeat(step)
-    if step % 5 == 0:  # replaced whole: a signal may end the program in the middle of a write
-        Path(f"{done}.new").write_text(str(step))
-        os.replace(f"{done}.new", done)
-heartbeat(20, "end")
-"""
 KILL = """
 def fault(step):
     if ATTEMPT == 1 and step == 8:
@@ -70,55 +45,12 @@ def fault(step):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 """
-NOTHING = "def fault(step): pass"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-class LoopObserver(Observer):
-    """An observer that also acts whenever the supervisor has waited, because it is its clock."""
-
-    def __init__(self) -> None:
-        self.workers_started: list[Worker] = []
-
-    def started(self, worker: Worker) -> None:
-        self.workers_started.append(worker)
-
-    def clock(self) -> float:
-        self.look()
-        return time.monotonic()
-
-    def look(self) -> None: ...
-
-
-class Run:
-    """What a run came to, and what it printed."""
-
-    def __init__(self, code: str, observer: Observer | None = None, **options: Any) -> None:
-        clock = observer.clock if isinstance(observer, LoopObserver) else time.monotonic
-        self.out, self.err = io.StringIO(), io.StringIO()
-        chosen = RunOptions(**{"log_directory": Path("logs"), "poll": 0.01, **options})
-        self.supervisor = Supervisor(
-            [sys.executable, "-c", code],
-            chosen,
-            console=Console(self.out, self.err),
-            observer=observer,
-            clock=clock,
-        )
-        self.summary: Summary = self.supervisor.run()
-        assert marked(self.supervisor._mark) == []
-
-    @property
-    def kinds(self) -> list[str]:
-        return [each.kind for each in self.summary.attempts]
-
-
-def loop(fault: str) -> str:
-    return LOOP.replace("FAULT", fault)
 
 
 # ---------------------------------------------------------------- what workers are told
@@ -181,7 +113,8 @@ def test_a_killed_worker_ends_the_others_and_all_start_again() -> None:
     assert run.summary.goodput is not None
     assert 0 < run.summary.goodput < 1
     assert sorted(path.name for path in Path("logs").iterdir()) == [
-        f"attempt-{attempt}-worker-{worker}.log" for attempt in (1, 2) for worker in (0, 1)
+        *(f"attempt-{attempt}-worker-{worker}.log" for attempt in (1, 2) for worker in (0, 1)),
+        "record.jsonl",
     ]
     assert "attempt 1 ended: worker 1: SIGKILL; starting again" in run.err.getvalue()
     document = run.summary.document()
@@ -311,7 +244,6 @@ def test_a_loop_that_computes_between_two_heartbeats_is_not_killed(
     # Long enough that a busy machine lets a process that computes have its share in it.
     monkeypatch.setattr(silence, "WINDOW_S", 0.5)
     monkeypatch.setattr(silence, "BUSY", 1e6)
-    monkeypatch.setattr(silence, "BUSY_BEFORE_FIRST_STEP", 1e6)
     # An epoch without a heartbeat: 1 s of work, which is more than the limit and a window.
     work = """
 import time
@@ -363,12 +295,6 @@ def fault(step):
 """
 
 
-def environment(worker: Worker) -> dict[str, str]:
-    """The variables that a worker was started with."""
-    text = Path(f"/proc/{worker.pid}/environ").read_bytes().decode()
-    return {name: value for name, _, value in (part.partition("=") for part in text.split("\0"))}
-
-
 class Marks(Observer):
     """How many processes of the run there are when a worker is about to die, and afterwards."""
 
@@ -396,56 +322,12 @@ def test_children_that_left_their_session_are_ended_with_their_attempt() -> None
     assert run.summary.left_behind == 0
 
 
-def cli(*arguments: str, code: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "perdure.cli", "run", *arguments, "--"]
-    return subprocess.Popen(
-        [*command, sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
-
-
-HOLDS = """
-import os, signal, subprocess, sys
-STOP
-child = subprocess.Popen(["setsid", "sleep", "1000"])
-print("pids", os.environ["PERDURE_HEARTBEAT_FILE"], os.getpid(), child.pid, flush=True)
-while True:
-    signal.pause()
-"""
-
-
-def pids(run: subprocess.Popen[str]) -> list[int]:
-    return held(run)[1]
-
-
-def held(run: subprocess.Popen[str]) -> tuple[Path, list[int]]:
-    """Where the heartbeats of the run lie, and its worker and the worker's child."""
-    assert run.stdout is not None
-    *_, heartbeat, worker, child = run.stdout.readline().split()
-    return Path(heartbeat).parent, [int(worker), int(child)]
-
-
 def reaper_of(run: subprocess.Popen[str]) -> int:
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     (found,) = (
         p for p in children if b"orphan_reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()
     )
     return int(found)
-
-
-def gone(pid: int, seconds: float = 20) -> bool:
-    """Whether a process is gone within the time; waits for its end, and not for the clock."""
-    try:
-        file = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([file], [], [], seconds)[0])
-    finally:
-        os.close(file)
 
 
 def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> None:
@@ -468,8 +350,11 @@ def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> 
     [
         (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
         (signal.SIGHUP, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
+        # Ctrl-C asks for the same as SIGTERM too, but a program without a handler gets it as it is.
+        (signal.SIGINT, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
         (signal.SIGTERM, "", 143),
         (signal.SIGINT, "", 130),
+        (signal.SIGINT, "signal.signal(signal.SIGINT, lambda *_: sys.exit(75))", 75),
     ],
 )
 def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
@@ -487,6 +372,50 @@ def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
     # The end of a terminal asks for the same as SIGTERM.
     asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
     assert asked.name in err
+
+
+def test_a_second_signal_kills_the_workers() -> None:
+    run = cli(code=HOLDS.replace("STOP", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
+    found = pids(run)
+    # The worker ignores SIGTERM, so that it is sent no SIGINT only if it counts as one that handles it.
+    run.send_signal(signal.SIGTERM)
+    assert run.stderr is not None
+    asked = run.stderr.readline()
+    assert "SIGTERM: the workers are asked to save and exit, within 60 s" in asked
+    assert not any(gone(pid, 0) for pid in found)
+    run.send_signal(signal.SIGINT)
+    run.communicate()
+    assert run.returncode == 128 + signal.SIGKILL
+    assert all(gone(pid) for pid in found)
+
+
+def test_workers_that_cannot_save_without_one_that_failed_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Asks(LoopObserver):
+        fired = 0
+
+        def look(self) -> None:
+            reached = [w for w in self.workers_started if w.beat and w.beat.step == 7]
+            if len(reached) == 2 and not self.fired:
+                self.fired += 1
+                self.supervisor._signal = signal.SIGTERM
+
+    monkeypatch.setattr(attempt, "FAILED_EXIT_S", 0.1)
+    fault = """
+if RANK == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def fault(step):
+    if step == 8:
+        hold()
+"""
+    asks = Asks()
+    run = Run(loop(fault), asks, workers=2, grace=1000)
+    assert asks.fired == 1
+    assert run.kinds == ["ended"]
+    assert run.summary.attempts[0].cause == (
+        "workers [0] were asked to exit and still ran 0.1 s later (worker 1: SIGTERM)"
+    )
 
 
 # ---------------------------------------------------------------- warm workers
@@ -713,16 +642,6 @@ def test_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------- what is printed, and kept
 
 
-class Full(io.StringIO):
-    """A disk without room."""
-
-    tries = 0
-
-    def write(self, _: str) -> int:
-        self.tries += 1
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_an_output_that_cannot_be_written_to_ends_no_training() -> None:
     full, err = Full(), io.StringIO()
     code = "print('one'); print('two')"
@@ -768,7 +687,7 @@ def test_every_worker_is_closed_also_where_one_cannot_be() -> None:
     with pytest.raises(RuntimeError, match="no line"):
         Supervisor(command, options, console=Breaks(), observer=Kept()).run()
     assert len(made) == 2
-    assert all(worker._file.closed and worker.status == -signal.SIGKILL for worker in made)
+    assert all(worker._log._file is None and worker.status == -signal.SIGKILL for worker in made)
 
 
 def test_a_second_run_keeps_the_logs_of_the_first() -> None:
@@ -842,6 +761,16 @@ def test_wrong_usage_of_the_command(arguments: tuple[str, ...], message: str) ->
     result = CliRunner().invoke(main, ["run", *arguments, "--", "true"])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_options_after_the_program_belong_to_it() -> None:
+    code = "import sys; print(sys.argv[1:])"
+    command = [sys.executable, "-m", "perdure.cli", "run", "--log-dir", "logs", sys.executable]
+    arguments = ["-c", code, "--workers", "7", "--log-dir", "mine", "--", "--json", "-x"]
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert run.stdout == "[0] ['--workers', '7', '--log-dir', 'mine', '--', '--json', '-x']\n"
+    assert Path("logs").is_dir()
+    assert not Path("mine").exists()
 
 
 def test_fields_that_may_differ_are_passed_on() -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, SupportsFloat
 
 from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
+from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
@@ -63,7 +64,8 @@ class CheckpointManager(RunQueries):
         processes: The group, `strategy.processes`; None for a single process.
 
     Attributes:
-        preemption: The flag that SIGTERM sets, for loops that need more than `reached_preemption`.
+        preemption: The flag that SIGTERM (or another of `ManagerOptions.preemption_signals`) sets, for
+            loops that need more than `reached_preemption`.
 
     Raises:
         ArgumentError: An argument has a value that cannot be used.
@@ -99,7 +101,9 @@ class CheckpointManager(RunQueries):
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
         self._entered = False
-        self.preemption = PreemptionFlag(describe=partial(_newest, run))
+        self.preemption = PreemptionFlag(
+            describe=partial(_newest, run), signals=options.preemption_signals
+        )
         self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)
@@ -283,8 +287,8 @@ class CheckpointManager(RunQueries):
     def reached_preemption(self, step: int) -> bool:
         """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
 
-        The first call takes over SIGTERM: from then on the signal no longer ends the process, and
-        the loop has to, by `save_and_exit`.
+        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): from then on the
+        signal no longer ends the process, and the loop has to, by `save_and_exit`.
         """
         beat("step", step_number(step))
         self.preemption.install()
@@ -429,7 +433,13 @@ class CheckpointManager(RunQueries):
         self._entered = True
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if self._processes.count == 1 and not self._closed and self.preemption.explains(error):
+            self._exit_preempted()
+            report(f"a data worker ended by the signal that preempts the run. {_newest(self._run)}")
+            self.preemption.exit_process()
         self.close()
 
     @exclusive

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
 
@@ -41,9 +42,12 @@ class ManagerOptions:
             They are not part of the fingerprint. Turn this off for a manager that only reads the
             checkpoints of another run.
         mirror_wait: Seconds that `close` waits at most for the mirror.
+        preemption_signals: Names of the signals that ask for a save: "SIGTERM", "SIGINT" (Ctrl-C; a
+            second one raises `KeyboardInterrupt`) and "SIGUSR1" (which Slurm can be told to send).
 
     Raises:
-        ArgumentError: `mirror_wait` is negative or NaN.
+        ArgumentError: `mirror_wait` is negative or NaN, or `preemption_signals` names none or another
+            signal.
         StoreError: `on_error` is neither of the two.
     """
 
@@ -53,11 +57,18 @@ class ManagerOptions:
     clock: Callable[[], float] = time.time
     save_random_state: bool = True
     mirror_wait: float = 300.0
+    preemption_signals: tuple[str, ...] = ("SIGTERM",)
 
     def __post_init__(self) -> None:
         if not self.mirror_wait >= 0:
             raise ArgumentError(
                 f"mirror_wait: expected at least 0 seconds, found {self.mirror_wait}."
+            )
+        names = self.preemption_signals
+        if isinstance(names, str) or not names or not set(names) <= set(SIGNALS):
+            raise ArgumentError(
+                f"preemption_signals: expected a tuple with one or more of {', '.join(SIGNALS)}, found "
+                f"{names!r}."
             )
         if self.on_error not in ("raise", "continue"):
             raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")

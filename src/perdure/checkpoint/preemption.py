@@ -1,7 +1,8 @@
 """`PreemptionFlag`: SIGTERM, or a notice of the cloud, as a flag that the training loop asks for.
 
 Invariant: the signal handler sets the flag and nothing else, except while the loop waits for data in
-`interruptible`; only the first notice counts.
+`interruptible`; only the first notice counts. A signal to a whole process group also kills the data
+workers; their end raises nothing in the middle of a step once the notice has come.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +25,12 @@ EXIT_PREEMPTED = 75
 
 POLL_S = 1.0
 """Seconds between two questions to a termination watcher, as in TensorFlow."""
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+"""Signals that can ask for a save."""
+
+NOTICE_WAIT_S = 0.2
+"""Seconds for a signal to a whole group to arrive here, after it has killed a data worker."""
 
 R = TypeVar("R")
 InScope = Callable[[FrameType | None], bool]
@@ -72,14 +80,16 @@ class PreemptionFlag:
         config: TerminationConfig | None = None,
         describe: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
+        signals: Sequence[str] = ("SIGTERM",),
     ) -> None:
+        self._signals = [signal.Signals[name] for name in signals]
         self.grace = GracePeriod(None, describe, clock)
         self.config = config or TerminationConfig()
         self._raised = False
         self._interruptible = False
         self._in_scope: InScope | None = None
-        self._installed = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}  # the former handlers while ours are installed
+        self._previous_child: Any = None
         self._pid = 0
         self._stop: threading.Event | None = None
 
@@ -119,20 +129,21 @@ class PreemptionFlag:
             self._interruptible = False
 
     def install(self, in_scope: InScope | None = None) -> None:
-        """Take over SIGTERM, and start to watch. May be called often.
+        """Take over the signals, and start to watch. May be called often.
 
         Off the main thread it can only watch.
 
         Args:
             in_scope: For a loop that may end without calling perdure: says whether the frame that the
-                signal interrupts belongs to the loop. If not, SIGTERM gets its old meaning back.
+                signal interrupts belongs to the loop. If not, a signal gets its old meaning back.
         """
         if in_scope is not None:
             self._in_scope = in_scope
-        if not self._installed and _on_main_thread():
-            self._pid = os.getpid()
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-            self._installed = True
+        if _on_main_thread():
+            if not self._previous:
+                self._pid = os.getpid()
+                self._previous = {n: signal.signal(n, self._on_signal) for n in self._signals}
+            self._guard_children()
         needed = self._config.termination_watcher_fn or self._config.grace_period
         if needed and self._stop is None:
             self._stop = threading.Event()
@@ -142,14 +153,17 @@ class PreemptionFlag:
             thread.start()
 
     def remove(self) -> None:
-        """Give the signal back to its former handler, and stop watching."""
+        """Give the signals back to their former handlers, and stop watching."""
         self._stop_watching()
         self._stop = None
-        if self._installed and _on_main_thread():
-            # getsignal gives None for a handler that was not set from Python, and nothing can set that
-            # one again. Ours must not stay: it would pass the signal on to itself for ever.
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-            self._installed = False
+        if self._previous and _on_main_thread():
+            for number, handler in self._previous.items():
+                # getsignal gives None for a handler that was not set from Python, and nothing can set
+                # that one again. Ours must not stay: it would pass the signal on to itself for ever.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._previous = {}
+            if signal.getsignal(signal.SIGCHLD) == self._on_child:
+                signal.signal(signal.SIGCHLD, self._previous_child)
 
     def abandon(self) -> None:
         """`remove` for an owner that is gone, from any thread.
@@ -159,7 +173,7 @@ class PreemptionFlag:
         """
         self._stop_watching()
         self._in_scope = lambda _frame: False
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+        if any(signal.getsignal(number) == self._on_signal for number in self._signals):
             self.remove()
 
     def poll(self) -> None:
@@ -170,38 +184,69 @@ class PreemptionFlag:
         watcher = self._config.termination_watcher_fn
         if not self._raised and watcher is not None and watcher():
             self.notify()
-            if self._installed:
+            if self._previous:
                 # To the main thread itself, so that the call in which it waits returns.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                signal.pthread_kill(threading.main_thread().ident or 0, self._signals[0])
         self.grace.check()
 
     def exit_process(self) -> NoReturn:
         """End the process: `exit_fn`, or status 75. Later signals do not change the status."""
         self.grace.end()
         self._stop_watching()
-        if self._installed and _on_main_thread():
+        if self._previous and _on_main_thread():
             # Python puts back the default for handlers of its own while it shuts down, and then a
             # second SIGTERM would end a saved run with 143 in place of 75.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._installed = False
+            for number in self._previous:
+                signal.signal(number, signal.SIG_IGN)
+            self._previous = {}
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         raise SystemExit(EXIT_PREEMPTED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked worker: its parent ends it with SIGTERM, and it has nothing to save.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # A forked worker has nothing to save. Its parent ends it with SIGTERM; any other signal
+            # went to the whole group, and the parent still needs the worker to finish its step.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if self._in_scope is not None and not self._in_scope(frame):
             self.remove()
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
+            return
+        former = self._previous.get(number)
+        if number == signal.SIGINT and self._raised and callable(former):
+            former(number, frame)  # whoever presses Ctrl-C twice does not want to wait for the save
             return
         self.notify()
         if self._interruptible:
             self._interruptible = False
             raise Interrupted
+
+    def explains(self, error: BaseException | None) -> bool:
+        """Whether `error` may be the end of a data worker that got the same signal as this process."""
+        return self._raised and (
+            isinstance(error, (BrokenExecutor, EOFError, BrokenPipeError, ConnectionResetError))
+            or (isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"))
+        )
+
+    def _guard_children(self) -> None:
+        """Put `_on_child` before a handler of SIGCHLD, such as that of PyTorch's DataLoader."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler != self._on_child:
+            self._previous_child = handler
+            signal.signal(signal.SIGCHLD, self._on_child)
+
+    def _on_child(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._previous_child(number, frame)
+        except RuntimeError:
+            # It would be raised anywhere in the step that is to be finished and saved.
+            if not self._raised and os.getpid() == self._pid:
+                time.sleep(NOTICE_WAIT_S)  # the handler of the notice runs meanwhile
+            if not self._raised:
+                raise
 
     def _stop_watching(self) -> None:
         if self._stop is not None:

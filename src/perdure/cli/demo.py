@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from perdure.cli.output import document, json_option
 from perdure.demo.phases import GUARDS
+from perdure.errors import missing_extra
 
 
 @click.command("demo")
@@ -60,6 +62,8 @@ def command(
     from perdure.demo.display import DemoReporter
     from perdure.demo.driver import DemoOptions, run_demo
 
+    if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
+        raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=as_json, quiet=as_json)
     examples = len(load_digits(data).train["label"])

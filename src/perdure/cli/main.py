@@ -8,10 +8,22 @@ from typing import Any
 
 import click
 
-from perdure import __version__
+from perdure import __version__, heartbeats
 from perdure.errors import NotARunError, PerdureError, StepNotFoundError
 
-COMMANDS = ("copy", "demo", "drill", "fork", "ls", "prune", "rollback", "run", "show", "verify")
+COMMANDS = (
+    "copy",
+    "demo",
+    "drill",
+    "fork",
+    "ls",
+    "prune",
+    "rollback",
+    "run",
+    "show",
+    "status",
+    "verify",
+)
 
 
 class _Commands(click.Group):
@@ -26,6 +38,8 @@ class _Commands(click.Group):
         return import_module(f"perdure.cli.{cmd_name}").command
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Under `perdure run` a command is no training loop, and a program beside it may be one.
+        heartbeats.release()
         as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)

@@ -11,9 +11,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=str))
 
 
+VALUE_CHARACTERS = 200
+"""A longer value is cut in output for people; --json has all of it."""
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows in aligned columns, with integers aligned to the right."""
-    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    cells = [list(header), *[[printable(str(cell)) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     right = [bool(rows) and isinstance(rows[0][i], int) for i in range(len(header))]
     for row in cells:
@@ -22,6 +26,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
         click.echo(line.rstrip())
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """`text` with escapes in place of characters that a terminal obeys, cut after `most` characters."""
+    cut = ""
+    if most is not None and len(text) > most:
+        cut = f"... ({len(text)} characters)"
+        text = text[:most]
+    return (
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
+    )
 
 
 def document(value: object) -> None:

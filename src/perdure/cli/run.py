@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import click
 from perdure.cli.output import document, json_option
 
 
-@click.command("run", context_settings={"ignore_unknown_options": False})
+# Options after the program belong to the program.
+@click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
 )
@@ -44,7 +46,12 @@ from perdure.cli.output import document, json_option
     help="Seconds to save and exit after a signal.",
 )
 @click.option(
-    "--log-dir", type=click.Path(path_type=Path), help="For one log file per worker and attempt."
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    help="For one log file per worker and attempt, and the record of the run.",
+)
+@click.option(
+    "--timestamps", is_flag=True, help="Begin each line of output and logs with the time."
 )
 @click.option(
     "--compilation-cache",
@@ -75,6 +82,7 @@ def command(
     limits: tuple[str, ...],
     grace: float,
     log_dir: Path | None,
+    timestamps: bool,
     compilation_cache: Path | None,
     warm: tuple[str, ...],
     allow: tuple[str, ...],
@@ -83,12 +91,13 @@ def command(
 ) -> None:
     """Start COMMAND as the workers of a group, watch them, and restart them until they are done.
 
-    The exit status is 0 when all are done, 75 when they saved and exited after SIGTERM, and 1 when
-    they failed too often.
+    All that follows the name of the program belongs to it. The exit status is 0 when all are done, 75
+    when they saved and exited after SIGTERM or Ctrl-C, and 1 when they failed too often.
     """
     from perdure.supervise import Limits, RunOptions, Supervisor
     from perdure.supervise.cache import default_cache
     from perdure.supervise.console import Console
+    from perdure.supervise.record import timestamp
 
     bounds = _elastic(elastic)
     options = RunOptions(
@@ -97,6 +106,7 @@ def command(
         max_restarts=max_restarts,
         elastic=bounds,
         log_directory=log_dir,
+        timestamps=timestamps,
         limits=Limits(**_limits(limits)),
         grace=grace,
         warm=warm,
@@ -107,11 +117,25 @@ def command(
         if str(compilation_cache) == "off"
         else compilation_cache.absolute(),
     )
-    console = Console(out=sys.stderr) if as_json else Console()
+    _open_standard_streams()
+    if os.getpid() == 1:
+        from perdure.supervise.init_process import become_init
+
+        become_init()
+    console = Console(sys.stderr if as_json else None, stamp=timestamp if timestamps else None)
     summary = Supervisor(command, options, console=console).run()
     if as_json:
         document(summary.document())
     ctx.exit(summary.status)
+
+
+def _open_standard_streams() -> None:
+    """Open closed ones to nowhere: a file that is opened later would get their number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _allowed(fields: tuple[str, ...]) -> dict[str, str]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import click
 import msgspec
 
-from perdure.cli.output import document, json_option, run_argument, size_text, table
+from perdure.cli.output import (
+    VALUE_CHARACTERS,
+    document,
+    json_option,
+    printable,
+    run_argument,
+    size_text,
+    table,
+)
 from perdure.errors import StepNotFoundError
 from perdure.store import Leaf, Run
 from perdure.store.format import FORMAT
@@ -33,17 +41,21 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
     click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
     for field, value in sorted(manifest.recipe.items()):
-        click.echo(f"recipe       {field} = {value}")
+        click.echo(f"recipe       {_short(field)} = {_short(value)}")
     for name, metric in sorted(manifest.metrics.items()):
-        click.echo(f"metric       {name} = {'not finite' if metric is None else metric}")
+        click.echo(f"metric       {_short(name)} = {'not finite' if metric is None else metric}")
     click.echo("")
     rows = [
         (
-            leaf.path,
-            Leaf(leaf.dtype, leaf.shape, memoryview((leaf.text or "").encode())).describe(),
+            _short(leaf.path),
+            _short(Leaf(leaf.dtype, leaf.shape, memoryview((leaf.text or "").encode())).describe()),
             size_text(leaf.nbytes),
             leaf.hashes()[0][:16] if leaf.hashes() else "",
         )
         for leaf in manifest.leaves
     ]
     table(("leaf", "value", "size", "first chunk"), rows)
+
+
+def _short(value: object) -> str:
+    return printable(str(value), VALUE_CHARACTERS)

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
-from perdure.errors import ClusterError
+from perdure.errors import ClusterError, missing_extra
 from perdure.process_group import Processes
 
 ENGINES = ("jax", "torch")
@@ -52,4 +52,8 @@ def initialize_distributed(
     if engine not in ENGINES:
         raise ClusterError(f"initialize_distributed: expected 'jax' or 'torch', found {engine!r}")
     cluster = resolve_for(engine, resolver)
-    return import_module(f"perdure.distribute.{engine}.group").initialize(cluster, options)
+    try:
+        group = import_module(f"perdure.distribute.{engine}.group")
+    except ModuleNotFoundError as error:
+        raise missing_extra(engine, error) from error
+    return group.initialize(cluster, options)

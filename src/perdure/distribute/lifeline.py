@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from perdure.distribute.cluster.rendezvous import listen
+from perdure.ports import listen
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
@@ -58,7 +58,7 @@ class Lifeline:
         self._listener: socket.socket | None = None
         self._token = ""
         if index == 0:
-            self._listener = self._kept(listen(0))
+            self._listener = self._kept(listen(0, host))
             self._token = secrets.token_hex(16)
             port = self._listener.getsockname()[1]
             publish(json.dumps({"port": port, "token": self._token}).encode())

@@ -4,8 +4,13 @@
 PyTorch backend; `Stateless` brings a model into a strategy of `perdure.jax` or `perdure.torch`.
 """
 
-from perdure.keras.backup import BackupAndRestore
-from perdure.keras.model_checkpoint import ModelCheckpoint, load_weights
-from perdure.keras.stateless import Stateless
+from perdure.errors import missing_extra
+
+try:
+    from perdure.keras.backup import BackupAndRestore
+    from perdure.keras.model_checkpoint import ModelCheckpoint, load_weights
+    from perdure.keras.stateless import Stateless
+except ModuleNotFoundError as error:
+    raise missing_extra("keras", error) from error
 
 __all__ = ["BackupAndRestore", "ModelCheckpoint", "Stateless", "load_weights"]

@@ -25,6 +25,8 @@ PREEMPTED = 75  # perdure.checkpoint.EXIT_PREEMPTED, without its imports
 STOPPED_CHECK_S = 1.0  # between two checks whether a process is stopped
 # A program that cannot start fails in every worker within about this time.
 COMMON_FAILURE_S = 2.0
+# After a worker has failed in place of saving, the others rarely can save.
+FAILED_EXIT_S = 5.0
 OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
@@ -65,6 +67,7 @@ class Attempt:
         self._checked = -math.inf
         self._noticed = 0.0
         self._deadline: float | None = None
+        self._failed_exit: str = ""
         self._growing = False
 
     def __enter__(self) -> Attempt:
@@ -142,7 +145,7 @@ class Attempt:
             seconds=now - began,
             last_step=newest if end.worker is None else self._steps.get(end.worker, (None,))[0],
             made_progress=end.worker in self._firsts,
-            last_line=end.worker.last_line() if end.worker and end.kind == "failed" else "",
+            last_line=end.worker.last_line() if end.worker else "",
         )
 
     # ---------------------------------------------------------------- watching
@@ -179,7 +182,9 @@ class Attempt:
 
     def _request_exit(self, number: int) -> None:
         for worker in self.workers:
-            worker.send(number)
+            # Ctrl-C asks for a save, which programs make at SIGTERM.
+            is_handled = number == signal.SIGINT and worker.catches(signal.SIGTERM)
+            worker.send(signal.SIGTERM if is_handled else number)
         self._deadline = self._clock() + self._options.grace
 
     # ---------------------------------------------------------------- judging
@@ -199,14 +204,22 @@ class Attempt:
             return self._all_ended(statuses, passed)
         if PREEMPTED in statuses and self._deadline is None:
             self._deadline = self._clock() + self._options.grace
+        if failed and self._deadline is not None and not self._failed_exit:
+            worker, status = failed[0]
+            self._failed_exit = f" (worker {worker.index}: {_describe_status(status or 0)})"
+            self._deadline = min(self._deadline, self._clock() + FAILED_EXIT_S)
         if self._deadline is not None and self._clock() >= self._deadline:
-            name = "ended" if passed is not None else "preempted"
-            late = [w.index for w, s in zip(self.workers, statuses, strict=True) if s is None]
-            return AttemptEnd(
-                "resized" if self._growing else name,
-                f"workers {late} were asked to exit and still ran after {self._options.grace:g} s",
-            )
+            return self._late(statuses, passed)
         return self._find_silent()
+
+    def _late(self, statuses: list[int | None], passed: int | None) -> AttemptEnd:
+        name = "ended" if passed is not None else "preempted"
+        late = [w.index for w, s in zip(self.workers, statuses, strict=True) if s is None]
+        after = FAILED_EXIT_S if self._failed_exit else self._options.grace
+        return AttemptEnd(
+            "resized" if self._growing else name,
+            f"workers {late} were asked to exit and still ran {after:g} s later{self._failed_exit}",
+        )
 
     def _all_ended(self, statuses: list[int | None], passed: int | None) -> AttemptEnd:
         if passed is not None:
@@ -225,8 +238,14 @@ class Attempt:
 
     def _failed(self, worker: Worker, status: int | None) -> AttemptEnd:
         assert status is not None
+        worker.listen()  # its last lines may say why
         kind: Kind = "killed" if status in OUTSIDE else "failed"
-        return AttemptEnd(kind, f"worker {worker.index}: {_describe_status(status)}", worker)
+        cause = f"worker {worker.index}: {_describe_status(status)}"
+        if kind == "failed" and worker.found_full_disk():
+            kind = "full"
+        if out_of_memory := worker.memory_kills():
+            cause += f", {out_of_memory}"
+        return AttemptEnd(kind, cause, worker)
 
     def _find_silent(self) -> AttemptEnd | None:
         now, limits = self._clock(), self._options.limits
@@ -265,7 +284,7 @@ class Attempt:
 
     def _finish(self, end: AttemptEnd, ports: list[int]) -> AttemptEnd:
         """Kill the other workers, and find out whether all fail alike or a port was in use."""
-        if end.kind == "failed" and self._options.elastic and not self._any_stepped():
+        if end.kind in ("failed", "full") and self._options.elastic and not self._any_stepped():
             until = self._clock() + COMMON_FAILURE_S
             while self._clock() < until and any(w.status is None for w in self.workers):
                 self._wait()
@@ -274,7 +293,7 @@ class Attempt:
             worker.kill()
         for worker in self.workers:
             worker.process.wait()
-        if end.kind == "failed" and len(self.workers) > 1 and not self._any_stepped():
+        if end.kind in ("failed", "full") and len(self.workers) > 1 and not self._any_stepped():
             # The group is gone, so whoever listens on one of its ports is a stranger.
             strangers = [port for port in ports if is_taken(port)]
             if strangers:

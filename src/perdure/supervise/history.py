@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any, Literal
 
 Kind = Literal[
-    "done", "preempted", "failed", "killed", "hung", "stopped", "port", "resized", "ended"
+    "done", "preempted", "failed", "full", "killed", "hung", "stopped", "port", "resized", "ended"
 ]
 # The kinds that count against max_restarts.
-FAILURES = ("failed", "killed", "hung", "stopped", "port")
+FAILURES = ("failed", "full", "killed", "hung", "stopped", "port")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AttemptRecord:
     Attributes:
         number: Counts from 1.
         workers: How many workers there were.
-        kind: How the attempt ended.
+        kind: How the attempt ended; "full" is a failure for lack of space on a disk.
         cause: The same for people.
         place: The place of the worker that failed first; None if no single worker did.
         statuses: Exit status of each worker, -n for one that signal n ended.
@@ -101,30 +101,30 @@ class Summary:
     @property
     def restarts(self) -> int:
         """How many attempts followed the first one."""
-        return len(self.attempts) - 1
+        return max(0, len(self.attempts) - 1)
 
     @property
     def repeated(self) -> tuple[int, ...]:
         """For each attempt, how many of its steps the next attempt had to repeat."""
-        return (
-            *(
+        return tuple(
+            [
                 max(0, before.end - after.start)
                 if before.stepped and before.end is not None and after.start is not None
                 else 0
                 for before, after in pairwise(self.attempts)
-            ),
-            0,
+            ]
+            + [0] * bool(self.attempts)
         )
 
     @property
     def recovery(self) -> tuple[float | None, ...]:
         """For each attempt, seconds from the end of the previous one to its first new step."""
-        return (
-            None,
-            *(
+        return tuple(
+            [None] * bool(self.attempts)
+            + [
                 None if after.first_time is None else after.first_time - before.noticed
                 for before, after in pairwise(self.attempts)
-            ),
+            ]
         )
 
     @property

@@ -50,7 +50,9 @@ class RunOptions:
         max_restarts: Failures after which the run is restarted; an exit with 75 is no failure.
         elastic: (fewest, most) workers. The run continues without a worker that fails again and again,
             and returns to all of them after `return_s`; `most` equals `workers`.
-        log_directory: Is created; by default perdure-logs/DATE-TIME-PID.
+        log_directory: Is created, for the logs and the record of the run; by default
+            perdure-logs/DATE-TIME-PID, and perdure-logs for the record.
+        timestamps: Begin each line of the logs with the time at which it was read.
         limits: When a silent worker counts as hung.
         grace: Seconds after which a worker that was asked to exit is killed.
         return_s: Seconds before a smaller group tries to grow; doubled after each try.
@@ -69,6 +71,7 @@ class RunOptions:
     max_restarts: int = 100
     elastic: tuple[int, int] | None = None
     log_directory: Path | None = None
+    timestamps: bool = False
     limits: Limits = field(default_factory=Limits)
     grace: float = 60
     return_s: float = 60

@@ -1,9 +1,10 @@
 """Ends every process that a run has started, even if the supervisor itself is killed.
 
-Invariant: every process of a run carries the mark of the run in its environment. Children inherit it,
-even if they change their session or lose their parent. `OrphanReaper` is a second process that waits
-for the end of the supervisor, on a pipe that only the supervisor holds open. It runs this file with
-nothing but the standard library, because it starts with every run (8 MB).
+Invariant: every process of a run carries the mark of the run in its environment, or is in a session
+with one that does. Children inherit both; only one that clears its environment and also leaves its
+session is lost. `OrphanReaper` is a second process that waits for the end of the supervisor, on a pipe
+that only the supervisor holds open. It runs this file with nothing but the standard library, because it
+starts with every run (8 MB).
 """
 
 from __future__ import annotations
@@ -47,23 +48,47 @@ class OrphanReaper:
         self._process.communicate()
 
 
-def marked(mark: str, excluded: frozenset[int] = frozenset()) -> list[int]:
-    """IDs of the processes that carry `mark`, except `excluded`. Zombies carry no mark."""
+def marked(
+    mark: str,
+    excluded: frozenset[int] = frozenset(),
+    sessions: frozenset[int] = frozenset(),
+) -> list[int]:
+    """IDs of the processes of a run, except `excluded`. Zombies do not count.
+
+    These are the processes that carry `mark`, and all others in their sessions and in `sessions`: every
+    session of a run was begun by one of its processes.
+    """
     wanted = f"{MARK}=".encode()
-    text, this, pids = mark.encode(), os.getpid(), []
+    text, this = mark.encode(), os.getpid()
+    pids: list[int] = []
+    others: list[tuple[int, int]] = []  # with their sessions
+    of_run = set(sessions)
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == this or int(name) in excluded:
             continue
+        pid = int(name)
         # Processes of other users cannot be read and do not belong to the run.
-        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-            for variable in file.read().split(b"\0"):
-                if variable.startswith(wanted) and text in variable[len(wanted) :].split(b":"):
-                    pids.append(int(name))
-    return pids
+        with contextlib.suppress(OSError):
+            session = os.getsid(pid)
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+            if any(
+                variable.startswith(wanted) and text in variable[len(wanted) :].split(b":")
+                for variable in variables
+            ):
+                pids.append(pid)
+                of_run.add(session)
+            else:
+                others.append((pid, session))
+    return pids + [pid for pid, session in others if session in of_run and not _is_zombie(pid)]
 
 
-def end_marked(mark: str, excluded: frozenset[int] = frozenset()) -> int:
-    """Kill every process that carries `mark`, until there is none; returns how many there were.
+def end_marked(
+    mark: str,
+    excluded: frozenset[int] = frozenset(),
+    sessions: frozenset[int] = frozenset(),
+) -> int:
+    """Kill every process that `marked` finds, until there is none; returns how many there were.
 
     Returns after `PATIENCE_S` in any case: a process in a system call of a failed disk cannot end.
     """
@@ -71,7 +96,8 @@ def end_marked(mark: str, excluded: frozenset[int] = frozenset()) -> int:
     calm, deadline = 0, time.monotonic() + PATIENCE_S
     # The second search finds a process that was starting during the first.
     while calm < 2 and time.monotonic() < deadline:
-        pids = marked(mark, excluded)
+        pids = marked(mark, excluded, sessions)
+        sessions |= {pid for pid in pids if pid not in ended and _is_leader(pid)}
         calm = 0 if pids else calm + 1
         for pid in pids:
             ended.add(pid)
@@ -79,6 +105,18 @@ def end_marked(mark: str, excluded: frozenset[int] = frozenset()) -> int:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(PAUSE_S)
     return len(ended)
+
+
+def _is_leader(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.getsid(pid) == pid
+    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return True
 
 
 def _main() -> None:

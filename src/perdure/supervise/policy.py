@@ -12,11 +12,12 @@ SAME_STEP = 3
 NO_PROGRESS = 5
 SHORT_S = 60.0
 LONGEST_WAIT_S = 30.0
+LONGEST_FULL_WAIT_S = 300.0  # for a full disk, which somebody has to empty
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Restart after `wait` seconds, or stop with `status` for the `reason`."""
+    """Restart after `wait` seconds, or stop with `status`, for the `reason`."""
 
     again: bool
     wait: float = 0.0
@@ -40,6 +41,8 @@ def decide(
     if not last.failure:
         return _no_progress(history) or Decision(True, _wait(history))
     failures = sum(attempt.failure for attempt in history)
+    if last.kind == "full" and failures <= max_restarts:
+        return Decision(True, _wait_for_space(history), reason="a disk is full")
     if last.kind == "failed" and not may_shrink and not any(attempt.stepped for attempt in history):
         silent = (
             f"; in {last.seconds:.1f} s it gave no heartbeat of a step, so a later failure looks the "
@@ -73,13 +76,16 @@ def decide(
 
 def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
     """The place whose worker failed twice in a row before it finished a step."""
-    places = [a.place for a in history[-2:] if a.failure and not a.made_progress]
+    recent = [a for a in history[-2:] if a.kind != "full"]
+    places = [a.place for a in recent if a.failure and not a.made_progress]
     return places[0] if len(places) == 2 and places[0] == places[1] else None
 
 
 def _same_step(history: Sequence[AttemptRecord]) -> bool:
     recent = history[-SAME_STEP:]
     if len(recent) < SAME_STEP or not all(attempt.failure for attempt in recent):
+        return False
+    if any(attempt.kind == "full" for attempt in recent):
         return False
     # A kill from outside before the first step shows nothing about the program.
     if any(attempt.kind == "killed" and not attempt.stepped for attempt in recent):
@@ -91,7 +97,9 @@ def _no_progress(history: Sequence[AttemptRecord]) -> Decision | None:
     """Stop if the last attempts were short and made no progress."""
     recent = history[-NO_PROGRESS:]
     fruitless = [a for a in recent if not a.stepped and a.seconds < SHORT_S]
-    if len(fruitless) < NO_PROGRESS or any(a.kind in ("resized", "port") for a in fruitless):
+    if len(fruitless) < NO_PROGRESS or any(
+        a.kind in ("resized", "port", "full") for a in fruitless
+    ):
         return None
     return Decision(
         False,
@@ -110,3 +118,13 @@ def _wait(history: Sequence[AttemptRecord]) -> float:
             break
         fruitless += 1
     return 0.0 if fruitless < 2 else min(LONGEST_WAIT_S, 2.0 ** (fruitless - 2))
+
+
+def _wait_for_space(history: Sequence[AttemptRecord]) -> float:
+    """1, 2, 4, ... seconds while attempt after attempt finds the disk full."""
+    full = 0
+    for attempt in reversed(history):
+        if attempt.kind != "full":
+            break
+        full += 1
+    return min(LONGEST_FULL_WAIT_S, 2.0 ** (full - 1))

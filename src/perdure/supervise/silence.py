@@ -2,12 +2,15 @@
 
 A limit that the user gave holds exactly. Every other limit follows the measured silences: it is at
 least twice the longest silence of this run, so that a loop with one heartbeat per epoch is not killed
-because its epochs are long. A worker that still computes gets several times the limit.
+because its epochs are long. A worker that still computes gets several times the limit, and as long as
+an attempt of the run has trained (a validation after an epoch is shorter than the epoch). Until a first
+step was measured nothing says how long a step is, and a worker that computes is not killed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from perdure.heartbeats import Beat
@@ -24,8 +27,8 @@ DEFAULT_S = {
 }
 GROWTH = 2.0
 """A limit is at least this many times the longest silence that was measured."""
-BUSY_BEFORE_FIRST_STEP, BUSY = 10.0, 3.0
-"""A worker that computes gets this many times the limit, more before the first step."""
+BUSY = 3.0
+"""A worker that computes gets this many times the limit."""
 BUSY_SHARE = 0.05
 """A worker computes if it uses at least this share of one core; idle frameworks use below 1%."""
 WINDOW_S = 10.0
@@ -35,14 +38,26 @@ WINDOW_S = 10.0
 class Process(Protocol):
     def cpu_seconds(self) -> float: ...
 
+    def uses_accelerator(self) -> bool: ...
+
 
 class Silence:
-    """The limits of one run, and the longest silences that were measured in its attempts."""
+    """The limits of one run, and the longest silences that were measured in its attempts.
+
+    Attributes:
+        longest: Seconds of the longest silence in each phase.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._longest: dict[str, float] = {}
+        self.longest: dict[str, float] = {}
+        self._trained: dict[Process, float] = {}  # seconds between steps
         self._samples: dict[Process, tuple[float, float]] = {}
+
+    def learn(self, longest: Mapping[str, float]) -> None:
+        """Take over what an earlier run of the same program has measured."""
+        for phase, silence in longest.items():
+            self._note_silence(phase, silence)
 
     def heard(self, worker: Process, before: Beat | None, beat: Beat) -> None:
         """Measure the silence of `worker` between `before` and `beat`."""
@@ -54,13 +69,14 @@ class Silence:
         if beat.step is not None and before.step is not None and beat.step > before.step:
             # The first interval between steps is spent in the phase `compile`.
             self._note_silence("step", silence)
+            self._trained[worker] = self._trained.get(worker, 0.0) + silence
 
     def limit(self, phase: str) -> float:
         """Seconds of silence that `phase` allows to a worker that does not compute."""
         chosen = getattr(self._limits, phase)
         if chosen is not None:
             return chosen
-        return max(DEFAULT_S[phase], GROWTH * self._longest.get(phase, 0.0))
+        return max(DEFAULT_S[phase], GROWTH * self.longest.get(phase, 0.0))
 
     def is_hung(self, worker: Process, beat: Beat, now: float) -> bool:
         """Whether `worker` has been silent for too long since `beat`."""
@@ -68,8 +84,13 @@ class Silence:
         if silence <= limit:
             return False
         if getattr(self._limits, beat.phase) is None:
-            most = BUSY if "step" in self._longest else BUSY_BEFORE_FIRST_STEP
-            if silence <= most * limit and self._may_compute(worker, now):
+            is_measured = "step" in self.longest
+            trained = max(self._trained.values(), default=0.0)
+            most = max(BUSY * limit, trained) if is_measured else math.inf
+            # In its first step, a program may wait for one long computation of an accelerator.
+            if not is_measured and worker.uses_accelerator():
+                return False
+            if silence <= most and self._may_compute(worker, now):
                 return False
         # The loop may only have been slow, so the next attempt gets more time at the same place.
         self._note_silence(beat.phase, silence)
@@ -85,4 +106,4 @@ class Silence:
         return used - before >= BUSY_SHARE * (now - since)
 
     def _note_silence(self, phase: str, silence: float) -> None:
-        self._longest[phase] = max(silence, self._longest.get(phase, 0.0))
+        self.longest[phase] = max(silence, self.longest.get(phase, 0.0))

@@ -7,16 +7,19 @@ killed, the orphan reaper ends them.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +35,14 @@ from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import RunOptions
 from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
 from perdure.supervise.policy import Decision, cannot_come_back, decide
+from perdure.supervise.record import (
+    RECORD,
+    RecordedRun,
+    RunRecord,
+    process_start,
+    read_record,
+    timestamp,
+)
 from perdure.supervise.silence import Silence
 from perdure.supervise.warm_worker import WarmWorkers
 from perdure.supervise.worker import Worker
@@ -41,6 +52,10 @@ from perdure.supervise.worker_environment import (
     device_variables,
     worker_variables,
 )
+
+DEFAULT_LOGS = "perdure-logs"
+PROGRESS_S = 30.0
+"""Seconds between two lines of the record about the step of a run."""
 
 
 class Observer:
@@ -62,6 +77,25 @@ class Observer:
 
     def ended(self, attempt: AttemptRecord) -> None:
         """Is called after an attempt, when none of its processes is left."""
+
+
+class _RecordingObserver:
+    """Passes heartbeats on to `observer`, and some of their steps to the record of the run."""
+
+    def __init__(
+        self, observer: Observer, add: Callable[..., None], clock: Callable[[], float]
+    ) -> None:
+        self._observer = observer
+        self._add = add
+        self._clock = clock
+        self._step: int | None = None
+        self._next = -math.inf
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        if beat.step is not None and beat.step != self._step and self._clock() >= self._next:
+            self._step, self._next = beat.step, self._clock() + PROGRESS_S
+            self._add("progress", attempt=worker.attempt, step=beat.step, phase=beat.phase)
+        self._observer.beat(worker, beat)
 
 
 class Supervisor:
@@ -94,10 +128,13 @@ class Supervisor:
         self._console = console or Console()
         self._observer = observer or Observer()
         self._clock = clock
-        self._warm = WarmWorkers(self._command, self._options.warm, self._console.message)
+        self._warm = WarmWorkers(self._command, self._options.warm, self._message)
         self._silence = Silence(self._options.limits)
         self._mark = secrets.token_hex(8)
         self._signal: int | None = None  # the signal to pass on
+        self._announced: int | None = None
+        self._record: RunRecord | None = None
+        self._stamp = timestamp if self._options.timestamps else None
         self._history: list[AttemptRecord] = []
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
@@ -116,6 +153,8 @@ class Supervisor:
         began = self._clock()
         with ExitStack() as stack:
             logs = self._make_logs()
+            self._open_record(logs)
+            stack.push(self._record_error)
             beats = Path(stack.enter_context(_heartbeat_directory()))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
@@ -124,6 +163,7 @@ class Supervisor:
             while True:
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
+                self._add_to_record("attempt_end", **asdict(attempt), longest=self._silence.longest)
                 self._observer.ended(attempt)
                 decision = self._decide()
                 if not decision.again:
@@ -143,6 +183,9 @@ class Supervisor:
             len(marked(self._mark)),
             self._signal,
         )
+        self._add_to_record(
+            "end", status=summary.status, reason=summary.reason, seconds=summary.seconds
+        )
         self._console.summary(summary)
         return summary
 
@@ -154,12 +197,14 @@ class Supervisor:
         places = self._choose_places(number)
         ports = free_ports(len(places) + 2)
         environments: dict[int, dict[str, str]] = {}
+        self._add_to_record("attempt", attempt=number, workers=len(places))
 
         def prepare_warm_workers() -> None:
             for place, environment in environments.items():
                 self._warm.prepare(place, environment)
 
-        with Attempt(self._options, self._observer, self._clock, self._silence) as attempt:
+        observer = _RecordingObserver(self._observer, self._add_to_record, self._clock)
+        with Attempt(self._options, observer, self._clock, self._silence) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
@@ -172,6 +217,8 @@ class Supervisor:
                         attempt=number,
                         log=logs / f"attempt-{number}-worker-{index}.log",
                         on_line=self._console.line,
+                        report=self._message,
+                        stamp=self._stamp,
                         process=self._warm.take(place, environment),
                     )
                 except OSError as error:
@@ -180,9 +227,10 @@ class Supervisor:
                 attempt.add(worker)
                 self._observer.started(worker)
             end = attempt.watch(
-                lambda: self._signal, self._should_grow, prepare_warm_workers, ports
+                self._requested_signal, self._should_grow, prepare_warm_workers, ports
             )
-            end_marked(self._mark, self._warm.pids)
+            sessions = frozenset(worker.pid for worker in attempt.workers)
+            end_marked(self._mark, self._warm.pids, sessions)
         if end.kind != "done" and self._options.compilation_cache is not None:
             drop_recent(self._options.compilation_cache)
         return attempt.record(end, number, began)
@@ -222,7 +270,7 @@ class Supervisor:
                 delay = decision.wait + self._options.return_s * 2**self._returns
                 self._return_at = self._clock() + delay
                 self._returns += 1
-                self._console.message(
+                self._message(
                     f"the worker in place {place} does not come back; continuing with "
                     f"{len(self._places)} of {len(self._all_places)}"
                 )
@@ -253,20 +301,73 @@ class Supervisor:
 
     def _announce_restart(self, attempt: AttemptRecord, decision: Decision) -> None:
         wait = f" in {decision.wait:g} s" if decision.wait else ""
-        self._console.message(
-            f"attempt {attempt.number} ended: {attempt.cause}; starting again{wait}"
+        reason = f"{decision.reason}; " if decision.reason else ""
+        self._message(
+            f"attempt {attempt.number} ended: {attempt.explanation}; {reason}starting again{wait}"
         )
+
+    def _requested_signal(self) -> int | None:
+        """The signal to pass on; says so the first time."""
+        if self._signal is not None and self._announced is None:
+            self._announced = self._signal
+            self._message(
+                f"{signal.Signals(self._signal).name}: the workers are asked to save and exit, within "
+                f"{self._options.grace:g} s; a second signal kills them"
+            )
+        return self._signal
+
+    # ---------------------------------------------------------------- messages and the record
+
+    def _message(self, text: str) -> None:
+        self._console.message(text)
+        self._add_to_record("message", text=text)
+
+    def _add_to_record(self, event: str, **fields: Any) -> None:
+        if self._record is not None:
+            self._record.add(event, **fields)
+
+    def _record_error(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._add_to_record("end", status=1, reason=f"{type(error).__name__}: {error}")
+
+    def _open_record(self, logs: Path) -> None:
+        path = self._record_directory() / RECORD
+        command, directory = list(self._command), os.getcwd()
+        runs: list[RecordedRun] = []
+        with suppress(OSError):
+            runs = [run for run in read_record(path)[0] if run.program == (command, directory)]
+        for run in runs:
+            self._silence.learn(run.longest)
+        self._record = RunRecord(path, self._mark, self._console.message)
+        self._record.add(
+            "start",
+            command=command,
+            directory=directory,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_start=process_start(os.getpid()),
+            workers=self._options.workers,
+            logs=str(logs.absolute()),
+        )
+        if runs and runs[-1].state == "lost":
+            self._message(
+                f"an earlier run of this command ended without a word ({runs[-1].last_time}); "
+                f"`perdure status {path.parent}` shows both"
+            )
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
         while self._signal is None and (left := until - self._clock()) > 0:
             time.sleep(min(left, self._options.poll))
 
+    def _record_directory(self) -> Path:
+        return (self._options.log_directory or Path(DEFAULT_LOGS)).absolute()
+
     def _make_logs(self) -> Path:
         directory = self._options.log_directory
         if directory is None:
             name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-            directory = Path("perdure-logs") / name
+            directory = Path(DEFAULT_LOGS) / name
         try:
             return _claim_log_directory(directory)
         except OSError as error:

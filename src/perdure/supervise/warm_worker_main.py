@@ -21,7 +21,7 @@ def _main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the supervisor does not need it any more
-    from perdure import heartbeats  # before the variable is set: the import would use it up
+    from perdure import heartbeats  # so that the program finds it imported
 
     task = json.loads(line)
     null = os.open(os.devnull, os.O_RDONLY)

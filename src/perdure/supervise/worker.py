@@ -6,7 +6,9 @@ Invariant: no method waits for the process except `close`, which has killed it b
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +16,17 @@ from pathlib import Path
 
 from perdure import heartbeats
 from perdure.heartbeats import Beat
+from perdure.supervise.memory_limit import MemoryLimit
+from perdure.supervise.worker_log import WorkerLog
 
 READ_BYTES = 65536
 MOST_READS = 16  # at a time, so that a worker that never stops writing does not block the others
-TAIL_BYTES = 4000
+LINE_BYTES = 2**20  # of a line that has no end yet are kept
 LINE_CHARACTERS = 300
+FULL_DISK = ("[Errno 28]", os.strerror(errno.ENOSPC), "[Errno 122]", os.strerror(errno.EDQUOT))
+FULL_DISK_LINES = 20  # at the end of the output, in which an error of a full disk is looked for
+ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/vfio/")
+ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-_])")
 # Fields of proc_pid_stat(5) after the name of the program, which may hold anything. The times are those
 # of the process in user and system mode, then the same of its children that have ended.
 _STAT_STATE, _STAT_SESSION, _STAT_TIMES = 0, 3, slice(11, 15)
@@ -34,11 +42,14 @@ class Worker:
         place: Its place on the machine, which stays the same if the group becomes smaller.
         attempt: Counts from 1.
         log: The file that gets both of its outputs.
-        on_line: Is called with `index` and every line of both outputs.
+        on_line: Is called with `index` and every line of both outputs, with its end. A line that is
+            drawn again and again (with carriage returns), or is very long, comes in parts.
+        report: Is called with a message if the log cannot be written.
+        stamp: Gives the time that begins each line of the log; None for no times.
         process: A process that runs the command already (see `WarmWorkers`).
 
     Raises:
-        OSError: If the log or the process cannot be created.
+        OSError: If the process cannot be created.
     """
 
     def __init__(
@@ -51,14 +62,17 @@ class Worker:
         attempt: int,
         log: Path,
         on_line: Callable[[int, bytes], None],
+        report: Callable[[str], None],
+        stamp: Callable[[], str] | None = None,
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        self.index, self.place, self.attempt, self.log = index, place, attempt, log
+        self.index, self.place, self.attempt = index, place, attempt
         self.beat: Beat | None = None
         self._on_line = on_line
-        self._rest = b""
+        self._line = bytearray()  # of a line without an end, what was not passed on yet
+        self._is_drawn = self._is_open = False
         self._heartbeat = environment[heartbeats.VARIABLE]
-        self._file = open(log, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._log = WorkerLog(log, report, stamp)
         try:
             self.process = process or subprocess.Popen(
                 command,
@@ -69,8 +83,9 @@ class Worker:
                 start_new_session=True,
             )
         except BaseException:
-            self._file.close()
+            self._log.close()
             raise
+        self._memory = MemoryLimit(self.process.pid)
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
@@ -99,6 +114,24 @@ class Worker:
             return False
         return text.rpartition(")")[2].split()[_STAT_STATE] in ("T", "t")
 
+    def catches(self, number: int) -> bool:
+        """Whether it handles a signal itself."""
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
+            if match := re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE):
+                return bool(int(match[1], 16) >> (number - 1) & 1)
+        return False
+
+    def uses_accelerator(self) -> bool:
+        """Whether it has a GPU or a TPU open."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(f"/proc/{self.pid}/fd/{name}")
+                    if target.startswith(ACCELERATORS):
+                        return True
+        return False
+
     def cpu_seconds(self) -> float:
         """Processor time that the processes of its session have used so far, in seconds."""
         ticks = 0
@@ -120,10 +153,8 @@ class Worker:
             if not data:
                 self._flush()
                 return False
-            self._keep(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                self._on_line(self.index, line)
+            self._log.write(data)
+            self._pass_on(data)
         return True
 
     def send(self, number: int) -> None:
@@ -139,7 +170,7 @@ class Worker:
     def close(self) -> None:
         """Kill the worker, read the rest of its output, and close the files."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._file.close)
+            stack.callback(self._log.close)
             stack.callback(os.close, self.exit)
             assert self.process.stdout is not None
             stack.callback(self.process.stdout.close)
@@ -151,25 +182,46 @@ class Worker:
 
     def last_line(self) -> str:
         """The last line that it wrote; after an error in Python, the message of the error."""
-        lines = self.tail().rstrip().splitlines()
-        return lines[-1].strip()[:LINE_CHARACTERS] if lines else ""
+        lines = [line for line in self.tail().splitlines() if line.strip()]
+        return _plain(lines[-1].strip())[:LINE_CHARACTERS] if lines else ""
 
     def tail(self) -> str:
-        """The end of its log."""
-        try:
-            with open(self.log, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - TAIL_BYTES))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
+        """The end of its output."""
+        return self._log.tail()
 
-    def _keep(self, data: bytes) -> None:
-        # A full disk must not end the run; the console still gets the lines.
-        with contextlib.suppress(OSError):
-            self._file.write(data)
+    def found_full_disk(self) -> bool:
+        """Whether its output ends with the error of a full disk."""
+        end = "\n".join(self.tail().splitlines()[-FULL_DISK_LINES:])
+        return any(text in end for text in FULL_DISK)
+
+    def memory_kills(self) -> str:
+        """A sentence if the kernel has killed a process of its cgroup for lack of memory, or ""."""
+        return self._memory.kills()
+
+    def _pass_on(self, data: bytes) -> None:
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._line += end
+            self._end_line()
+        self._line += rest
+        # What is drawn on one line again and again must be seen before the line ends.
+        self._is_drawn = self._is_drawn or b"\r" in rest
+        if self._line and (self._is_drawn or len(self._line) > LINE_BYTES):
+            line, self._line = bytes(self._line), bytearray()
+            self._is_open = True
+            self._on_line(self.index, line)
+
+    def _end_line(self) -> None:
+        line, self._line = bytes(self._line) + b"\n", bytearray()
+        self._is_drawn = self._is_open = False
+        self._on_line(self.index, line)
 
     def _flush(self) -> None:
-        rest, self._rest = self._rest, b""
-        if rest:
-            self._on_line(self.index, rest)
+        if self._line or self._is_open:
+            self._end_line()
+
+
+def _plain(text: str) -> str:
+    """`text` without escape sequences and other characters that a terminal obeys."""
+    text = ESCAPE_SEQUENCE.sub("", text)
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -6,6 +6,7 @@ ends, no worker is left.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -58,6 +59,7 @@ class WorkerGroup:
         self._count = workers
         self._environment = dict(environment or {})
         self._workers: list[Worker] = []
+        self._lines: dict[int, list[bytes]] = {}  # parts of lines without an end
         self._events: deque[tuple[int, dict[str, Any]]] = deque()
         self._cleanup = ExitStack()
 
@@ -80,6 +82,7 @@ class WorkerGroup:
                     attempt=1,
                     log=directory / f"worker-{index}.log",
                     on_line=self._receive,
+                    report=logging.getLogger(__name__).warning,
                 )
                 stack.callback(worker.close)
                 self._workers.append(worker)
@@ -141,7 +144,12 @@ class WorkerGroup:
     def _receive(self, worker: int, line: bytes) -> None:
         # Other output may look like an event, a killed worker may leave half of one, and a library may
         # have written text without an end of line just before it: both outputs share one pipe.
-        text = line.decode(errors="replace")
+        parts = self._lines.setdefault(worker, [])
+        parts.append(line)
+        if not line.endswith(b"\n"):
+            return
+        text = b"".join(parts).decode(errors="replace")
+        parts.clear()
         start = text.find("{")
         while start >= 0:
             with suppress(ValueError):

@@ -23,6 +23,7 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
+from perdure.ports import own_address
 from perdure.process_group import Processes, SingleProcess
 
 
@@ -70,6 +71,8 @@ def _initialize(
         # Otherwise JAX would read the schedulers' variables again, and choose devices by them.
         "cluster_detection_method": "deactivate",
     }
+    if own_address(cluster.host_port[0]):
+        limits["coordinator_bind_address"] = cluster.coordinator  # JAX listens on all addresses
     known = inspect.signature(jax.distributed.initialize).parameters
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

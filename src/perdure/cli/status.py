@@ -1,0 +1,126 @@
+"""`perdure status [RUN]`: what `perdure run` recorded about a run, also while it is under way."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perdure.cli.output import document, json_option, printable
+from perdure.errors import NotARunError
+from perdure.supervise.console import attempt_table
+from perdure.supervise.history import AttemptRecord, Summary
+from perdure.supervise.record import RECORD, RecordedRun, read_record
+from perdure.supervise.supervisor import DEFAULT_LOGS
+
+
+@click.command("status")
+@click.argument(
+    "logs", metavar="RUN", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
+)
+@json_option
+def command(logs: Path, as_json: bool) -> None:
+    """Show the attempts, causes and steps of the newest `perdure run`, and of its earlier starts.
+
+    RUN is its --log-dir, by default perdure-logs, or one of the directories in it.
+    """
+    path, runs, unreadable = _read(logs)
+    if as_json:
+        rows = [_document(run) for run in runs]
+        document({"record": str(path), "unreadable_lines": unreadable, "runs": rows})
+        return
+    for run in runs:
+        _print(run)
+    if unreadable:
+        click.echo(f"{path}: {unreadable} lines cannot be read (cut off by a crash or a full disk)")
+
+
+def _read(logs: Path) -> tuple[Path, list[RecordedRun], int]:
+    """The newest run below `logs`, with the earlier runs of the same program."""
+    for path in (logs / RECORD, logs.parent / RECORD, logs):
+        try:
+            runs, unreadable = read_record(path)
+        except OSError:
+            continue
+        if path.parent == logs.parent and path != logs:
+            runs = [run for run in runs if run.start.get("logs") == str(logs.absolute())]
+        if runs:
+            return path, [run for run in runs if run.program == runs[-1].program], unreadable
+    raise NotARunError(
+        f"{logs}: expected the log directory of `perdure run`, with {RECORD} in it or above it, found "
+        "none. Name the directory that was given to --log-dir; without it the logs are in "
+        f"{DEFAULT_LOGS} of the directory where `perdure run` was started."
+    )
+
+
+def _print(run: RecordedRun) -> None:
+    summary = _summary(run)
+    start = run.start
+    click.echo(f"run      {run.name}  {printable(' '.join(map(str, start.get('command', []))))}")
+    place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
+    click.echo(f"started  {printable(str(start.get('time', 'unknown')))} on {printable(place)}")
+    click.echo(f"logs     {printable(str(start.get('logs')))}")
+    click.echo(f"state    {_state(run)}")
+    for line in attempt_table(summary.attempts, summary.repeated):
+        click.echo(printable(line))
+    if run.running:
+        step = run.running.get("step", "none yet")
+        attempt, workers = run.running.get("attempt", "-"), run.running.get("workers", "-")
+        recorded = f"has not ended; step {step}, recorded {run.running['time']}"
+        click.echo(printable(f"{attempt!s:>8} {workers!s:>7} {recorded}"))
+    if summary.goodput is not None:
+        click.echo(f"goodput  {summary.goodput:.3f}, {sum(summary.repeated)} steps repeated")
+    click.echo("")
+
+
+def _state(run: RecordedRun) -> str:
+    if run.state == "ended":
+        return (
+            f"ended {run.end['time']} with status {run.end.get('status')}: "
+            f"{printable(str(run.end.get('reason')))}"
+        )
+    if run.state == "lost":
+        return f"ended without a word after {run.last_time}: killed, or the machine went down"
+    if run.state == "unknown":
+        return f"not ended by {run.last_time}; ask on its machine whether it runs"
+    return "running"
+
+
+def _summary(run: RecordedRun) -> Summary:
+    names = {field.name for field in fields(AttemptRecord)}
+    attempts = tuple(
+        AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
+        for attempt in run.attempts
+        if names <= attempt.keys()  # all but those of another version of perdure
+    )
+    seconds = attempts[-1].began + attempts[-1].seconds - attempts[0].began if attempts else 0.0
+    return Summary(
+        tuple(run.start.get("command", ())),
+        attempts,
+        run.end.get("status", -1),
+        run.end.get("reason", ""),
+        run.end.get("seconds", seconds),
+        run.start.get("logs", ""),
+    )
+
+
+def _document(run: RecordedRun) -> dict[str, Any]:
+    summary = _summary(run).document()
+    # What the summary of a run that has not ended does not know.
+    for name in ("status", "reason", "left_behind"):
+        summary.pop(name)
+    start = {name: run.start.get(name) for name in ("host", "pid", "directory", "workers")}
+    return {
+        "run": run.name,
+        "state": run.state,
+        "started": run.start.get("time"),
+        "last_time": run.last_time,
+        "status": run.end.get("status"),
+        "reason": run.end.get("reason"),
+        **start,
+        **summary,
+        "running": run.running or None,
+        "messages": [{"time": m["time"], "text": m.get("text")} for m in run.messages],
+    }

@@ -1,0 +1,183 @@
+"""`RunRecord`: what happens in a run, as lines of JSON that are on the disk at once.
+
+Lines are only appended, each with one system call. Invariant: a line that a full disk or a crash has
+cut off spoils no other: the next one begins on a line of its own, and a reader skips and counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECORD = "record.jsonl"
+KEPT_LINES = 10_000
+"""Lines that wait in memory for space on the disk."""
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """The time of day in UTC, such as `2026-01-31T23:59:59.123Z`; by default now."""
+    seconds = time.time() if seconds is None else seconds
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+class RunRecord:
+    """Appends the events of one run to a file, which may hold those of earlier runs.
+
+    Args:
+        path: The file; a link is not followed.
+        run: The name of the run, which is in every line.
+        report: Is called once with a message if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, run: str, report: Callable[[str], None]) -> None:
+        self._path = path
+        self._run = run
+        self._report = report
+        self._waiting: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._was_reported = False
+        self._is_torn = _ends_torn(path)
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Append one event with the time of day; if the disk is full, later events write it too."""
+        line = {"time": timestamp(), "run": self._run, "event": event, **fields}
+        self._waiting.append(json.dumps(line, default=str).encode() + b"\n")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            file = os.open(self._path, flags, 0o644)
+            try:
+                while self._waiting:
+                    data = (b"\n" if self._is_torn else b"") + self._waiting[0]
+                    written = os.write(file, data)
+                    self._is_torn = written < len(data)
+                    if not self._is_torn:
+                        self._waiting.popleft()
+            finally:
+                os.close(file)
+        except OSError as error:
+            if not self._was_reported:
+                self._was_reported = True
+                self._report(
+                    f"{self._path}: the record of the run cannot be written: {error}; the run "
+                    "continues, and the record is written once there is space"
+                )
+
+
+@dataclass
+class RecordedRun:
+    """One run of a supervisor, as its record tells it.
+
+    Attributes:
+        name: Its name in the record.
+        start: The fields of its first line; empty if that line is unreadable.
+        attempts: The fields of each attempt that has ended.
+        messages: What the supervisor said, with the time.
+        running: The fields of the newest line of an attempt that has not ended.
+        end: The fields of its last line; empty if it has none.
+        last_time: The time of its newest line.
+    """
+
+    name: str
+    start: dict[str, Any] = field(default_factory=dict)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+    last_time: str = ""
+
+    @property
+    def state(self) -> str:
+        """`ended`, `running`, or `lost` if it was killed or its machine went away.
+
+        On another machine that cannot be found out: `unknown`.
+        """
+        if self.end:
+            return "ended"
+        pid = self.start.get("pid")
+        if self.start.get("host") != socket.gethostname() or not isinstance(pid, int):
+            return "unknown"
+        started = process_start(pid)
+        return "running" if started == self.start.get("process_start") else "lost"
+
+    @property
+    def longest(self) -> dict[str, float]:
+        """Seconds of the longest silence in each phase."""
+        longest: dict[str, float] = {}
+        for attempt in self.attempts:
+            silences = attempt.get("longest")
+            for phase, seconds in silences.items() if isinstance(silences, dict) else ():
+                if isinstance(seconds, (int, float)):
+                    longest[phase] = max(seconds, longest.get(phase, 0.0))
+        return longest
+
+    @property
+    def program(self) -> tuple[object, object]:
+        """The command and its directory: runs with the same are restarts of one another."""
+        return self.start.get("command"), self.start.get("directory")
+
+
+def read_record(path: Path) -> tuple[list[RecordedRun], int]:
+    """The runs in a record, oldest first, and how many lines cannot be read."""
+    runs: dict[str, RecordedRun] = {}
+    unreadable = 0
+    for fields in _lines(path):
+        if fields is None:
+            unreadable += 1
+            continue
+        run = runs.setdefault(fields["run"], RecordedRun(fields["run"]))
+        event = fields["event"]
+        run.last_time = max(run.last_time, fields["time"])
+        if event == "start":
+            run.start = fields
+        elif event in ("attempt", "progress"):
+            run.running |= fields
+        elif event == "attempt_end":
+            run.attempts.append(fields)
+            run.running = {}
+        elif event == "message":
+            run.messages.append(fields)
+        elif event == "end":
+            run.end = fields
+    return list(runs.values()), unreadable
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in ticks since the machine started; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])  # proc_pid_stat(5): field 22
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                fields = None
+            is_event = isinstance(fields, dict) and all(
+                isinstance(fields.get(name), str) for name in ("run", "event", "time")
+            )
+            yield fields if is_event else None
+
+
+def _ends_torn(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                return file.read() != b"\n"
+    except OSError:
+        pass
+    return False

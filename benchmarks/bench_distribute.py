@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from table import Row, compared, finish, installed, row
 
@@ -31,6 +31,11 @@ def port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
 
 
 class Subject:
@@ -58,9 +63,9 @@ class Subject:
         """The answer of the first process; None, after printing the error, if a process fails."""
         for child in self._children:
             if child.poll() is None:
-                child.stdin.write(json.dumps(order) + "\n")
-                child.stdin.flush()
-        answers = [child.stdout.readline() for child in self._children]
+                _pipe(child.stdin).write(json.dumps(order) + "\n")
+                _pipe(child.stdin).flush()
+        answers = [_pipe(child.stdout).readline() for child in self._children]
         if all(answers):
             return json.loads(answers[0])
         self.close()
@@ -68,7 +73,7 @@ class Subject:
 
     def close(self) -> None:
         for child in self._children:
-            child.stdin.close()
+            _pipe(child.stdin).close()
         for child in self._children:
             try:
                 child.wait(20)
@@ -243,7 +248,7 @@ BLOCKS = {"peers": peers, "same_topology": same_topology, "one_device": one_devi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-distribute.json"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="blocks to run, with commas between")

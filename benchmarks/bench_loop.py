@@ -109,7 +109,7 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
 
     turns = BlockTimer(bare, block, block // 4)
     with tempfile.TemporaryDirectory(prefix="perdure-bench-") as where:
-        saves = (
+        saves: dict[str, Any] = (
             {"save_checkpoints_secs": 3600} if save is None else {"save_checkpoints_steps": save}
         )
         output = OutputConfig(progress="lines", console=io.StringIO())
@@ -178,7 +178,7 @@ def rows(scale: float) -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-loop.json"))
     parser.add_argument("--scale", type=float, default=1.0, help="how many blocks, as a factor")
     given = parser.parse_args()

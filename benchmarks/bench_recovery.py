@@ -339,7 +339,7 @@ def rows(kills: int, minutes: float, parts: Sequence[str]) -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-recovery.json"))
     parser.add_argument("--kills", type=int, default=5, help="for each subject")
     parser.add_argument("--minutes", type=float, default=10, help="of the goodput; 0 for none")

@@ -127,7 +127,7 @@ def case_rows(cases: dict[str, dict[str, Any]], orbax: dict[str, Any] | None) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
     parser.add_argument("--mib", type=int, default=2048, help="size of the large state")
     parser.add_argument(

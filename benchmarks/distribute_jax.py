@@ -186,8 +186,8 @@ def compilations() -> dict[int, tuple[int, float]]:
     """The number of programs compiled for a first step and their seconds, by number of replicas."""
     durations: list[float] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: (
-            durations.append(seconds)
+        lambda event, duration, **_: (  # pyright: ignore[reportArgumentType]
+            durations.append(duration)
             if event == "/jax/core/compile/backend_compile_duration"
             else None
         )

@@ -45,8 +45,8 @@ class Transformer(nn.Module):
 class Images(nn.Sequential):
     """Images in the memory format of TensorFlow, channels last."""
 
-    def forward(self, x: Any) -> Any:
-        return super().forward(x[:, None].contiguous(memory_format=torch.channels_last))
+    def forward(self, input: Any) -> Any:
+        return super().forward(input[:, None].contiguous(memory_format=torch.channels_last))
 
 
 def make(model: str) -> nn.Module:
@@ -57,10 +57,11 @@ def make(model: str) -> nn.Module:
         layers = [nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)]
         return nn.Sequential(*layers)
     # The network of TensorFlow's custom-training tutorial.
-    return Images(
+    images = Images(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1600, 64), nn.ReLU(), nn.Linear(64, 10),
-    ).to(memory_format=torch.channels_last)  # fmt: skip
+    )  # fmt: skip
+    return images.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -153,8 +154,8 @@ class _Counting(TorchEngine):
     def _died(self) -> None:
         self.alive -= 1
 
-    def grad(self, *args: Any) -> Any:
-        return self._born(super().grad(*args))
+    def grad(self, fn: Any, state: Any, share: Any, stream: Any) -> Any:
+        return self._born(super().grad(fn, state, share, stream))
 
     def add(self, left: Any, right: Any) -> Any:
         return self._born(super().add(left, right))

@@ -34,7 +34,8 @@ def fit_case(rounds: int) -> dict[str, list[float]]:
                 kind = kinds[who]
                 callbacks = [] if kind is None else [kind(f"{name}/run", EVERY)]
                 begin = time.perf_counter()
-                model.fit(rows, target, 64, epochs=2, verbose=0, callbacks=callbacks)
+                options: dict[str, Any] = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
+                model.fit(rows, target, 64, **options)
                 if turn:  # the first run compiles
                     seconds.append((time.perf_counter() - begin) / (2 * BATCHES))
     return times

@@ -6,6 +6,7 @@ process, so that frameworks do not disturb each other.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -70,13 +71,13 @@ class Safetensors(Torch):
 
 class Dcp(Torch):
     def save(self, path: Path, step: int, state: Any) -> float | None:
-        import torch.distributed.checkpoint as dcp
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
         dcp.save(state, checkpoint_id=path / str(step), no_dist=True)
         sync_tree(path)
 
     def load(self, path: Path, step: int, like: Any) -> Any:
-        import torch.distributed.checkpoint as dcp
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
         target = {name: self.torch.empty_like(leaf) for name, leaf in like.items()}
         dcp.load(target, checkpoint_id=path / str(step), no_dist=True)
@@ -92,7 +93,7 @@ class DcpAsync(Dcp):
         dist.init_process_group("gloo", rank=0, world_size=1)
 
     def save(self, path: Path, step: int, state: Any) -> float | None:
-        import torch.distributed.checkpoint as dcp
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
         done: list[Any] = []
         stall = timed(
@@ -167,9 +168,15 @@ class Perdure(Jax):
 
 
 class PerdureTorch(Torch):
-    manager: Any = None
-    save = Perdure.save
-    load = Perdure.load
+    def __init__(self) -> None:
+        super().__init__()
+        self._perdure = Perdure()
+
+    def save(self, path: Path, step: int, state: Any) -> float | None:
+        return self._perdure.save(path, step, state)
+
+    def load(self, path: Path, step: int, like: Any) -> Any:
+        return self._perdure.load(path, step, like)
 
 
 class Tensorflow:
@@ -202,7 +209,7 @@ class Keras:
         import keras
 
         class Weight(keras.layers.Layer):
-            def build(self, _: Any) -> None:
+            def build(self, input_shape: Any) -> None:
                 self.w = self.add_weight(shape=(nbytes // 4,), initializer="random_uniform")
 
             def call(self, x: Any) -> Any:

@@ -56,7 +56,7 @@ def fit(directory: Path, *callbacks: Any) -> Any:
         batch_size=args.batch,
         epochs=args.epochs,
         callbacks=[BackupAndRestore(directory / "backup"), *callbacks],
-        verbose=2,
+        verbose=2,  # pyright: ignore[reportArgumentType]
     ).history
     # A finished fit deletes its backup, so save its result for the comparison:
     perdure.Checkpoint(model=model, optimizer=model.optimizer).save(directory / "end", args.epochs)

@@ -96,7 +96,7 @@ def _streams_restarted(_: str) -> Any:
         shard._position = (epoch, example)
 
     if parent_process() is not None:  # only in a worker process
-        stream_module._Shard._seek = seek
+        stream_module._Shard._seek = seek  # pyright: ignore[reportAttributeAccessIssue]
     return _streams("")
 
 

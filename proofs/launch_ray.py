@@ -32,7 +32,7 @@ def loop(config: dict[str, Any]) -> None:
     group = f"{jax.process_index()} of {jax.process_count()}"
     (work / "joined" / str(os.getpid())).write_text(group)
     faulty.install(work / "marks", config["faults"])
-    train.main([config["run"], "--steps", config["steps"]])
+    train.main([config["run"], "--steps", config["steps"]])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main(run: str, steps: str, work: str, *faults: str) -> None:

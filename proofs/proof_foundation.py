@@ -184,5 +184,5 @@ if __name__ == "__main__":
     parser.add_argument("--data", help="MNIST files, for the accuracy")
     parser.add_argument("--engine", choices=ENGINES, help="one of the engines; by default both")
     options = parser.parse_args()
-    engines = [options.engine] if options.engine else list(ENGINES)
+    engines: list[str] = [options.engine] if options.engine else list(ENGINES)
     finish("foundation", rows(engines, options.data))

@@ -46,7 +46,7 @@ def start(
 
         def send(delay: float) -> None:
             time.sleep(delay)
-            victim = group._processes[-1]
+            victim = group._workers[-1].process
             for _ in range(times):
                 if victim.poll() is None:
                     victim.send_signal(number)

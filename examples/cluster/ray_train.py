@@ -21,7 +21,7 @@ from perdure.ray import JaxConfig
 def loop(config: dict[str, Any]) -> None:
     import train
 
-    train.main(config["arguments"])
+    train.main(config["arguments"])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:

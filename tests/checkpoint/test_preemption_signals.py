@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions
-from perdure.checkpoint import preemption
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.errors import ArgumentError
 from perdure.store import Run
@@ -142,7 +141,7 @@ def test_a_notice_that_comes_just_after_the_end_of_a_worker_counts(
         fired.append(seconds)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(preemption.time, "sleep", wait)
+    monkeypatch.setattr("perdure.checkpoint.preemption.time.sleep", wait)
     flag = PreemptionFlag()
     signal.signal(signal.SIGCHLD, report_dead_workers)
     flag.install()

@@ -100,7 +100,9 @@ def cells(
             "step": state["step"] + 1,
         }
         if ema is not None:
-            new["ema"] = jax.tree.map(lambda e, p: ema * e + (1 - ema) * p, state["ema"], params)
+            new["ema"] = jax.tree.map(
+                lambda e, p, ema=ema: ema * e + (1 - ema) * p, state["ema"], params
+            )
         return new, {"loss": total["loss"] / total["weight"]}
 
     return {name: Cell(start, grad, partial(update, name)) for name in txs}

@@ -14,7 +14,7 @@ def keras_optimizer(name: str) -> Any:
         "sgd": lambda: of.SGD(0.05, momentum=0.9),
         "adam": lambda: of.Adam(1e-3),
         "rmsprop": lambda: of.RMSprop(1e-3),
-        "adamw": lambda: of.AdamW(schedule, weight_decay=0.01),
+        "adamw": lambda: of.AdamW(schedule, weight_decay=0.01),  # pyright: ignore[reportArgumentType],
     }[name]()
 
 

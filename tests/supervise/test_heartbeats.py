@@ -177,7 +177,7 @@ def test_one_process_owns_the_heartbeats(
         capture_output=True,
         text=True,
     )
-    pids = dict(zip(("parent", "child"), map(int, run.stdout.split()), strict=True))
+    pids: dict[str, int] = dict(zip(("parent", "child"), map(int, run.stdout.split()), strict=True))
     assert (last(path).pid, last(path).step) == (pids[owner], step)
 
 

@@ -67,17 +67,22 @@ def diagnose_run(
         return _diagnose_failure(runner, scenario, outcome)
     resume = ResumeDiagnosis(runner, scenario)
     if (found := resume.find()) is not None:
-        return found
+        if found.cause != "unknown" or resume.attempts is None:
+            return found
+        return _steady_resume(runner, resume.attempts, found)
     if resume.attempts is not None:  # it differs at each resume, and each time in another way
         attempts, evidence = resume.attempts, resume.evidence
         return _steady_cause(lambda *probes: runner.faulted(attempts, *probes)[0], 3, evidence)
     controls = [runner.undisturbed() for _ in range(3)]
     if differing := [found for each in controls if (found := runner.difference(each)) is not None]:
         return diagnose_undisturbed(runner, differing[0])
+    if (found := _planted_cause(runner, resume.evidence)) is not None:
+        return found
     return diagnosis(
         "unknown",
         *resume.evidence,
-        "3 more undisturbed runs are equal, so the difference depends on the moment of the fault",
+        "3 more undisturbed runs are equal, also with what another machine does otherwise, so the "
+        "difference depends on the moment of the fault",
     )
 
 
@@ -104,6 +109,24 @@ def _steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str
     return diagnosis(
         "several", *evidence, f"and differ again without any of these: {', '.join(needed)}"
     )
+
+
+def _steady_resume(
+    runner: ProbeRunner, attempts: Sequence[Launch], unknown: Diagnosis
+) -> Diagnosis:
+    """The probe under which two resumed runs are equal to an undisturbed run under it."""
+    evidence = list(unknown.evidence)
+    for probe, cause, meaning in STEADY:
+        runs = [runner.undisturbed(probe)]
+        while len(runs) < 3:
+            runs.append(runner.faulted(attempts, probe)[0])
+            if runs[-1].problem or compare(runs[0], runs[-1])[1] is not None:
+                evidence.append(f"with {meaning}, in both runs, it is still there")
+                break
+        else:
+            text = f"with {meaning}, in both runs, the difference is gone in 2 of 2"
+            return diagnosis(cause, *evidence, text)
+    return diagnosis("unknown", *evidence)
 
 
 def _compare_repeats(run: Callable[..., Outcome], repeats: int, *probes: str) -> str:
@@ -163,14 +186,16 @@ def _diagnose_clock(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None
 
 
 def _diagnose_machine(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
-    if not any(launch.plants for launch in scenario.attempts):
-        return None
+    return _planted_cause(runner, ()) if any(each.plants for each in scenario.attempts) else None
+
+
+def _planted_cause(runner: ProbeRunner, tried: Sequence[str]) -> Diagnosis | None:
+    """What another machine does otherwise, if that alone makes an undisturbed run differ."""
     for plant, cause in _PLANTED.items():
         runs = [runner.undisturbed(plant) for _ in range(2)]
         if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
-            return diagnosis(
-                cause, f"2 of 2 undisturbed runs with {plant}, and nothing else, differ: {what}"
-            )
+            text = f"2 of 2 undisturbed runs with {plant}, and nothing else, differ: {what}"
+            return diagnosis(cause, *tried, text)
     return None
 
 

@@ -271,7 +271,8 @@ class _FaultObserver(Observer):
 
 def _infer_restore(done: LaunchOutcome, commits: Sequence[int], earlier: int) -> None:
     """A program without a manager that read a checkpoint and committed later ones has restored it."""
-    if earlier and commits and min(commits) > earlier:
+    from_there = done.first is None or done.first > earlier
+    if earlier and commits and min(commits) > earlier and from_there:
         done.restored = earlier
         done.last = max((done.last or 0, *commits))
 

@@ -107,7 +107,7 @@ class FaultInjector:
 
     def read(self) -> None:
         """Called before bytes of a checkpoint are read: a program without a manager restores so."""
-        if not self._seen["read"] and not self._seen["manifest.sync"]:
+        if not any("." in point or point == "read" for point in self._seen):  # before any change
             self._seen["read"] += 1
             self._record("read")
 

@@ -85,7 +85,7 @@ def verdict(document: Mapping[str, Any]) -> str:
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: two runs without any fault end with different bits"
-    if not document["restored"]["runs"]:
+    if not document["restored"]["runs"] and good == len(runs):
         return (
             f"FAIL: {restored_text(document)}: in no run did the program continue from a checkpoint "
             f"above step 0 and do another step, so nothing is proved. Save before the last step "

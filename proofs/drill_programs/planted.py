@@ -300,18 +300,17 @@ WRONG: dict[str, Program] = {
         def batches():
             yield from (batch_of(at) for at in (2, 0, 3, 1))
 
-
-        def steps(start):
-            step = start
-            for _ in range(start // 4, 3):  # wrong: an epoch begins again from its first batch
-                for batch in batches():
-                    yield step, batch
-                    step += 1
-
         """,
-        'state = {"w": state["w"] - gradient(state["w"], batch)}',
+        """
+        for batch in batches():
+            state = {"w": state["w"] - gradient(state["w"], batch)}
+            step += 1
+            manager.save(step, state)
+        """,
         "data position",
-        loop="for step, batch in steps(start):",
+        restored="step = start",
+        # Wrong: an epoch begins again from its first batch.
+        loop="for epoch in range(start // 4, 3):",
     ),
     "skipped": numpy_program(
         "",

@@ -142,7 +142,10 @@ def test_a_drill_without_a_restore_is_no_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("read", "cause"),
-    [("os.listdir('files')", "directory order"), ("list(np.empty(1 << 22, np.uint8)[:3])", "memory")],
+    [
+        ("os.listdir('files')", "directory order"),
+        ("list(np.empty(1 << 26, np.uint8)[:3])", "memory"),
+    ],
 )
 def test_what_another_machine_does_otherwise(read: str, cause: str, tmp_path: Path) -> None:
     files = tmp_path / "cwd" / "files"

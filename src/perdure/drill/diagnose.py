@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
@@ -173,9 +174,9 @@ def _diagnose_topology(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | N
 
 def _diagnose_clock(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
     jumps = [f for launch in scenario.attempts for f in launch.injected if f.act == "clock"]
-    for jump in jumps:
-        if jump.point != "step":
-            continue
+    for planned in jumps:
+        # At a step of one attempt, also if it hit at a restore: nothing else happens then.
+        jump = replace(planned, point="step", step=min(runner.observed.steps), nth=1)
         runs = [runner.faulted((Launch((jump,)),))[0] for _ in range(2)]
         if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
             text = next((fired for fired in runs[0].fired), "a jump of the clock")

@@ -167,7 +167,7 @@ class DrillReport:
             "all_fired": row.fired,
             "verdict": row.verdict,
             "attempts": [
-                {**asdict(attempt), "recomputed": span}
+                {**asdict(attempt), "recomputed": None if span is None else list(span)}
                 for attempt, span in zip(outcome.attempts, outcome.recomputed, strict=True)
             ],
             "restored_steps": outcome.restored_steps,

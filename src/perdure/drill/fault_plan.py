@@ -228,7 +228,10 @@ def _kill_after_commit(places: _Places) -> list[Launch]:
 
 
 def _other_machine(places: _Places) -> list[Launch]:
-    return [*_kill_after_commit(places), Launch(plants=PLANTS)]
+    if not (usable := places.usable_commits()):
+        raise Impossible("no checkpoint is committed before the last step")
+    # The first, so that the other machine does as many steps as possible.
+    return [kill_after_commit(usable[0]), Launch(plants=PLANTS)]
 
 
 def _sigkill_at_step(places: _Places) -> list[Launch]:

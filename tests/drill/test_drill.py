@@ -93,16 +93,17 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cause", "leaves"),
+    ("name", "cause", "leaves", "named"),
     [
-        ("wrong_iterator", "data position", ["w"]),
-        ("wrong_metric", "metric state", ["metrics/loss"]),
-        ("wrong_generator", "random generator", ["w"]),
-        ("wrong_momentum", "unsaved state", ["w"]),
+        ("wrong_iterator", "data position", ["w"], "what the loop reads from (batches) advanced"),
+        ("wrong_metric", "metric state", ["metrics/loss"], "all of this put back: total, count"),
+        ("wrong_generator", "random generator", ["w"], "generator put back"),
+        # The generator that its loop makes from a seed after the restore is left alone.
+        ("wrong_momentum", "unsaved state", ["w"], "velocity (float64[40]) put back"),
     ],
 )
 def test_a_wrong_program_fails_for_its_reason(
-    name: str, cause: str, leaves: list[str], tmp_path: Path
+    name: str, cause: str, leaves: list[str], named: str, tmp_path: Path
 ) -> None:
     report = run_drill(command(name), FIRST_FAILURE, tmp_path / "drill")
     (row,) = report.rows
@@ -115,15 +116,7 @@ def test_a_wrong_program_fails_for_its_reason(
     said = render_html(report.document())
     assert row.diagnosis.advice.split(",")[0] in said
     assert leaves[0] in said
-    assert any("the difference is gone in 2 of 2 runs" in line for line in row.diagnosis.evidence)
-
-
-def test_what_was_put_back_is_named(tmp_path: Path) -> None:
-    """A generator that the loop makes from a seed after the restore is left alone."""
-    report = run_drill(command("wrong_momentum"), FIRST_FAILURE, tmp_path / "drill")
-    (row,) = report.rows
-    assert row.diagnosis is not None
-    assert "velocity (float64[40]) put back" in row.diagnosis.evidence[-1]
+    assert f"with {named}, the difference is gone in 2 of 2 runs" in row.diagnosis.evidence
 
 
 def test_a_drill_without_a_restore_is_no_pass(tmp_path: Path) -> None:
@@ -161,9 +154,11 @@ def test_what_another_machine_does_otherwise(read: str, cause: str, tmp_path: Pa
     assert row.diagnosis is not None
     assert row.diagnosis.cause == cause, row.diagnosis
     assert row.outcome.attempts[-1].planted
-    program.write_text(MACHINE.replace("READ", f"sorted({read} and [])"))
-    report = run_drill([sys.executable, str(program)], options, tmp_path / "control")
-    assert report.passed, report.document()
+    if cause == "directory order":
+        program.write_text(MACHINE.replace("READ", f"sorted({read})"))
+        report = run_drill([sys.executable, str(program)], options, tmp_path / "control")
+        assert report.passed, report.document()
+        assert report.rows[-1].outcome.attempts[-1].planted
 
 
 ONCE = "STEPS, EVERY = 16, 16"

@@ -117,7 +117,9 @@ def test_every_drill_restores_from_each_kind_of_place() -> None:
     with_epochs = required_restores(replace(SEEN, epoch_ends=(2, 5, 9)))
     assert [each.attempts[0].injected[0].nth for each in with_epochs] == [1, 5, 6, 9]
     assert with_epochs[2].place == "the last one before an epoch's end"
-    once = replace(SEEN, sequence=(40,), commits=(40,))
+    from_nothing = replace(SEEN, sequence=(0, *SEEN.sequence))
+    assert required_restores(from_nothing)[0].attempts[0].injected[0].nth == 2, "step 0 is none"
+    once = replace(SEEN, sequence=(0, 40), commits=(0, 40))
     assert required_restores(once) == []
     assert "before the last step" in possible_kinds(once, ["kill-after-commit"])[1].popitem()[1]
 

@@ -66,20 +66,19 @@ def required_restores(observed: Observed) -> list[Scenario]:
     in the middle, the last one before the program ends; and, if the checkpoints show epochs, the last
     one before an epoch's end.
     """
-    usable = [i for i, step in enumerate(observed.sequence) if step < observed.last_step]
-    if not usable:
+    if not (usable := observed.restorable):
         return []
-    ends = [index for index in observed.epoch_ends if index in usable]
+    ends = [number for number in usable if number - 1 in observed.epoch_ends]
     places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
     if ends:
         places["the last one before an epoch's end"] = ends[len(ends) // 2]
     places["the last one before the end"] = usable[-1]
     chosen: dict[int, str] = {}
-    for place, index in places.items():
-        chosen.setdefault(index, place)
+    for place, nth in places.items():
+        chosen.setdefault(nth, place)
     return [
-        Scenario(number, AFTER_COMMIT, (kill_after_commit(index + 1),), place)
-        for number, (index, place) in enumerate(chosen.items(), 1)
+        Scenario(number, AFTER_COMMIT, (kill_after_commit(nth),), place)
+        for number, (nth, place) in enumerate(chosen.items(), 1)
     ]
 
 
@@ -174,14 +173,9 @@ class _Places:
             low = self.observed.first_commit_s
         return self._share * (low + (high - low) * self.rng.random())
 
-    def usable_commits(self) -> list[int]:
-        """The commits, counted from 1, after which the program still has something to do."""
-        steps = enumerate(self.observed.sequence, 1)
-        return [number for number, step in steps if step < self.observed.last_step]
-
     def after_a_commit(self) -> list[Launch]:
         """A kill after a drawn commit; empty if the kind may hit anywhere, or there is no commit."""
-        usable = self.usable_commits()
+        usable = self.observed.restorable
         if not self._after_commit or not usable:
             return []
         return [kill_after_commit(self.rng.choice(usable))]
@@ -222,13 +216,13 @@ def _sigterm(places: _Places) -> list[Launch]:
 
 
 def _kill_after_commit(places: _Places) -> list[Launch]:
-    if not (usable := places.usable_commits()):
+    if not (usable := places.observed.restorable):
         raise Impossible("no checkpoint is committed before the last step")
     return [kill_after_commit(places.rng.choice(usable))]
 
 
 def _other_machine(places: _Places) -> list[Launch]:
-    if not (usable := places.usable_commits()):
+    if not (usable := places.observed.restorable):
         raise Impossible("no checkpoint is committed before the last step")
     # The first, so that the other machine does as many steps as possible.
     return [kill_after_commit(usable[0]), Launch(plants=PLANTS)]

@@ -58,11 +58,7 @@ class ResumeDiagnosis:
     def _reproduce(self) -> list[Outcome] | None:
         """Two runs that differ, under the simplest faults that make them."""
         own = self._scenario.attempts
-        usable = [
-            number
-            for number, step in enumerate(self._runner.observed.sequence, 1)
-            if step < self._runner.observed.last_step
-        ]
+        usable = self._runner.observed.restorable
         tries = {"the same faults again": own}
         if self._scenario.kind != AFTER_COMMIT and usable:
             middle = (kill_after_commit(usable[len(usable) // 2]),)

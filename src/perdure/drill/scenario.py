@@ -155,9 +155,10 @@ class Observed:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def last_step(self) -> int:
-        """The last step that was reported or committed."""
-        return max((*self.steps, *self.sequence), default=0)
+    def restorable(self) -> list[int]:
+        """The commits, counted from 1, above step 0 and with something left to do after them."""
+        last = max((*self.steps, *self.sequence), default=0)
+        return [number for number, step in enumerate(self.sequence, 1) if 0 < step < last]
 
 
 @dataclass(frozen=True)

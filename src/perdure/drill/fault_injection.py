@@ -190,6 +190,8 @@ class FaultInjector:
             os.close(fd)
         when = "before the first step" if self._step is None else f"after step {self._step}"
         place = f"step {step}" if point == "step" else f"{point} {when}"
+        if point == "manifest.sync" and fault["act"] == "kill":
+            place = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
         self._record("fired", id=fault["id"], act=_describe_act(fault), at=place)
         return True
 

@@ -68,7 +68,8 @@ class ResumeDiagnosis:
             differences = [self._runner.difference(run) for run in runs]
             known = [found.what for found in differences if found is not None and found.leaves]
             if len(known) == len(runs):
-                self.evidence.append(f"control: {what}: 2 of 2 differ ({known[0]})")
+                fired = "; ".join(runs[0].fired)
+                self.evidence.append(f"control: {what} ({fired}): 2 of 2 differ, {known[0]}")
                 self.attempts = attempts
                 return runs
             self.evidence.append(f"control: {what}: {len(known)} of 2 differ")

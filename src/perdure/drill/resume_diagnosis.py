@@ -158,7 +158,7 @@ class ResumeDiagnosis:
         needed = list(put)
         for name in put[:_MOST_SINGLE]:
             fewer = [other for other in needed if other != name]
-            if fewer and self._is_gone(f"and {name} left as it is", put=fewer):
+            if fewer and self._is_gone(f"{_names(fewer)} put back, and not {name}", put=fewer):
                 needed = fewer
         self.evidence.append(f"needed: {', '.join(needed)}")
         kinds = {

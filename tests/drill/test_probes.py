@@ -206,6 +206,24 @@ def test_the_probe_for_entropy_reaches_every_source(tmp_path: Path) -> None:
     assert not set(first) & set(control)
 
 
+THREADS = """
+import secrets, threading
+if TAKES:
+    other = threading.Thread(target=lambda: secrets.token_hex(4))
+    other.start()
+    other.join()
+print([secrets.token_hex(4)])
+"""
+
+
+def test_a_thread_takes_no_entropy_from_another(tmp_path: Path) -> None:
+    """A save in the background draws names for its files, sooner or later."""
+    environment = dict(probe_environment(tmp_path, ("seed",)))
+    programs = [THREADS.replace("TAKES", takes) for takes in ("True", "False")]
+    first, second = (_drawn(tmp_path, environment, program) for program in programs)
+    assert first == second
+
+
 JUMPS = """
 import time, datetime
 from datetime import datetime as when

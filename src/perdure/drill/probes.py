@@ -30,6 +30,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -130,9 +131,15 @@ def _resume() -> None:
 
 
 def _fix_entropy() -> None:
-    source = random.Random(0)
+    sources = threading.local()  # a thread that saves must not take numbers from the loop
     numbers = itertools.count()
-    os.urandom = lambda size: source.randbytes(size)
+
+    def urandom(size: int) -> bytes:
+        if not hasattr(sources, "random"):
+            sources.random = random.Random(threading.current_thread().name)
+        return sources.random.randbytes(size)
+
+    os.urandom = urandom
     random._urandom = os.urandom  # type: ignore[attr-defined]  # of `secrets`, and so of NumPy
     random.seed(0)
     seeded, reseeded = random.Random.seed, random.seed

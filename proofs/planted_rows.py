@@ -7,7 +7,6 @@ Figures go to build/planted-NAME-SEED.json, so that several calls add up to one 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -130,15 +129,3 @@ def table() -> str:
         passes = sum(record["pass"] for record in mine)
         lines.append(f"| {name} | {len(mine)} | {passes} | {runs} of {tried} runs |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    seeds = range(int(sys.argv[1]), int(sys.argv[2]))
-    for name in sys.argv[3:]:
-        if name.startswith("lost:"):
-            rows = lost(name.removeprefix("lost:"), seeds)
-        else:
-            rows = wrong(name, seeds) if name in WRONG else right(name, seeds)
-        for each in rows:
-            print(f"{each['held']:>6} of {each['tried']:<6} {each['what']}", flush=True)

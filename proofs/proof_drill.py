@@ -1,9 +1,10 @@
-"""What issue 6 promises, lines 1 to 5: half an hour on two cores.
+"""What the drill, the supervisor and the launchers promise: several hours on two cores.
 
-`perdure drill` on four programs, and on seven that are wrong (lines 1, 2); `perdure run` that loses
-workers over and over (`supervise`: lines 3, 4; supervise_rows.py); Ray Train and submitit (`launch`:
-line 5; launch_rows.py). Run by `make proof-drill`; ARGS='--runs 10 --kills 4' makes it shorter,
-ARGS='--only plain launch' picks parts. The reports go to build/drill-NAME.json and
+`perdure drill` on four programs, and on seven that are wrong; default drills of programs with a planted
+fault and of right ones (planted_rows.py; `lost-NAME`: 100 seeds of what every drill has to find);
+`perdure run` that loses workers over and over (`supervise`; supervise_rows.py); Ray Train and submitit
+(`launch`; launch_rows.py). Run by `make proof-drill`; ARGS='--runs 10 --kills 4 --seeds 1' makes it
+shorter, ARGS='--only plain launch momentum' picks parts. The reports go to build/drill-NAME.json and
 build/drill-NAME.html, and the table for docs/DRILL.md to build/drill.md.
 """
 
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import launch_rows
+import planted_rows
 import supervise_rows
+from drill_programs import planted
 from report import Row, finish, row
 
 from perdure.drill import KINDS, DrillOptions, run_drill
@@ -59,7 +62,7 @@ GROUP = {"other-workers", "worker-lost"}
 
 
 def right(name: str, runs: int, seed: int) -> Iterator[Row]:
-    """Line 1: one program under all kinds of faults."""
+    """One program under all kinds of faults."""
     arguments, workers = RIGHT[name]
     options = DrillOptions(runs=runs, seed=seed, workers=workers)
     found = drilled(name, arguments, options)
@@ -81,8 +84,7 @@ def right(name: str, runs: int, seed: int) -> Iterator[Row]:
 
 
 def wrong(name: str, seed: int) -> Iterator[Row]:
-    """Line 2: a program that is wrong fails, and for its reason."""
-    # Each goes on from a checkpoint, as most faults make it do.
+    """A program that is wrong fails, and for its reason."""
     faults = ("other-devices",) if name in ON_DEVICES else ("sigkill-at-step", "bit-flip")
     where = PROGRAMS if name in ON_DEVICES else WRONG
     found = drilled(name, [str(where / f"{name}.py")], DrillOptions(faults, 4, seed))
@@ -136,14 +138,23 @@ def table() -> str:
 
 
 def launched() -> Iterator[Row]:
-    """Line 5."""
+    """Ray Train and submitit bring a job back."""
     with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
         yield from launch_rows.rows(Path(work))
 
 
-def parts(runs: int, seed: int, kills: int) -> Mapping[str, Callable[[], Iterator[Row]]]:
+def parts(
+    runs: int, seed: int, kills: int, seeds: int, lost: int
+) -> Mapping[str, Callable[[], Iterator[Row]]]:
     """Every part of the proof by its name, the longest last."""
+    every = range(seeds)
     return {
+        **{name: partial(planted_rows.wrong, name, every) for name in planted.WRONG},
+        **{name: partial(planted_rows.right, name, every) for name in planted.RIGHT},
+        **{
+            f"lost-{name}": partial(planted_rows.lost, name, range(lost))
+            for name in planted_rows.LOST
+        },
         **{name: partial(wrong, name, seed) for name in CAUSES},
         "supervise": partial(supervise_rows.rows, kills),
         "launch": launched,
@@ -170,14 +181,16 @@ def rows(chosen: Mapping[str, Callable[[], Iterator[Row]]]) -> Iterator[Row]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    names = list(parts(0, 0, 0))
+    names = list(parts(0, 0, 0, 0, 0))
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART")
     parser.add_argument("--runs", type=int, default=50, help="faulted runs of each program")
     parser.add_argument(
         "--kills", type=int, default=20, help="of a worker, in the part `supervise`"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=5, help="of each planted program")
+    parser.add_argument("--lost", type=int, default=100, help="seeds of each part `lost-NAME`")
     given = parser.parse_args()
     os.environ.update({"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "PJRT_NPROC": "8"})
-    every = parts(given.runs, given.seed, given.kills)
+    every = parts(given.runs, given.seed, given.kills, given.seeds, given.lost)
     finish("drill", rows({name: every[name] for name in names if name in given.only}))

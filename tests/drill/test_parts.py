@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import ast
 import io
-import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from perdure import CheckpointManager
-from perdure.drill import diagnose
 from perdure.drill.compare import (
-    LeafDifference,
     RunDifference,
     compare,
     newest_steps,
     read_back,
 )
 from perdure.drill.damage import damage
-from perdure.drill.drill import DrillOptions, DrillReport, DrillRow
-from perdure.drill.fault_injection import PLAN
-from perdure.drill.fault_plan import KINDS, draw_scenario, plan, possible_kinds
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
+from perdure.drill.fault_plan import (
+    KINDS,
+    draw_scenario,
+    plan,
+    possible_kinds,
+    required_restores,
+)
 from perdure.drill.html_report import render_html
-from perdure.drill.probes import probe_environment
 from perdure.drill.scenario import (
     Commit,
     Launch,
@@ -43,7 +42,6 @@ from perdure.drill.scenario import (
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.store.drill_hook import DRILL
 
 POINTS = ("pack", "manifest")
 VERBS = ("open", "write", "fsync", "link", "sync", "delete")
@@ -60,14 +58,20 @@ SEEN = Observed(
     modules=("jax",),
     may_devices=(2,),
     may_workers=(1, 3),
+    sequence=tuple(range(4, 41, 4)),
 )
 
 
 def test_a_plan_is_a_function_of_its_seed_and_takes_every_kind_in_turn() -> None:
     kinds = list(KINDS)
-    drawn = plan(SEEN, kinds, 60, seed=3)
-    assert drawn == plan(SEEN, kinds, 60, seed=3)
-    assert drawn != plan(SEEN, kinds, 60, seed=4)
+    planned = plan(SEEN, kinds, 63, seed=3)
+    assert planned == plan(SEEN, kinds, 63, seed=3)
+    assert planned != plan(SEEN, kinds, 63, seed=4)
+    required = required_restores(SEEN)
+    assert planned[: len(required)] == required
+    assert plan(SEEN, kinds, 63, seed=4)[: len(required)] == required, "no seed goes without them"
+    assert [each.number for each in planned] == list(range(1, 64 + len(required)))
+    drawn = planned[len(required) :]
     counted = Counter(each.kind for each in drawn)
     assert counted.keys() == KINDS.keys()
     assert max(counted.values()) - min(counted.values()) <= 1
@@ -91,6 +95,37 @@ def test_a_fault_that_did_not_fire_is_drawn_earlier() -> None:
     assert max(early) == 1
 
 
+def test_every_drill_restores_from_each_kind_of_place() -> None:
+    """Counted by commits, and not by time; never the last checkpoint, after which nothing is done."""
+    places = {each.place: each.attempts[0].injected[0] for each in required_restores(SEEN)}
+    assert {place: (fault.point, fault.nth) for place, fault in places.items()} == {
+        "the first checkpoint": ("manifest.sync", 1),
+        "one in the middle": ("manifest.sync", 5),
+        "the last one before the end": ("manifest.sync", 9),
+    }
+    with_epochs = required_restores(replace(SEEN, epoch_ends=(2, 5, 9)))
+    assert [each.attempts[0].injected[0].nth for each in with_epochs] == [1, 5, 6, 9]
+    assert with_epochs[2].place == "the last one before an epoch's end"
+    from_nothing = replace(SEEN, sequence=(0, *SEEN.sequence))
+    assert required_restores(from_nothing)[0].attempts[0].injected[0].nth == 2, "step 0 is none"
+    once = replace(SEEN, sequence=(0, 40), commits=(0, 40))
+    assert required_restores(once) == []
+    assert "before the last step" in possible_kinds(once, ["kill-after-commit"])[1].popitem()[1]
+
+
+def test_the_first_turn_of_a_kind_hits_after_a_checkpoint() -> None:
+    counts = {"manifest.sync": 1, "pack.open": 2, "pack.write": 3, "pack.fsync": 2, "pack.link": 2}
+    seen = replace(SEEN, before_commit=counts)
+    for number in range(40):
+        first = (
+            draw_scenario(seen, "kill-in-save", number, 0, anywhere=False).attempts[0].injected[0]
+        )
+        assert first.nth > counts[first.point]
+    drawn = [draw_scenario(seen, "kill-in-save", number, 0) for number in range(40)]
+    places = [each.attempts[0].injected[0] for each in drawn]
+    assert any(place.nth <= counts[place.point] for place in places)
+
+
 def test_what_cannot_happen_says_why() -> None:
     alone = Observed(1.0, 0.5, (1, 2), (2,), {"open": 1, "manifest.sync": 1}, {}, 0.1)
     can, cannot = possible_kinds(alone, list(KINDS))
@@ -111,7 +146,7 @@ def test_a_program_that_tells_no_steps_is_drilled_at_its_other_places() -> None:
     assert cannot.keys() == stepped
     assert all("reports no steps" in why for why in cannot.values())
     for seed in range(5):
-        assert len(plan(bare, can, 30, seed)) == 30
+        assert len(plan(bare, can, 30, seed)) == 30 + len(required_restores(bare))
 
 
 def test_no_kind_is_left_says_why_each_is_not() -> None:
@@ -153,14 +188,14 @@ def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
     ]
     assert [row.verdict for row in rows] == ["failed", "differs", "differs", "pass"]
     found = DrillReport(("python",), DrillOptions(), SEEN, Outcome(), rows).document()
-    assert found["faults"] == {"double-kill": {"runs": 4, "fired": 2, "pass": 1}}
+    assert found["faults"] == {"double-kill": {"runs": 4, "fired": 2, "restored": 0, "pass": 1}}
     assert [run["all_fired"] for run in found["runs"]] == [False, False, True, True]
     assert "2 whose faults did not all fire" in verdict(found)
     assert (
         render_html(found).count("kill at step 3 (1 of 2 planned)") == 4
     )  # two headings, two lines
     said = io.StringIO()
-    reporter = TextReporter(Console(file=said, width=200), 4)
+    reporter = TextReporter(Console(file=said, width=200))
     for row in rows:
         reporter.progress(row.scenario.kind, row)
     assert said.getvalue().count("(1 of 2 planned)") == 2
@@ -175,6 +210,8 @@ def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
         ]
     )
     assert outcome.repeated == 3
+    assert outcome.recomputed == [None, None, (5, 7)]
+    assert outcome.restored_steps == [4]
 
 
 def test_an_end_that_is_missing_is_a_difference() -> None:
@@ -243,105 +280,6 @@ def test_damage_takes_the_newest_checkpoint_and_no_other(
             state, step = manager.restore()
         assert [step] == left
         assert (state["w"] == np.arange(2000.0)).all()
-
-
-RESUMED = """
-import random
-import numpy as np
-from perdure import CheckpointManager
-
-random.seed(1)
-np.random.seed(2)
-own = np.random.default_rng(3)
-source = iter(range(100))
-with CheckpointManager("run") as manager:
-    state, start = manager.restore_or_initialize({"step": 0})
-    own_too = np.random.default_rng(4)
-    drawn = []
-    for step in range(start, 6):
-        drawn.append((random.random(), np.random.random(), own.random(), own_too.random()))
-        drawn.append(next(source))
-        if step == 3 and start == 0:
-            break
-        manager.save(step + 1, {"step": step + 1})
-print(drawn)
-"""
-
-
-@pytest.mark.parametrize("probes", [("rng", "iterators"), ()])
-def test_probes_put_generators_and_iterators_back(probes: tuple[str, ...], tmp_path: Path) -> None:
-    """A resumed process draws what an uninterrupted one draws, without a change to the program; and
-    as a negative control, without probes it does not."""
-    whole = _drawn(tmp_path / "whole", {}, RESUMED.replace("start == 0", "False"))
-    where = tmp_path / "drill"
-    where.mkdir()
-    environment = {DRILL: str(where), **probe_environment(where, probes)}
-    drawn = []
-    for attempt in (1, 2):
-        (where / PLAN).write_text(json.dumps({"attempt": attempt, "faults": []}))
-        drawn.append(_drawn(tmp_path / "resumed", environment, RESUMED))
-    first, second = drawn
-    # The step at which the first one breaks off is done again.
-    assert len(first) == 8
-    assert (first[:6] + second == whole) == bool(probes)
-
-
-def _drawn(where: Path, environment: dict[str, str], program: str) -> list[object]:
-    where.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=where,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout)
-
-
-def test_probes_keep_the_path_of_the_program(tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "mine.py").write_text("")
-    path = filter(None, [str(tmp_path / "own"), os.environ.get("PYTHONPATH")])
-    own = {"PYTHONPATH": os.pathsep.join(path)}
-    environment = {**own, **probe_environment(tmp_path, ("clock",), own)}
-    assert _drawn(tmp_path, environment, "import mine, time; print([int(time.time())])") == [
-        1_700_000_000
-    ]
-
-
-def test_a_probe_that_does_not_come_to_its_end_excludes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    leaves = (LeafDifference("w", "", "float64[1]"),)
-    differs = RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaves)
-    monkeypatch.setattr(diagnose, "_largest_moving", lambda *_: "w")
-    monkeypatch.setattr(diagnose, "leaves_of", lambda *_: {})
-    ended = RunDifference("the end: expected step 4, found no checkpoint", "run")
-
-    def found(fails: str) -> diagnose.Diagnosis:
-        class ProbeRunner:
-            plain = Outcome()
-            observed = SEEN
-
-            def faulted(self, attempts: object, *probes: str) -> tuple[Outcome, Path]:
-                problem = "exit 1" if fails in probes else ""
-                return Outcome(problem=problem, commits=[Commit("run", 2, 1, "", "")]), tmp_path
-
-        def compared(_: Outcome, outcome: Outcome) -> tuple[int, RunDifference]:
-            return 1, ended if outcome.problem else differs
-
-        monkeypatch.setattr(diagnose, "compare", compared)
-        drawn = Scenario(1, "x", (Launch(signal="SIGKILL"),))
-        lab: Any = ProbeRunner()
-        return diagnose.diagnose_run(lab, drawn, Outcome(), differs)
-
-    assert found("nothing").cause == "data position"
-    said = found("rng")
-    assert said.cause == "unknown"
-    assert any("it could not be tried: exit 1" in each for each in said.evidence)
-    assert said.evidence[-1] == "so a random generator is not excluded"
 
 
 def test_a_scenario_counts_its_faults() -> None:

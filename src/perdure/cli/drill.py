@@ -19,7 +19,13 @@ from perdure.errors import LaunchError
     default="",
     help="Kinds of faults, separated by commas; by default all that can happen.",
 )
-@click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Faulted runs.")
+@click.option(
+    "--runs",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Faulted runs, besides the restores that every drill tries.",
+)
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the faults."
 )
@@ -42,6 +48,7 @@ from perdure.errors import LaunchError
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Also write the report as an HTML file."
 )
+@click.option("--fail-fast", is_flag=True, help="Stop at the first run that differs or fails.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @click.pass_context
@@ -54,13 +61,15 @@ def command(
     read_only: tuple[str, ...],
     directory: Path | None,
     html: Path | None,
+    fail_fast: bool,
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run COMMAND undisturbed, then RUNS times under faults; compare every checkpoint, bit by bit.
+    """Run COMMAND undisturbed, then again under faults; compare every checkpoint, bit by bit.
 
     COMMAND follows `--` and needs no change. Its run directories are redirected during the drill. The
-    exit status is 0 only if all runs end with the same bits and every fault has fired.
+    exit status is 0 only if all runs end with the same bits, every fault has fired, and a run has
+    continued from a checkpoint. With --json, the progress goes to the standard error.
     """
     from rich.console import Console
 
@@ -69,10 +78,10 @@ def command(
     from perdure.drill.text_report import TextReporter
 
     kinds = tuple(name for name in faults.replace(" ", "").split(",") if name)
-    options = DrillOptions(kinds, runs, seed, workers, read_only)
+    options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
     if html is not None:
         _require_writable(html)
-    reporter = TextReporter(Console(stderr=as_json, quiet=as_json, soft_wrap=True), runs)
+    reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
     with ExitStack() as stack:
         if directory is None:
             directory = Path(

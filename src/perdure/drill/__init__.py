@@ -6,14 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.drill.drill import DrillOptions, DrillReport, run_drill
+    from perdure.drill.drill import run_drill
+    from perdure.drill.drill_report import DrillOptions, DrillReport
     from perdure.drill.fault_plan import KINDS
 
 # Resolved on first use: a drilled program loads the fault injector and nothing else of this package.
 _HOMES = {
     "KINDS": "perdure.drill.fault_plan",
-    "DrillOptions": "perdure.drill.drill",
-    "DrillReport": "perdure.drill.drill",
+    "DrillOptions": "perdure.drill.drill_report",
+    "DrillReport": "perdure.drill.drill_report",
     "run_drill": "perdure.drill.drill",
 }
 

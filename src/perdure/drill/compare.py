@@ -129,7 +129,11 @@ def leaves_of(commit: Commit) -> dict[str, LeafRecord]:
 
 def _difference(expected: Commit, actual: Commit) -> RunDifference:
     old, new = leaves_of(expected), leaves_of(actual)
-    changed = sorted(path for path in old.keys() | new.keys() if bits(old, path) != bits(new, path))
+    # Scalars and schedules first: a weight that differs may be their consequence.
+    changed = sorted(
+        (path for path in old.keys() | new.keys() if bits(old, path) != bits(new, path)),
+        key=lambda path: ((old.get(path) or new[path]).nbytes, path),
+    )
     return RunDifference(
         what=f"step {actual.step}: {len(changed)} of {len(old)} leaves differ",
         run=actual.run,

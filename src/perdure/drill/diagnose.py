@@ -1,180 +1,58 @@
 """Finds out why runs differ, by removing one possible cause after the other and comparing again.
 
-A cause is reported because the difference disappears with it, because the leaves that differ allow no
-other, or, for the data position, because the others were excluded. The evidence lists what was tried.
+Invariant: a cause is named only if the difference is gone in several runs in which this cause alone is
+taken away, and is there in several in which it is not. Otherwise the cause is "unknown", and the
+evidence lists what was tried.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from perdure.drill.compare import (
-    RunDifference,
-    bits,
-    changing,
-    compare,
-    leaves_of,
+from perdure.drill.causes import Diagnosis, diagnosis
+from perdure.drill.compare import RunDifference, compare
+from perdure.drill.probe_runner import UNTRIED, ProbeRunner
+from perdure.drill.probes import PLANTS
+from perdure.drill.resume_diagnosis import ResumeDiagnosis
+from perdure.drill.scenario import Launch, Outcome, Scenario
+
+STEADY = (
+    ("clock", "time", "a clock that only counts how often it is read"),
+    ("seed", "unseeded", "a fixed seed in place of the system's entropy"),
+    ("hash", "hash order", "PYTHONHASHSEED=0"),
+    ("process", "process", "a fixed number of the process and of the attempt"),
+    ("memory", "memory", "the same pattern in all memory that nothing was written to"),
+    ("one thread", "threads", "one thread"),
 )
-from perdure.drill.execution import DEVICES, DrilledProgram, execute
-from perdure.drill.probes import ITERATORS, probe_environment
-from perdure.drill.scenario import Fault, Launch, Observed, Outcome, Scenario
+"""Each probe, the cause that it takes away, and what it does."""
 
-_UNTRIED = "could not be tried"
-_BELOW = ": threads, or an operation that is not deterministic"
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """A cause by its name in `CAUSES`, its meaning, how to repair it, and the evidence."""
-
-    cause: str
-    what: str
-    advice: str
-    evidence: tuple[str, ...]
-
-
-CAUSES = {
-    "time": (
-        "the result depends on the clock",
-        (
-            "Let no value of time.time(), datetime.now() or a timer reach the state or the update; "
-            "use the step instead, or read the clock once and keep the value in the state."
-        ),
-    ),
-    "unseeded": (
-        "random numbers are drawn from an unseeded source",
-        (
-            "Seed it: np.random.default_rng(seed), random.seed(seed), torch.manual_seed(seed), "
-            "keras.utils.set_random_seed(seed); derive what a step draws from (seed, step)."
-        ),
-    ),
-    "hash order": (
-        "the result depends on the order of a set of strings",
-        "Sort what you iterate over: sorted(names). PYTHONHASHSEED changes in every process.",
-    ),
-    "random generator": (
-        "a random generator is not restored",
-        (
-            "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put "
-            "the generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
-        ),
-    ),
-    "data position": (
-        "the data start again from the beginning after a resume",
-        (
-            "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save "
-            "the iterator with the state, or skip the first `start` batches after a restore."
-        ),
-    ),
-    "metric state": (
-        "something that is only counted or averaged is not saved",
-        (
-            "Put the sums and counts from which these leaves are computed into the state, and continue "
-            "from them after a restore; a mean alone cannot be continued."
-        ),
-    ),
-    "topology": (
-        "the result depends on how many devices or workers there are",
-        (
-            "A sum over devices (psum, all_reduce) adds in an order that follows their number. Use a "
-            "strategy with replicas=V: its tree of sums does not know the devices."
-        ),
-    ),
-    "fails after a resume": (
-        "the program fails by itself after a resume",
-        (
-            "Read the last lines of its log below: something that it needs is missing from the "
-            "checkpoint, or does not fit what the checkpoint holds."
-        ),
-    ),
-    "unreadable": (
-        "a committed checkpoint cannot be read from the run directory any more",
-        (
-            "Look for what removes or rewrites files in the run directory: the end of the program, a "
-            "clean-up of its own, another program. Deletion belongs to the manager: max_to_keep, or "
-            "`perdure prune`."
-        ),
-    ),
-    "unknown": (
-        "none of the usual causes",
-        (
-            "The evidence lists what was tried. Begin with the leaves that differ: which code writes "
-            "them, and what does it read?"
-        ),
-    ),
-}
-
-
-def diagnosis(cause: str, *evidence: str) -> Diagnosis:
-    """The diagnosis for a name in `CAUSES`, with its evidence."""
-    what, advice = CAUSES[cause]
-    return Diagnosis(cause, what, advice, evidence)
-
-
-class ProbeRunner:
-    """Runs the program again with one thing changed, each time in a new directory."""
-
-    def __init__(
-        self, program: DrilledProgram, directory: Path, plain: Outcome, observed: Observed
-    ) -> None:
-        self.plain = plain
-        self.observed = observed
-        self._program = program
-        self._directory = directory
-        self._count = 0
-
-    def undisturbed(
-        self, *probes: str, devices: int | None = None, workers: int | None = None
-    ) -> Outcome:
-        """Run the program without a fault, under `probes`, on other devices or workers if given."""
-        program = self._program
-        if devices is not None:
-            environment = {**program.environment, DEVICES: str(devices)}
-            program = replace(program, environment=environment)
-        if workers is not None:
-            program = replace(program, workers=workers)
-        return self._run(program, (), probes)[0]
-
-    def faulted(self, attempts: Sequence[Launch], *probes: str) -> tuple[Outcome, Path]:
-        """Run the program under `attempts` and `probes`; returns the directory of the run, too."""
-        return self._run(self._program, attempts, probes)
-
-    def _run(
-        self, program: DrilledProgram, attempts: Sequence[Launch], probes: tuple[str, ...]
-    ) -> tuple[Outcome, Path]:
-        self._count += 1
-        directory = self._directory / f"probe-{self._count}"
-        environment = (
-            probe_environment(self._directory, probes, program.environment) if probes else {}
-        )
-        return execute(program, directory, attempts, self.observed, environment), directory
+_PLANTED = dict(zip(PLANTS, ("directory order", "memory", "threads"), strict=True))
+_CHANCE = 0.05
+_MOST_REPEATS = 8
 
 
 def diagnose_undisturbed(runner: ProbeRunner, difference: RunDifference) -> Diagnosis:
     """Find out why two undisturbed runs differ."""
     if difference.unreadable:
         return diagnosis("unreadable", difference.unreadable)
-    tried: list[str] = []
-    for probe, cause, meaning in (
-        ("clock", "time", "with a clock that only counts how often it is read"),
-        ("seed", "unseeded", "with a fixed seed in place of the system's entropy"),
-        ("hash", "hash order", "with PYTHONHASHSEED=0"),
-    ):
-        result = _run_twice(runner, probe)
-        if result == "":
-            return diagnosis(cause, *tried, f"two runs {meaning} are equal")
-        tried.append(f"two runs {meaning} {result}")
-    result = _run_twice(runner, "clock", "seed", "hash")
-    if result == "":
-        return diagnosis("unseeded", *tried, "two runs under all three together are equal")
-    return diagnosis(
-        "unknown",
-        *tried,
-        f"two runs under all three {result}{'' if result.startswith(_UNTRIED) else _BELOW}",
-    )
+    controls = [runner.undisturbed() for _ in range(2)]
+    differing = 1 + sum(runner.difference(control) is not None for control in controls)
+    repeats = repeats_for(1 - differing / 3)
+    tried = [f"control: {differing} of 3 further runs differ from the first"]
+    return _steady_cause(lambda *probes: runner.undisturbed(*probes), repeats, tried)
+
+
+def repeats_for(equal: float) -> int:
+    """How many runs have to be equal so that chance is not the reason.
+
+    Args:
+        equal: The share of the runs that are equal although the cause is there.
+    """
+    if equal <= 0:
+        return 2
+    return min(_MOST_REPEATS, max(2, math.ceil(math.log(_CHANCE) / math.log(equal))))
 
 
 def diagnose_run(
@@ -183,80 +61,101 @@ def diagnose_run(
     """Find out why a faulted run differs from the undisturbed one, or does not finish."""
     if seen is not None and seen.unreadable:
         return diagnosis("unreadable", seen.unreadable)
+    for special in (_diagnose_topology, _diagnose_clock, _diagnose_machine):
+        if (found := special(runner, scenario)) is not None:
+            return found
     if seen is None or (outcome.problem and not seen.leaves):
-        return diagnosis("fails after a resume", outcome.problem)
-    if (moved := _diagnose_topology(runner, scenario)) is not None:
-        return moved
-    if (jumped := _diagnose_clock(runner, scenario)) is not None:
-        return jumped
-    evidence: list[str] = []
-    for what, attempts in (
-        ("a run that is killed once, right after a checkpoint", _one_kill(runner)),
-        ("the same faults again", scenario.attempts),
-    ):
-        repeat, directory = runner.faulted(attempts)
-        _, difference = compare(runner.plain, repeat)
-        if difference is not None and difference.leaves:
-            evidence.append(f"{what}, differs at {difference.what}")
-            return _diagnose_resume(runner, attempts, repeat, difference, directory, evidence)
-        evidence.append(f"{what}, {'ends equal' if difference is None else difference.what}")
-    return diagnosis("unknown", *evidence, "so the difference depends on the moment of the fault")
-
-
-def _one_kill(runner: ProbeRunner) -> tuple[Launch, ...]:
-    middle = max(1, len(runner.observed.commits) // 2)
-    return (Launch((Fault("manifest.sync", "kill", nth=middle),)),)
-
-
-def _diagnose_resume(
-    runner: ProbeRunner,
-    attempts: Sequence[Launch],
-    repeat: Outcome,
-    difference: RunDifference,
-    directory: Path,
-    evidence: list[str],
-) -> Diagnosis:
-    untried: list[str] = []
-    for probe, cause, meaning in (
-        ("rng", "random generator", "with every random generator restored to its state"),
-        ("iterators", "data position", "with every iterator advanced by the steps that were done"),
-    ):
-        probed, directory = runner.faulted(attempts, probe)
-        _, remaining = compare(runner.plain, probed)
-        if probed.problem and not (remaining is not None and remaining.leaves):
-            # A probe that fails excludes nothing.
-            evidence.append(f"{meaning}, it {_UNTRIED}: {probed.problem}")
-            untried.append(cause)
-            continue
-        if remaining is None:
-            return diagnosis(cause, *evidence, f"{meaning}, the difference is gone")
-        evidence.append(f"{meaning}, it is still there")
-    largest = _largest_moving(runner, difference)
-    if largest in difference.equal:
-        names = ", ".join(leaf.path for leaf in difference.leaves[:5])
-        spread = _spread(runner, repeat, difference)
-        later = f"later {spread} differs too" if spread else "nothing else differs up to the end"
-        return diagnosis(
-            "metric state",
-            *evidence,
-            f"at step {difference.step} {names} differ, and {largest}, which training changes, does "
-            f"not: the update got the right batch and the right random numbers; {later}",
-        )
-    positions = [path for path in leaves_of(repeat.commits[0]) if _may_be_position(path)]
-    evidence.append(
-        f"leaves that could hold a data position: {', '.join(positions)}"
-        if positions
-        else "no leaf of the checkpoint looks like a data position"
-    )
-    if iterators := _recorded_iterators(directory):
-        evidence.append(f"the loop reads from {', '.join(iterators)}, new in every process")
-    if "random generator" in untried:
-        return diagnosis("unknown", *evidence, "so a random generator is not excluded")
+        return _diagnose_failure(runner, scenario, outcome)
+    resume = ResumeDiagnosis(runner, scenario)
+    if (found := resume.find()) is not None:
+        if found.cause != "unknown" or resume.attempts is None:
+            return found
+        return _steady_resume(runner, resume.attempts, found)
+    if resume.attempts is not None:  # it differs at each resume, and each time in another way
+        attempts, evidence = resume.attempts, resume.evidence
+        return _steady_cause(lambda *probes: runner.faulted(attempts, *probes)[0], 3, evidence)
+    controls = [runner.undisturbed() for _ in range(3)]
+    if differing := [found for each in controls if (found := runner.difference(each)) is not None]:
+        return diagnose_undisturbed(runner, differing[0])
+    if (found := _planted_cause(runner, resume.evidence)) is not None:
+        return found
     return diagnosis(
-        "data position",
-        *evidence,
-        f"{largest or difference.leaves[0].path}, which the update writes, differs at once, so the "
-        "update read something else: random numbers are excluded, the data are not",
+        "unknown",
+        *resume.evidence,
+        "3 more undisturbed runs are equal, also with what another machine does otherwise, so the "
+        "difference depends on the moment of the fault",
+    )
+
+
+def _steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str]) -> Diagnosis:
+    """The probe under which `repeats` runs are equal to each other."""
+    evidence = list(tried)
+    for probe, cause, meaning in STEADY:
+        result = _compare_repeats(run, repeats, probe)
+        if result == "":
+            return diagnosis(cause, *evidence, f"{repeats} runs with {meaning} are equal")
+        evidence.append(f"runs with {meaning} {result}")
+    probes = tuple(probe for probe, _, _ in STEADY)
+    result = _compare_repeats(run, repeats, *probes)
+    if result:
+        return diagnosis("unknown", *evidence, f"runs under all of these {result}")
+    needed = [
+        cause
+        for probe, cause, _ in STEADY
+        if _compare_repeats(run, repeats, *(other for other in probes if other != probe))
+    ]
+    evidence.append(f"{repeats} runs under all of these are equal")
+    if not needed:
+        return diagnosis("unknown", *evidence, "and also without each of them")
+    return diagnosis(
+        "several", *evidence, f"and differ again without any of these: {', '.join(needed)}"
+    )
+
+
+def _steady_resume(
+    runner: ProbeRunner, attempts: Sequence[Launch], unknown: Diagnosis
+) -> Diagnosis:
+    """The probe under which two resumed runs are equal to an undisturbed run under it."""
+    evidence = list(unknown.evidence)
+    for probe, cause, meaning in STEADY:
+        runs = [runner.undisturbed(probe)]
+        while len(runs) < 3:
+            runs.append(runner.faulted(attempts, probe)[0])
+            if runs[-1].problem or compare(runs[0], runs[-1])[1] is not None:
+                evidence.append(f"with {meaning}, in both runs, it is still there")
+                break
+        else:
+            text = f"with {meaning}, in both runs, the difference is gone in 2 of 2"
+            return diagnosis(cause, *evidence, text)
+    return diagnosis("unknown", *evidence)
+
+
+def _compare_repeats(run: Callable[..., Outcome], repeats: int, *probes: str) -> str:
+    """How runs under `probes` compare; empty if they are all equal."""
+    first: Outcome | None = None
+    for _ in range(repeats):
+        outcome = run(*probes)
+        if outcome.problem:
+            return f"{UNTRIED}: {outcome.problem}"
+        if first is None:
+            first = outcome
+            continue
+        _, difference = compare(first, outcome)
+        if difference is not None:
+            return f"differ ({difference.what})"
+    return ""
+
+
+def _diagnose_failure(runner: ProbeRunner, scenario: Scenario, outcome: Outcome) -> Diagnosis:
+    again, _ = runner.faulted(scenario.attempts)
+    if again.problem:
+        return diagnosis(
+            "fails after a resume",
+            outcome.problem,
+            f"and again under the same faults: {again.problem}",
+        )
+    return diagnosis(
+        "unknown", outcome.problem, "the same faults again: the program ends by itself"
     )
 
 
@@ -264,60 +163,55 @@ def _diagnose_topology(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | N
     for attempt in scenario.attempts:
         if attempt.devices is None and attempt.workers is None:
             continue
-        alone = runner.undisturbed(devices=attempt.devices, workers=attempt.workers)
-        _, difference = compare(runner.plain, alone)
+        runs = [
+            runner.undisturbed(devices=attempt.devices, workers=attempt.workers) for _ in range(2)
+        ]
         on = f"{attempt.devices} devices" if attempt.devices else f"{attempt.workers} workers"
-        if difference is not None and not alone.problem:
-            return diagnosis(
-                "topology", f"an undisturbed run on {on} differs as well: {difference.what}"
-            )
+        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
+            return diagnosis("topology", f"2 of 2 undisturbed runs on {on} differ as well: {what}")
     return None
 
 
 def _diagnose_clock(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
     jumps = [f for launch in scenario.attempts for f in launch.injected if f.act == "clock"]
-    if not jumps:
-        return None
-    alone, _ = runner.faulted((Launch((jumps[0],)),))
-    _, difference = compare(runner.plain, alone)
-    if difference is None or (alone.problem and not difference.leaves):
-        return None
-    return diagnosis(
-        "time", f"a run whose clock jumps, without any other fault, differs: {difference.what}"
-    )
+    for planned in jumps:
+        # At a step of one attempt, also if it hit at a restore: nothing else happens then.
+        jump = replace(planned, point="step", step=min(runner.observed.steps), nth=1)
+        runs = [runner.faulted((Launch((jump,)),))[0] for _ in range(2)]
+        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
+            text = next((fired for fired in runs[0].fired), "a jump of the clock")
+            return diagnosis(
+                "time", f"2 of 2 runs without any other fault than this differ: {text}; {what}"
+            )
+    return None
 
 
-def _run_twice(runner: ProbeRunner, *probes: str) -> str:
-    """How two runs under `probes` compare; empty if they are equal."""
-    one, other = runner.undisturbed(*probes), runner.undisturbed(*probes)
-    if problem := one.problem or other.problem:
-        return f"{_UNTRIED}: {problem}"
-    _, difference = compare(one, other)
-    return "" if difference is None else f"differ ({difference.what})"
+def _diagnose_machine(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
+    return _planted_cause(runner, ()) if any(each.plants for each in scenario.attempts) else None
 
 
-def _largest_moving(runner: ProbeRunner, difference: RunDifference) -> str | None:
-    """The largest floating-point leaf that training changes: parameters and no counter."""
-    commits = [commit for commit in runner.plain.commits if commit.run == difference.run]
-    leaves = leaves_of(commits[-1])
-    floats = [path for path, leaf in leaves.items() if "float" in leaf.dtype and leaf.text is None]
-    return max(changing(commits, floats), key=lambda path: leaves[path].nbytes, default=None)
+def _planted_cause(runner: ProbeRunner, tried: Sequence[str]) -> Diagnosis | None:
+    """What another machine does otherwise, if that alone makes an undisturbed run differ."""
+    for plant, cause in _PLANTED.items():
+        runs = [runner.undisturbed(plant) for _ in range(2)]
+        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
+            text = f"2 of 2 undisturbed runs with {plant}, and nothing else, differ: {what}"
+            return diagnosis(cause, *tried, text)
+    return None
 
 
-def _spread(runner: ProbeRunner, repeat: Outcome, difference: RunDifference) -> str:
-    """A leaf that is equal at the first difference and differs at the end; empty if there is none."""
-    expected, actual = runner.plain.end().get(difference.run), repeat.end().get(difference.run)
-    if expected is None or actual is None or expected.step != actual.step:
-        return ""
-    old, new = leaves_of(expected), leaves_of(actual)
-    moved = [path for path in difference.equal if bits(old, path) != bits(new, path)]
-    return moved[0] if moved else ""
+def _all_differ(runner: ProbeRunner, runs: Sequence[Outcome]) -> str | None:
+    """The difference from the undisturbed run if each of the `runs` has one; otherwise None."""
+    texts = []
+    for outcome in runs:
+        difference = runner.difference(outcome)
+        if outcome.problem and (difference is None or not difference.leaves):
+            texts.append(f"it fails: {outcome.problem}")
+        elif difference is not None:
+            texts.append(difference.what)
+    return texts[0] if len(texts) == len(runs) else None
 
 
-def _recorded_iterators(directory: Path) -> list[str]:
-    path = directory / ITERATORS
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def _may_be_position(path: str) -> bool:
-    return any(word in path.lower() for word in ("data", "iter", "position", "batch", "loader"))
+def _controls_equal(runner: ProbeRunner) -> bool:
+    """Whether another undisturbed run is equal, so that the difference is that of the one change."""
+    return runner.difference(runner.undisturbed()) is None

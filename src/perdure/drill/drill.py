@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from perdure.drill.compare import RunDifference, compare, newest_steps, read_back
-from perdure.drill.diagnose import (
-    Diagnosis,
-    ProbeRunner,
-    diagnose_run,
-    diagnose_undisturbed,
-)
+from perdure.drill.causes import Diagnosis
+from perdure.drill.compare import compare, newest_steps, read_back
+from perdure.drill.diagnose import diagnose_run, diagnose_undisturbed
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
 from perdure.drill.execution import LOGS, DrilledProgram, execute, observe
 from perdure.drill.fault_plan import (
     KINDS,
@@ -24,140 +22,14 @@ from perdure.drill.fault_plan import (
     plan,
     possible_kinds,
 )
+from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
 
+_RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 TRIES = 4
 """How often a scenario is drawn until its fault fires."""
-
-
-@dataclass(frozen=True)
-class DrillOptions:
-    """What a drill tries.
-
-    Attributes:
-        faults: Names of `KINDS`; empty for all that can happen to the program.
-        runs: How many faulted runs to try.
-        seed: Decides the places and times of all faults.
-        workers: Processes of the group.
-        read_only: Run directories that the program only reads; they are not redirected.
-        environment: Variables for the program, on top of those of this process.
-
-    Raises:
-        LaunchError: If a fault is not known, or `runs` or `workers` is below 1.
-    """
-
-    faults: tuple[str, ...] = ()
-    runs: int = 10
-    seed: int = 0
-    workers: int = 1
-    read_only: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.faults) - KINDS.keys()):
-            raise LaunchError(
-                f"faults: expected some of {', '.join(KINDS)}, found {', '.join(unknown)}."
-            )
-        for name in ("runs", "workers"):
-            if getattr(self, name) < 1:
-                raise LaunchError(f"{name}: expected at least 1, found {getattr(self, name)}.")
-
-
-@dataclass
-class DrillRow:
-    """One faulted run, compared with the undisturbed one."""
-
-    scenario: Scenario
-    outcome: Outcome
-    compared: int
-    difference: RunDifference | None
-    diagnosis: Diagnosis | None = None
-
-    @property
-    def verdict(self) -> str:
-        """ "pass", "differs", "failed" (it did not finish) or "not fired" (which proves nothing)."""
-        if self.difference is not None:
-            return "differs"
-        if self.outcome.problem:
-            return "failed"
-        return "pass" if self.fired else "not fired"
-
-    @property
-    def fired(self) -> bool:
-        """Whether all planned faults have happened; a run that fails before that does not count."""
-        return self.outcome.all_fired(self.scenario)
-
-
-@dataclass
-class DrillReport:
-    """The result of a drill."""
-
-    command: tuple[str, ...]
-    options: DrillOptions
-    observed: Observed
-    plain: Outcome
-    rows: list[DrillRow] = field(default_factory=list)
-    impossible: dict[str, str] = field(default_factory=dict)
-    undisturbed: RunDifference | None = None
-    diagnosis: Diagnosis | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether every run ended with the same bits and every fault fired."""
-        return self.undisturbed is None and all(row.verdict == "pass" for row in self.rows)
-
-    def document(self) -> dict[str, Any]:
-        """The report in plain values, as `--json` prints it."""
-        return {
-            "command": list(self.command),
-            "pass": self.passed,
-            "seed": self.options.seed,
-            "workers": self.options.workers,
-            "undisturbed": {
-                "seconds": round(self.observed.seconds, 3),
-                "steps": len(self.observed.steps),
-                "checkpoints": len(self.plain.commits),
-                "fingerprint": _fingerprint(self.plain),
-                "difference": _plain(self.undisturbed),
-                "diagnosis": _plain(self.diagnosis),
-            },
-            "impossible": self.impossible,
-            "faults": self._counts(),
-            "runs": [self._row(row) for row in self.rows],
-        }
-
-    def _counts(self) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = {}
-        for row in self.rows:
-            count = counts.setdefault(row.scenario.kind, {"runs": 0, "fired": 0, "pass": 0})
-            count["runs"] += 1
-            count["fired"] += row.fired
-            count["pass"] += row.verdict == "pass"
-        return counts
-
-    def _row(self, row: DrillRow) -> dict[str, Any]:
-        outcome = row.outcome
-        return {
-            "run": row.scenario.number,
-            "kind": row.scenario.kind,
-            "planned": row.scenario.describe(),
-            "faults": row.scenario.faults,
-            "fired": outcome.fired,
-            "all_fired": row.fired,
-            "verdict": row.verdict,
-            "attempts": [asdict(attempt) for attempt in outcome.attempts],
-            "repeated_steps": outcome.repeated,
-            "seconds": round(outcome.seconds, 3),
-            "lost_seconds": round(max(0.0, outcome.seconds - self.observed.seconds), 3),
-            "compared": row.compared,
-            "fingerprint": _fingerprint(outcome),
-            "problem": outcome.problem,
-            "log": outcome.log,
-            "difference": _plain(row.difference),
-            "diagnosis": _plain(row.diagnosis),
-        }
 
 
 Progress = Callable[[str, "DrillRow | None"], None]
@@ -217,6 +89,13 @@ class _Drill:
         self._ends: dict[str, int] = {}  # the newest steps that an undisturbed run leaves
 
     def run(self) -> DrillReport:
+        began, clock = datetime.now(UTC), time.monotonic()
+        report = self._drill()
+        report.began = began.strftime("%Y-%m-%dT%H:%M:%SZ")
+        report.seconds = time.monotonic() - clock
+        return report
+
+    def _drill(self) -> DrillReport:
         plain = self._undisturbed("undisturbed-1", "undisturbed")
         _require_saves(plain)
         other = self._undisturbed("undisturbed-2", "undisturbed once more")
@@ -237,10 +116,14 @@ class _Drill:
         runner.observed = observed
         kinds = self._kinds(observed, report)
         options = self._options
-        for scenario in plan(observed, kinds, options.runs, options.seed, report.impossible):
+        scenarios = plan(observed, kinds, options.runs, options.seed, report.impossible)
+        self._progress(_estimate(scenarios, observed), None)
+        for scenario in scenarios:
             row = self._faulted(scenario, observed, plain)
             report.rows.append(row)
             self._progress(scenario.kind, row)
+            if options.fail_fast and row.verdict != "pass":
+                break
         _require_restores(report.rows)
         self._diagnose(runner, report)
         return report
@@ -331,6 +214,14 @@ class _Drill:
             row.diagnosis = known[sort]
 
 
+def _estimate(scenarios: Sequence[Scenario], observed: Observed) -> str:
+    """How long the faulted runs will take: each is as long as an undisturbed one and begins again."""
+    starts = sum(len(scenario.attempts) for scenario in scenarios)
+    seconds = len(scenarios) * observed.seconds + starts * (observed.first_step_s + _RESTART_S)
+    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{len(scenarios)} faulted runs, about {text}"
+
+
 def _require_saves(outcome: Outcome) -> None:
     """Raise `LaunchError` if the program saved no checkpoint."""
     opened = sorted({event["name"] for event in outcome.events if event["e"] == "open"})
@@ -367,12 +258,3 @@ def _remove_checkpoints(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and path.name != LOGS:
             shutil.rmtree(path)
-
-
-def _fingerprint(outcome: Outcome) -> str | None:
-    ends = [commit.fingerprint for _, commit in sorted(outcome.end().items())]
-    return " ".join(ends) or None
-
-
-def _plain(value: RunDifference | Diagnosis | None) -> dict[str, Any] | None:
-    return None if value is None else asdict(value)

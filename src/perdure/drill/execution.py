@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -15,10 +16,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from perdure.drill.damage import damage
 from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, RUNS
-from perdure.drill.scenario import Commit, Launch, LaunchOutcome, Observed, Outcome
+from perdure.drill.probes import probe_environment
+from perdure.drill.scenario import (
+    Commit,
+    FiredFault,
+    Launch,
+    LaunchOutcome,
+    Observed,
+    Outcome,
+)
 from perdure.errors import LaunchError
 from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
@@ -34,6 +44,7 @@ LOGS = "logs"
 STOPPED_S = 0.5
 _SPARE_RESTARTS = 2
 _TAIL = 12
+_EPOCH = re.compile(r"(^|/)_?epochs?$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -87,7 +98,7 @@ def execute(
     supervisor = _supervisor(program.command, options, faults)
     with _writable(directory):
         _make(directory)
-    began = time.monotonic()
+    began = faults.began = time.monotonic()
     with _writable(directory):
         try:
             summary = supervisor.run()
@@ -116,6 +127,7 @@ class _FaultObserver(Observer):
         self._program = program
         self._directory = directory
         self._attempts = attempts
+        self._probed = environment
         self._environment = {**program.environment, **environment, DRILL: str(directory)}
         self._workers = program.workers
         self._devices: int | None = None
@@ -123,23 +135,27 @@ class _FaultObserver(Observer):
         self._started: list[Worker] = []
         self._timer: threading.Timer | None = None
         self._read = 0
+        self._happened: list[FiredFault] = []
+        self.began = time.monotonic()
         self.outcome = Outcome()
 
     def workers(self, attempt: int, planned: int) -> int:
         """Begin an attempt: write its plan, and damage the newest checkpoint if that is planned."""
         self._now = self._attempts[attempt - 1] if attempt <= len(self._attempts) else Launch()
         self._started = []
-        now, fired = self._now, self.outcome.fired
+        now = self._now
         if now.damage:
             done = damage(self._directory / RUNS, now.damage, now.place)
             if done is not None:
-                fired.append(done)
+                self._fired(done)
         if now.devices is not None:
             self._devices = now.devices
-            fired.append(f"on {now.devices} devices")
+            self._fired(f"on {now.devices} devices")
         if now.workers is not None:
             self._workers = now.workers
-            fired.append(f"on {now.workers} workers")
+            self._fired(f"on {now.workers} workers")
+        if now.plants:
+            self._fired("as on another machine")
         faults = [
             {"id": f"{attempt}-{i}", **{k: v for k, v in asdict(fault).items() if v is not None}}
             for i, fault in enumerate(now.injected)
@@ -151,7 +167,13 @@ class _FaultObserver(Observer):
     def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
         """The directory of the drilled run, and another number of devices if the plan has one."""
         devices = {} if self._devices is None else {DEVICES: str(self._devices)}
-        return {**self._environment, **devices}
+        probes = list(self._now.plants)
+        if any(fault.act == "clock" for fault in self._now.injected):
+            probes.append("jumps")
+        planted = {}
+        if probes and not self._probed:
+            planted = probe_environment(self._directory, probes, self._environment)
+        return {**self._environment, **devices, **planted}
 
     def started(self, worker: Worker) -> None:
         """Start the timer of a signal from outside once the last worker has started."""
@@ -166,8 +188,15 @@ class _FaultObserver(Observer):
         self.close()
         outcome = self.outcome
         before = len(outcome.fired)
-        done = LaunchOutcome(attempt.cause, attempt.seconds, attempt.workers, self._devices)
+        done = LaunchOutcome(
+            attempt.cause,
+            attempt.seconds,
+            attempt.workers,
+            self._devices,
+            began_s=attempt.began - self.began,
+        )
         self._collect(attempt.number, done)
+        done.faults, self._happened = self._happened, []
         hit = before < len(outcome.fired) or self._hit
         self._hit = False
         if attempt.failure and attempt.kind != "port" and not hit and not outcome.problem:
@@ -196,9 +225,15 @@ class _FaultObserver(Observer):
             return
         self._hit = True
         to = "" if self._workers == 1 else f" to worker {', '.join(str(w.index) for w in alive)}"
-        self.outcome.fired.append(f"{now.signal}{to} after {now.after_s:.2f} s")
+        self._fired(f"{now.signal}{to} after {now.after_s:.2f} s")
         for worker in alive:
             worker.send(signal.Signals[now.signal])
+
+    def _fired(self, what: str, at: float | None = None) -> None:
+        """Note a fault that has happened, now or at the monotonic time `at`."""
+        self.outcome.fired.append(what)
+        now = time.monotonic() if at is None else at
+        self._happened.append(FiredFault(what, max(0.0, now - self.began)))
 
     def _collect(self, number: int, done: LaunchOutcome) -> None:
         path = self._directory / EVENTS
@@ -209,12 +244,18 @@ class _FaultObserver(Observer):
             lines = file.read().splitlines()
             self._read = file.tell()
         outcome = self.outcome
+        earlier = max((commit.step for commit in outcome.commits), default=0)
+        has_read = False
         for line in lines:
             event = json.loads(line)
             outcome.events.append(event)
             kind, step = event["e"], event.get("step")
             if kind == "fired":
-                outcome.fired.append(f"{event['act']} at {event['at']}")
+                self._fired(f"{event['act']} at {event['at']}", event["t"])
+            elif kind == "planted" and event["what"] not in done.planted:
+                done.planted.append(event["what"])
+            elif kind == "read":
+                has_read = True
             elif kind == "commit":
                 copy = self._directory / COPIES / event["copy"]
                 fingerprint = read_manifest(str(copy), step).fingerprint
@@ -224,6 +265,16 @@ class _FaultObserver(Observer):
                 done.last = step if done.last is None else max(done.last, step)
             elif kind == "restored" and done.restored is None:
                 done.restored = step
+        if done.restored is None and has_read:
+            _infer_restore(done, [c.step for c in outcome.commits if c.attempt == number], earlier)
+
+
+def _infer_restore(done: LaunchOutcome, commits: Sequence[int], earlier: int) -> None:
+    """A program without a manager that read a checkpoint and committed later ones has restored it."""
+    from_there = done.first is None or done.first > earlier
+    if earlier and commits and min(commits) > earlier and from_there:
+        done.restored = earlier
+        done.last = max((done.last or 0, *commits))
 
 
 def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
@@ -233,10 +284,13 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
     end = outcome.began + outcome.seconds
     first = steps[0]["t"] if steps else end
     times = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
-    replicas = None
+    recipe: Mapping[str, Any] = {}
     if outcome.commits:
         last = outcome.commits[-1]
-        replicas = read_manifest(last.copy, last.step).recipe.get("replicas")
+        recipe = read_manifest(last.copy, last.step).recipe
+    replicas = recipe.get("replicas")
+    committed = [event for event in chief if event["e"] == "commit"]
+    synced = next((i for i, event in enumerate(chief) if event["e"] == "manifest.sync"), -1)
     return Observed(
         seconds=outcome.seconds,
         first_step_s=first - outcome.began,
@@ -249,7 +303,24 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
         replicas=replicas if isinstance(replicas, int) else None,
         devices=int(program.environment.get(DEVICES) or os.environ.get(DEVICES) or 1),
         modules=tuple(steps[0].get("modules", ())) if steps else (),
+        sequence=tuple(event["step"] for event in committed),
+        first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
+        before_commit=Counter(event["e"] for event in chief[: synced + 1]),
+        epoch_ends=_epoch_ends(outcome.commits),
+        versions=steps[0].get("versions", {}) if steps else {},
+        recipe=dict(recipe),
     )
+
+
+def _epoch_ends(commits: Sequence[Commit]) -> tuple[int, ...]:
+    """The commits after which a saved number of an epoch changes, unless it does so at each."""
+    values: list[object] = []
+    for commit in commits:
+        leaves = read_manifest(commit.copy, commit.step).leaves
+        epochs = [leaf for leaf in leaves if _EPOCH.search(leaf.path) and not leaf.shape]
+        values.append([(leaf.path, leaf.hashes()) for leaf in epochs])
+    ends = [i for i, (a, b) in enumerate(pairwise(values)) if a != b]
+    return tuple(ends) if len(ends) < len(values) - 1 else ()
 
 
 def read_manifest(copy: str, step: int) -> Manifest:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from perdure import heartbeats
+from perdure.drill.jumping_clock import jump
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
@@ -77,6 +78,7 @@ class FaultInjector:
         self._time = time.time
         self._offset = 0.0
         self.listeners: list[Listener] = []
+        self.waits: list[Callable[[int], None]] = []
 
     def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
         """The storage for a run directory that the program names: one of its own below `runs/`.
@@ -94,11 +96,20 @@ class FaultInjector:
         path = text if "://" in text else os.path.realpath(text)
         if path in self._read_only:
             return LocalStorage(location)
+        own = os.path.realpath(self.directory / RUNS) + os.sep
+        if path.startswith(own):  # what `manager.directory` names is redirected already
+            return _WatchedStorage(path, self)
         self._reach("open", name=path)
         name = quote(path, safe="")
         if len(name) > _LONGEST_NAME:
             name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
-        return LocalStorage(self.directory / RUNS / name, self.before)
+        return _WatchedStorage(self.directory / RUNS / name, self)
+
+    def read(self) -> None:
+        """Called before bytes of a checkpoint are read: a program without a manager restores so."""
+        if not any("." in point or point == "read" for point in self._seen):  # before any change
+            self._seen["read"] += 1
+            self._record("read")
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """`clock`, with the jumps of the plan if it is `time.time`.
@@ -109,6 +120,8 @@ class FaultInjector:
 
     def before(self, operation: str, path: str) -> None:
         """Called before every operation that changes a run directory."""
+        if self.waits and operation == "fsync_dir":
+            self._wait(path)
         with self._guard:
             point = _point(operation, path, self._linked)
             if point in ("manifest.link", "pack.link"):
@@ -118,6 +131,18 @@ class FaultInjector:
             self._reach(point, path=path)
             if point == "manifest.sync":
                 self._linked.clear()
+
+    def _wait(self, path: str) -> None:
+        """Let the probes see the program at this commit, if it will be killed right after it."""
+        manifest = self._linked.get("manifest.link", "")
+        number = self._seen["manifest.sync"] + 1
+        due = any(
+            fault["point"] == "manifest.sync" and fault.get("nth", 1) == number
+            for fault in self._faults
+        )
+        if due and os.path.dirname(manifest) == path:
+            for wait in self.waits:
+                wait(int(Path(manifest).stem))
 
     def beat(self, phase: str, step: int | None) -> None:
         """Called at every heartbeat: the loop has finished `step` steps and enters `phase`."""
@@ -132,6 +157,7 @@ class FaultInjector:
                     return
                 if self._step is None:
                     fields["modules"] = [name for name in _FRAMEWORKS if name in sys.modules]
+                    fields["versions"] = _versions()
                 self._step = step
             self._seen[point] += 1
             self._record(point, step=step, **fields)
@@ -164,7 +190,9 @@ class FaultInjector:
             os.close(fd)
         when = "before the first step" if self._step is None else f"after step {self._step}"
         place = f"step {step}" if point == "step" else f"{point} {when}"
-        self._record("fired", id=fault["id"], act=fault["act"], at=place)
+        if point == "manifest.sync" and fault["act"] == "kill":
+            place = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
+        self._record("fired", id=fault["id"], act=_describe_act(fault), at=place)
         return True
 
     def _act(self, fault: dict[str, Any], path: str) -> None:
@@ -190,6 +218,8 @@ class FaultInjector:
 
     def _jump(self, seconds: float) -> None:
         """Move the clock of the store and the clock that the program reads."""
+        if jump(seconds):
+            return  # the store reads the same clock as the program
         self._offset += seconds
         real, real_ns = time.time, time.time_ns
         time.time = lambda: real() + seconds
@@ -209,6 +239,36 @@ class FaultInjector:
         line = {"e": event, "t": time.monotonic(), "a": self.attempt, "w": self.worker, **known}
         # One write to a file opened for appending, so that lines of several processes do not mix.
         os.write(self._events, json.dumps(line).encode() + b"\n")
+
+
+class _WatchedStorage(LocalStorage):
+    """A run directory of a drilled program, which tells its injector of every change and first read."""
+
+    def __init__(self, root: str | os.PathLike[str], injector: FaultInjector) -> None:
+        super().__init__(root, injector.before)
+        self._injector = injector
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self._injector.read()
+        return super().read_into(name, offset, target)
+
+
+def _versions() -> dict[str, str]:
+    """The releases that the program runs on."""
+    names = ("numpy", "perdure", *_FRAMEWORKS)
+    known = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
+    return {"python": sys.version.split()[0], **{k: v for k, v in known.items() if v}}
+
+
+def _describe_act(fault: dict[str, Any]) -> str:
+    """`kill`; `clock +40 days`."""
+    if fault["act"] != "clock":
+        return fault["act"]
+    seconds = fault["value"]
+    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if abs(seconds) >= size:
+            return f"clock {seconds / size:+.3g} {name}"
+    return f"clock {seconds:+g} s"
 
 
 def _point(operation: str, path: str, linked: dict[str, str]) -> str:

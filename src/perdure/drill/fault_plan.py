@@ -8,8 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from perdure.drill.probes import PLANTS
 from perdure.drill.scenario import Fault, Launch, Observed, Scenario
 from perdure.errors import LaunchError
+
+AFTER_COMMIT = "kill-after-commit"
+FAR_JUMP_S = 40 * 86400.0
 
 
 class Impossible(Exception):
@@ -23,7 +27,10 @@ def plan(
     seed: int,
     impossible: Mapping[str, str] | None = None,
 ) -> list[Scenario]:
-    """`runs` scenarios that take the `kinds` in turn.
+    """The restores that every drill tries, then `runs` scenarios that take the `kinds` in turn.
+
+    In its first turn a kind hits after the first commit, so that a restore follows it; in its second
+    anywhere, and so on.
 
     Args:
         observed: What an undisturbed run showed.
@@ -38,18 +45,64 @@ def plan(
     if not kinds:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in (impossible or {}).items())
         raise LaunchError(f"no kind of fault can happen to this program: {reasons}.")
-    return [
-        draw_scenario(observed, kinds[number % len(kinds)], number + 1, seed)
+    required = required_restores(observed)
+    drawn = [
+        draw_scenario(
+            observed,
+            kinds[number % len(kinds)],
+            len(required) + number + 1,
+            seed,
+            anywhere=number // len(kinds) % 2 == 1,
+        )
         for number in range(runs)
+    ]
+    return [*required, *drawn]
+
+
+def required_restores(observed: Observed) -> list[Scenario]:
+    """One restore from each kind of place, whatever the options say.
+
+    The program is killed right after a commit, which is counted and not timed: after the first one, one
+    in the middle, the last one before the program ends; and, if the checkpoints show epochs, the last
+    one before an epoch's end.
+    """
+    if not (usable := observed.restorable):
+        return []
+    ends = [number for number in usable if number - 1 in observed.epoch_ends]
+    places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
+    if ends:
+        places["the last one before an epoch's end"] = ends[len(ends) // 2]
+    places["the last one before the end"] = usable[-1]
+    chosen: dict[int, str] = {}
+    for place, nth in places.items():
+        chosen.setdefault(nth, place)
+    return [
+        Scenario(number, AFTER_COMMIT, (kill_after_commit(nth),), place)
+        for number, (nth, place) in enumerate(chosen.items(), 1)
     ]
 
 
+def kill_after_commit(nth: int) -> Launch:
+    """SIGKILL once the `nth` checkpoint has its name, before anything else happens to it."""
+    return Launch((Fault("manifest.sync", "kill", nth=nth),))
+
+
 def draw_scenario(
-    observed: Observed, kind: str, number: int, seed: int, retry: int = 0
+    observed: Observed,
+    kind: str,
+    number: int,
+    seed: int,
+    retry: int = 0,
+    *,
+    anywhere: bool = True,
 ) -> Scenario:
-    """One faulted run. A larger `retry` draws earlier places, after a fault that did not fire."""
+    """One faulted run. A larger `retry` draws earlier places, after a fault that did not fire.
+
+    Without `anywhere`, the fault hits after the first commit if the kind can.
+    """
     rng = random.Random(f"{seed}/{number}/{retry}")
-    return Scenario(number, kind, tuple(KINDS[kind](_Places(observed, rng, 0.5**retry))))
+    places = _Places(observed, rng, 0.5**retry, after_commit=not anywhere and retry == 0)
+    return Scenario(number, kind, tuple(KINDS[kind](places)))
 
 
 def possible_kinds(observed: Observed, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -67,10 +120,13 @@ def possible_kinds(observed: Observed, wanted: Sequence[str]) -> tuple[list[str]
 class _Places:
     """Draws places for faults from the first `share` of what was observed of a program."""
 
-    def __init__(self, observed: Observed, rng: random.Random, share: float) -> None:
+    def __init__(
+        self, observed: Observed, rng: random.Random, share: float, *, after_commit: bool = False
+    ) -> None:
         self.observed = observed
         self.rng = rng
         self._share = share
+        self._after_commit = after_commit
 
     def nth(self, *points: str, first: int = 1, late: bool = False) -> tuple[str, int]:
         """One of the `points`, and which occurrence of it: 1 for the first.
@@ -84,6 +140,14 @@ class _Places:
         if not reached:
             when = " after its first step" if late else ""
             raise Impossible(f"the undisturbed run never reaches {' or '.join(points)}{when}")
+        if self._after_commit:
+            later = {point: self.observed.before_commit.get(point, 0) + 1 for point in reached}
+            usable = [point for point in reached if later[point] <= self.observed.points[point]]
+            if usable:
+                point = self.rng.choice(usable)
+                return point, self.rng.randint(
+                    max(first, later[point]), self.observed.points[point]
+                )
         point = self.rng.choice(reached)
         most = self.observed.points[point]
         return point, self.rng.randint(first, max(first, int(most * self._share)))
@@ -96,11 +160,25 @@ class _Places:
                 "CheckpointManager"
             )
         steps = self.observed.steps[:-1] or self.observed.steps
+        if self._after_commit and self.observed.sequence:
+            # One step more, because a save in the background is committed while the next one runs.
+            first = self.observed.sequence[0] + 1
+            if later := [step for step in steps if step > first]:
+                return self.rng.choice(later)
         return self.rng.choice(steps[: max(1, int(len(steps) * self._share))])
 
     def moment(self, low: float, high: float) -> float:
         """Seconds after the start."""
+        if self._after_commit and low < self.observed.first_commit_s < high:
+            low = self.observed.first_commit_s
         return self._share * (low + (high - low) * self.rng.random())
+
+    def after_a_commit(self) -> list[Launch]:
+        """A kill after a drawn commit; empty if the kind may hit anywhere, or there is no commit."""
+        usable = self.observed.restorable
+        if not self._after_commit or not usable:
+            return []
+        return [kill_after_commit(self.rng.choice(usable))]
 
     def victim(self) -> int:
         """A worker."""
@@ -137,6 +215,19 @@ def _sigterm(places: _Places) -> list[Launch]:
     ]
 
 
+def _kill_after_commit(places: _Places) -> list[Launch]:
+    if not (usable := places.observed.restorable):
+        raise Impossible("no checkpoint is committed before the last step")
+    return [kill_after_commit(places.rng.choice(usable))]
+
+
+def _other_machine(places: _Places) -> list[Launch]:
+    if not (usable := places.observed.restorable):
+        raise Impossible("no checkpoint is committed before the last step")
+    # The first, so that the other machine does as many steps as possible.
+    return [kill_after_commit(usable[0]), Launch(plants=PLANTS)]
+
+
 def _sigkill_at_step(places: _Places) -> list[Launch]:
     return [places.kill()]
 
@@ -146,10 +237,15 @@ def _sigterm_at_step(places: _Places) -> list[Launch]:
 
 
 def _kill_in_startup(places: _Places) -> list[Launch]:
-    # One half during imports and compilation, the other when the run directory is opened.
+    # One half during imports and compilation, the other when the run directory is opened; of a start
+    # with a checkpoint if there can be one.
+    begin = places.after_a_commit()
     if places.rng.random() < 0.5:
-        return [Launch((Fault("open", "kill"),))]
-    return [Launch(signal="SIGKILL", after_s=places.moment(0.0, places.observed.first_step_s))]
+        return [*begin, Launch((Fault("open", "kill"),))]
+    return [
+        *begin,
+        Launch(signal="SIGKILL", after_s=places.moment(0.0, places.observed.first_step_s)),
+    ]
 
 
 def _kill_in_save(places: _Places) -> list[Launch]:
@@ -226,12 +322,14 @@ def _other_workers(places: _Places) -> list[Launch]:
 
 
 def _clock_jump(places: _Places) -> list[Launch]:
-    jump = places.rng.choice((-1, 1)) * places.rng.choice((90.0, 3700.0, 40 * 86400.0))
+    near = places.rng.choice((-1, 1)) * places.rng.choice((90.0, 3700.0))
+    far = places.rng.choice((-1, 1)) * FAR_JUMP_S
+    jump, back = places.rng.sample((near, far), 2)
     first, second = sorted((places.step(), places.step()))
     ahead = Fault("step", "clock", step=first, worker=0, value=jump)
     return [
         Launch((ahead, Fault("step", "kill", step=second))),
-        Launch((Fault("restored", "clock", worker=0, value=-jump),)),
+        Launch((Fault("restored", "clock", worker=0, value=back),)),
     ]
 
 
@@ -242,6 +340,7 @@ def _double_kill(places: _Places) -> list[Launch]:
 
 
 KINDS: Mapping[str, Callable[[_Places], list[Launch]]] = {
+    AFTER_COMMIT: _kill_after_commit,
     "sigkill": _sigkill,
     "sigterm": _sigterm,
     "sigkill-at-step": _sigkill_at_step,
@@ -259,6 +358,7 @@ KINDS: Mapping[str, Callable[[_Places], list[Launch]]] = {
     "stopped": _stopped,
     "other-devices": _other_devices,
     "other-workers": _other_workers,
+    "other-machine": _other_machine,
     "clock-jump": _clock_jump,
     "double-kill": _double_kill,
 }

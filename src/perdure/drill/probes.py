@@ -1,19 +1,30 @@
-"""Inside a program that is being diagnosed: removes one thing that could make runs differ.
+"""Inside a program of the drill: changes one thing that its result could depend on.
 
-If the difference disappears with it, that was the cause. `probe_environment` gives the environment in
-which the probes begin before the program does; PERDURE_DRILL_PROBE names them:
+`probe_environment` gives the environment in which the probes begin before the program does;
+PERDURE_DRILL_PROBE names them. These take away what makes two runs differ:
 
 - "clock": the time that the program reads is a function of how often it asked.
-- "seed": a fixed seed replaces the system's entropy.
-- "hash": the order of sets of strings is fixed.
-- "rng": at a resume, every random generator gets the state that it had at the checkpoint.
-- "iterators": at a resume, every iterator that the program holds is advanced by the steps done.
+- "seed": a fixed seed replaces the system's entropy (also of `secrets`, and PyTorch's first seed).
+- "hash": the hashes of strings are fixed.
+- "process": the number of the process and of the attempt are fixed.
+- "memory": memory that nothing was written to holds a fixed pattern.
+- "one thread": tasks of a thread pool run one after the other, and libraries use one thread.
+
+These plant what another machine does otherwise; that they took effect is recorded as an event:
+
+- "jumps": the clock can jump.
+- "shuffled directories": the entries of a directory come in another order.
+- "poisoned memory": memory that nothing was written to holds a pattern, not zeros.
+- "late threads": the tasks of a thread pool begin later, and not in their order.
+
+"resume" puts back what the process held; see `resume_probe`.
 """
 
 from __future__ import annotations
 
-import datetime as dt
-import io
+import concurrent.futures
+import importlib.abc
+import importlib.machinery
 import itertools
 import json
 import os
@@ -21,16 +32,21 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import ModuleType
 from typing import Any
 
-PROBE = "PERDURE_DRILL_PROBE"
-NAMES = ("clock", "seed", "hash", "rng", "iterators")
-ITERATORS = "iterators.json"
+from perdure.drill.held_state import is_program_file
+from perdure.drill.jumping_clock import count_time, install_jumps
 
-_STATES = "generators"
+PROBE = "PERDURE_DRILL_PROBE"
+PUT = "PERDURE_DRILL_PUT"
+STEADY = ("clock", "seed", "hash", "process", "memory", "one thread")
+PLANTS = ("shuffled directories", "poisoned memory", "late threads")
+
+_POISON = 0xA5
+_LATE_S = 0.004
 _SITE = """
 import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -43,204 +59,279 @@ except ImportError:
 from perdure.drill.probes import install_probes
 install_probes()
 """
+_VARIABLES = {
+    "hash": {"PYTHONHASHSEED": "0"},
+    "process": {"PERDURE_ATTEMPT": "1"},
+    "memory": {"MALLOC_PERTURB_": str(_POISON)},
+    "poisoned memory": {"MALLOC_PERTURB_": str(_POISON)},
+    "one thread": dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+    ),
+}
 
 
 def probe_environment(
-    directory: Path, probes: tuple[str, ...], environment: Mapping[str, str] | None = None
+    directory: Path,
+    probes: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    put: Sequence[str] = (),
 ) -> Mapping[str, str]:
     """The variables under which a Python program begins with `probes`.
 
     Args:
         directory: A small file is written there.
-        probes: Some of `NAMES`.
+        probes: Their names; see the module.
         environment: The program's own variables; its PYTHONPATH is kept after that of the probes.
+        put: What the probe "resume" puts back.
     """
     site = directory / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
     inherited = {**os.environ, **(environment or {})}
     path = os.pathsep.join(filter(None, [str(site), inherited.get("PYTHONPATH", "")]))
-    hashed = {"PYTHONHASHSEED": "0"} if "hash" in probes else {}
-    return {PROBE: ",".join(probes), "PYTHONPATH": path, **hashed}
+    variables = {PROBE: ",".join(probes), PUT: json.dumps(list(put)), "PYTHONPATH": path}
+    for probe in probes:
+        variables |= _VARIABLES.get(probe, {})
+    return variables
 
 
 def install_probes() -> None:
     """Called before the first line of the program."""
-    probes = os.environ.get(PROBE, "").split(",")
-    if "clock" in probes:
-        _count_time()
-    if "seed" in probes:
-        _fix_entropy()
-    if "rng" in probes or "iterators" in probes:
-        from perdure.drill.fault_injection import fault_injector
-        from perdure.store.drill_hook import DRILL
+    installers: Mapping[str, Callable[[], None]] = {
+        "clock": count_time,
+        "seed": _fix_entropy,
+        "process": _fix_process,
+        "memory": _poison,
+        "one thread": _one_thread,
+        "jumps": install_jumps,
+        "shuffled directories": _shuffle_directories,
+        "poisoned memory": _poison,
+        "late threads": _delay_threads,
+        "resume": _resume,
+    }
+    for probe in os.environ.get(PROBE, "").split(","):
+        if probe in installers:
+            installers[probe]()
 
-        if directory := os.environ.get(DRILL):
-            injector = fault_injector(directory)
-            resume = _Resume(injector.directory, injector.attempt, injector.worker, probes)
-            injector.listeners.append(resume)
+
+def _resume() -> None:
+    from perdure.drill.fault_injection import fault_injector
+    from perdure.drill.resume_probe import ResumeProbe
+    from perdure.store.drill_hook import DRILL
+
+    if directory := os.environ.get(DRILL):
+        injector = fault_injector(directory)
+        put = json.loads(os.environ.get(PUT) or "[]")
+        probe = ResumeProbe(injector.directory, injector.attempt, injector.worker, put)
+        injector.listeners.append(probe)
+        injector.waits.append(probe.wait)
 
 
-# ---------------------------------------------------------------- undisturbed runs that differ
-
-
-def _count_time() -> None:
-    """Give each thread a clock that advances by a millisecond whenever it is read."""
-    reads = threading.local()
-
-    def ticks() -> int:
-        reads.count = getattr(reads, "count", 0) + 1
-        return reads.count
-
-    start = 1_700_000_000
-    time.time = lambda: start + ticks() / 1000
-    time.time_ns = lambda: start * 10**9 + ticks() * 10**6
-    time.perf_counter = lambda: ticks() / 1000
-    time.perf_counter_ns = lambda: ticks() * 10**6
-
-    class Counted(dt.datetime):
-        @classmethod
-        def now(cls, tz: dt.tzinfo | None = None) -> Counted:
-            return cls.fromtimestamp(time.time(), tz)
-
-        @classmethod
-        def utcnow(cls) -> Counted:
-            return cls.fromtimestamp(time.time(), dt.UTC).replace(tzinfo=None)
-
-        @classmethod
-        def today(cls) -> Counted:
-            return cls.fromtimestamp(time.time())
-
-    dt.datetime = Counted  # type: ignore[misc]
+# ---------------------------------------------------------------- entropy and the process
 
 
 def _fix_entropy() -> None:
-    source = random.Random(0)
-    os.urandom = lambda size: source.randbytes(size)
+    sources = threading.local()  # a thread that saves must not take numbers from the loop
+    numbers = itertools.count()
+
+    def urandom(size: int) -> bytes:
+        if not hasattr(sources, "random"):
+            sources.random = random.Random(threading.current_thread().name)
+        return sources.random.randbytes(size)
+
+    os.urandom = urandom
+    random._urandom = os.urandom  # type: ignore[attr-defined]  # of `secrets`, and so of NumPy
     random.seed(0)
+    seeded, reseeded = random.Random.seed, random.seed
+    # type.__setattr__ so that instances made without a seed get a number, too.
+    random.Random.seed = lambda self, a=None, version=2: seeded(  # type: ignore[method-assign]
+        self, next(numbers) if a is None else a, version
+    )
+    random.seed = lambda a=None, version=2: reseeded(next(numbers) if a is None else a, version)
+
+    def torch_imported(torch: ModuleType) -> None:
+        torch.manual_seed(0)
+        torch.seed = lambda: torch.manual_seed(next(numbers)).initial_seed()  # type: ignore[attr-defined]
+
+    after_import("torch", torch_imported)
     import numpy as np
 
     np.random.seed(0)  # noqa: NPY002 (the global generator is the one to seed)
-    numbers = itertools.count()
-    _wrap_default_rng(lambda make, seed: make(next(numbers) if seed is None else seed))
 
 
-def _wrap_default_rng(wrapped: Callable[[Callable[..., Any], Any], Any]) -> None:
+def _fix_process() -> None:
+    real = os.getpid
+    os.getpid = lambda: 4242 if is_program_file(sys._getframe(1).f_code.co_filename) else real()
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with a module once it has been imported."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+            if spec is None or spec.loader is None:
+                return spec
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+# ---------------------------------------------------------------- another machine
+
+
+def _took_effect(plant: str) -> None:
+    """Record once that a plant has changed something that the program has read."""
+    if plant in _seen:
+        return
+    _seen.add(plant)
+    from perdure.drill.fault_injection import EVENTS
+    from perdure.store.drill_hook import DRILL
+
+    if directory := os.environ.get(DRILL):
+        worker = int(os.environ.get("RANK") or 0)
+        line = {"e": "planted", "t": time.monotonic(), "w": worker, "what": plant}
+        with open(os.path.join(directory, EVENTS), "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+_seen: set[str] = set()
+
+
+def _shuffle_directories() -> None:
+    """The entries of each directory come in an order of their own, as on another file system."""
+    listed, scanned = os.listdir, os.scandir
+
+    def shuffled(entries: list[Any]) -> list[Any]:
+        other = sorted(entries, key=lambda entry: random.Random(_name(entry)).random())
+        if other == entries:
+            other = entries[::-1]
+        if len(entries) > 1 and is_program_file(_caller()):
+            _took_effect("shuffled directories")
+            return other
+        return entries
+
+    class Scanned:
+        """As what `os.scandir` returns: an iterator that is closed by `with`."""
+
+        def __init__(self, path: Any) -> None:
+            with scanned(path) as found:
+                self._entries = iter(shuffled(list(found)))
+
+        def __iter__(self) -> Iterator[Any]:
+            return self._entries
+
+        def __next__(self) -> Any:
+            return next(self._entries)
+
+        def __enter__(self) -> Scanned:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+        def close(self) -> None:
+            self._entries = iter(())
+
+    os.listdir = lambda path=".": shuffled(listed(path))  # type: ignore[assignment]
+    os.scandir = lambda path=".": Scanned(path)  # type: ignore[assignment]
+
+
+def _name(entry: Any) -> str:
+    return os.fspath(getattr(entry, "name", entry)) if not isinstance(entry, bytes) else repr(entry)
+
+
+def _caller() -> str:
+    """The file of the code that asked, behind the helpers of the standard library."""
+    frame = sys._getframe(2)
+    helpers = ("glob", "pathlib", "os", "fnmatch", "shutil", __name__)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in helpers:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _poison() -> None:
+    """Fill what `np.empty` and `torch.empty` return; MALLOC_PERTURB_ does so for smaller blocks."""
     import numpy as np
 
-    make = np.random.default_rng
+    def filled(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **named: Any) -> Any:
+            array = make(*arguments, **named)
+            if not array.dtype.hasobject and is_program_file(sys._getframe(1).f_code.co_filename):
+                _took_effect("poisoned memory")
+                if array.flags.c_contiguous:
+                    array.reshape(-1).view(np.uint8)[...] = _POISON
+            return array
 
-    def default_rng(seed: Any = None) -> Any:
-        return wrapped(make, seed)
+        return made
 
-    np.random.default_rng = default_rng
+    np.empty, np.empty_like = filled(np.empty), filled(np.empty_like)
 
+    def torch_imported(torch: ModuleType) -> None:
+        for name in ("empty", "empty_like"):
+            setattr(torch, name, _filled_tensor(torch, getattr(torch, name)))
+        for name in ("new_empty",):
+            setattr(torch.Tensor, name, _filled_tensor(torch, getattr(torch.Tensor, name)))
 
-# ---------------------------------------------------------------- runs that differ after a resume
-
-
-class _Resume:
-    """A listener of the fault injector: keeps the states of generators, and restores them."""
-
-    def __init__(self, directory: Path, attempt: int, worker: int, probes: list[str]) -> None:
-        self._directory = directory
-        self._first = attempt == 1
-        self._worker = worker
-        self._probes = probes
-        self._made: list[Any] = []
-        self._kept: list[Any] = []
-        self._listed = False
-        if "rng" in probes:
-            _wrap_default_rng(self._register)
-            if not self._first:
-                self._guard_seeds()
-
-    def __call__(self, point: str, step: int | None) -> None:
-        if point == "step" and not self._listed:
-            self._listed = True
-            self._list_iterators()
-        if "rng" in self._probes and step is not None:
-            if point == "step" and self._first:
-                self._path(step).parent.mkdir(exist_ok=True)
-                self._path(step).write_text(json.dumps(self._states(), default=_plain))
-            elif point == "restored" and not self._first and self._path(step).exists():
-                self._restore(json.loads(self._path(step).read_text()))
-        if "iterators" in self._probes and point == "restored" and step and not self._first:
-            for _, iterator in _iterators(sys._getframe(1)):
-                for _ in itertools.islice(iterator, step):
-                    pass
-
-    def _path(self, step: int) -> Path:
-        return self._directory / _STATES / f"{self._worker}-{step}.json"
-
-    def _register(self, make: Callable[..., Any], seed: Any) -> Any:
-        generator = make(seed)
-        if len(self._made) < len(self._kept):  # made after the resume: its state is known already
-            generator.bit_generator.state = self._kept[len(self._made)]
-        self._made.append(generator)
-        return generator
-
-    def _states(self) -> dict[str, Any]:
-        import numpy as np
-
-        states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
-            "made": [generator.bit_generator.state for generator in self._made],
-        }
-        if (torch := sys.modules.get("torch")) is not None:
-            states["torch"] = torch.get_rng_state().tolist()
-        return states
-
-    def _restore(self, states: dict[str, Any]) -> None:
-        import numpy as np
-
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-        self._kept = states["made"]
-        for generator, state in zip(self._made, self._kept, strict=False):
-            generator.bit_generator.state = state
-        if (torch := sys.modules.get("torch")) is not None and "torch" in states:
-            torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        self._restored = True
-
-    _restored = False
-
-    def _guard_seeds(self) -> None:
-        """Ignore seeds that the program sets after the restore; they would undo it."""
-        import numpy as np
-
-        for owner in (random, np.random):
-            setattr(owner, "seed", self._guarded(owner.seed))  # noqa: B010
-
-    def _guarded(self, seed: Callable[..., Any]) -> Callable[..., None]:
-        def guarded(*arguments: Any, **named: Any) -> None:
-            if not self._restored:
-                seed(*arguments, **named)
-
-        return guarded
-
-    def _list_iterators(self) -> None:
-        names = [
-            f"{name} ({type(iterator).__name__})" for name, iterator in _iterators(sys._getframe(2))
-        ]
-        (self._directory / ITERATORS).write_text(json.dumps(sorted(set(names))))
+    after_import("torch", torch_imported)
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist()
+def _filled_tensor(torch: ModuleType, make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*arguments: Any, **named: Any) -> Any:
+        tensor = make(*arguments, **named)
+        if is_program_file(sys._getframe(1).f_code.co_filename) and tensor.is_contiguous():
+            _took_effect("poisoned memory")
+            with torch.no_grad():
+                tensor.detach().view(-1).view(torch.uint8).fill_(_POISON)
+        return tensor
+
+    return made
 
 
-def _iterators(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The iterators in the variables of the program, in `frame` and its callers."""
-    seen: set[int] = set()
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("perdure."):
-            for name, value in {**frame.f_globals, **frame.f_locals}.items():
-                if id(value) in seen or isinstance(value, io.IOBase):
-                    continue
-                if hasattr(type(value), "__next__"):
-                    seen.add(id(value))
-                    yield name, value
+def _delay_threads() -> None:
+    """Tasks of a pool begin after waits of different lengths, so they end in another order."""
+    submit = concurrent.futures.ThreadPoolExecutor.submit
+    numbers = itertools.count()
+
+    def late(pool: Any, task: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        if not is_program_file(_submitter()):
+            return submit(pool, task, *arguments, **named)
+        _took_effect("late threads")
+        wait = _LATE_S * (3 - next(numbers) % 4)
+
+        def run(*given: Any, **also: Any) -> Any:
+            time.sleep(wait)
+            return task(*given, **also)
+
+        return submit(pool, run, *arguments, **named)
+
+    concurrent.futures.ThreadPoolExecutor.submit = late  # type: ignore[method-assign]
+
+
+def _one_thread() -> None:
+    begin = concurrent.futures.ThreadPoolExecutor.__init__
+
+    def alone(pool: Any, max_workers: int | None = None, *arguments: Any, **named: Any) -> None:
+        own = is_program_file(sys._getframe(1).f_code.co_filename)
+        begin(pool, 1 if own else max_workers, *arguments, **named)
+
+    concurrent.futures.ThreadPoolExecutor.__init__ = alone  # type: ignore[method-assign]
+    after_import("torch", lambda torch: torch.set_num_threads(1))
+
+
+def _submitter() -> str:
+    """The file of the code that submits a task, behind `Executor.map`."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("concurrent"):
         frame = frame.f_back
+    return frame.f_code.co_filename

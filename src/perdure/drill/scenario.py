@@ -39,6 +39,7 @@ class Launch:
         place: Where in the checkpoint the damage is, from 0 to 1.
         devices: Another number of devices; None for the same as before.
         workers: Another number of workers; None for the same as before.
+        plants: What another machine does otherwise; names of `probes.PLANTS`.
     """
 
     injected: tuple[Fault, ...] = ()
@@ -49,15 +50,24 @@ class Launch:
     place: float = 0.0
     devices: int | None = None
     workers: int | None = None
+    plants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One faulted run: its planned attempts. Further attempts run without faults until it finishes."""
+    """One faulted run: its planned attempts. Further attempts run without faults until it finishes.
+
+    Attributes:
+        number: Counts from 1.
+        kind: A name of `fault_plan.KINDS`.
+        attempts: What happens to each attempt.
+        place: For a restore that every drill tries: which place it is; empty for a drawn place.
+    """
 
     number: int
     kind: str
     attempts: tuple[Launch, ...]
+    place: str = ""
 
     @property
     def faults(self) -> int:
@@ -77,6 +87,8 @@ class Scenario:
                 parts.append(f"on {launch.devices} devices")
             if launch.workers is not None:
                 parts.append(f"on {launch.workers} workers")
+            if launch.plants:
+                parts.append("as on another machine")
             parts += [f"{fault.act} at {fault.describe()}" for fault in launch.injected]
             if launch.signal:
                 parts.append(f"{launch.signal} after {launch.after_s:.2f} s")
@@ -84,7 +96,8 @@ class Scenario:
 
 
 def _moves(launch: Launch) -> int:
-    return (launch.devices is not None) + (launch.workers is not None)
+    moves = (launch.devices is not None, launch.workers is not None, bool(launch.plants))
+    return sum(moves)
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,13 @@ class Observed:
         silence_s: The longest time between two events after the first step, in seconds.
         may_devices: Other numbers of devices on which the program was tried successfully.
         may_workers: Other numbers of workers on which the program was tried successfully.
+        sequence: The step of each commit of worker 0, in their order.
+        first_commit_s: Seconds from the start to the first commit.
+        before_commit: How often worker 0 had reached each point once its first commit was made.
+        epoch_ends: Positions in `sequence` of the last commits before an epoch's end; empty if the
+            checkpoints do not show epochs.
+        versions: The releases that the program ran on.
+        recipe: The recipe of its last checkpoint.
     """
 
     seconds: float
@@ -127,11 +147,38 @@ class Observed:
     modules: tuple[str, ...] = ()
     may_devices: tuple[int, ...] = ()
     may_workers: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
+    first_commit_s: float = 0.0
+    before_commit: Mapping[str, int] = field(default_factory=dict)
+    epoch_ends: tuple[int, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def restorable(self) -> list[int]:
+        """The commits, counted from 1, above step 0 and with something left to do after them."""
+        last = max((*self.steps, *self.sequence), default=0)
+        return [number for number, step in enumerate(self.sequence, 1) if 0 < step < last]
+
+
+@dataclass(frozen=True)
+class FiredFault:
+    """A fault that happened: what, and when in seconds after the start of the run."""
+
+    what: str
+    at_s: float
 
 
 @dataclass
 class LaunchOutcome:
-    """How one attempt ended, and the steps that it reported."""
+    """How one attempt ended, and the steps that it reported.
+
+    Attributes:
+        restored: The step of the checkpoint that it continued from; None if it began from nothing.
+        began_s: When it began, in seconds after the start of the run.
+        faults: What hit it, in order.
+        planted: Which plants of another machine changed something that the program read.
+    """
 
     ended: str
     seconds: float
@@ -140,7 +187,14 @@ class LaunchOutcome:
     first: int | None = None
     last: int | None = None
     restored: int | None = None
-    note: str = ""
+    began_s: float = 0.0
+    faults: list[FiredFault] = field(default_factory=list)
+    planted: list[str] = field(default_factory=list)
+
+    @property
+    def continued(self) -> bool:
+        """Whether it restored a checkpoint and then did at least one new step."""
+        return bool(self.restored) and self.last is not None and self.last > (self.restored or 0)
 
 
 @dataclass
@@ -168,16 +222,27 @@ class Outcome:
         return len(self.fired) >= scenario.faults
 
     @property
-    def repeated(self) -> int:
-        """Steps that were done more than once."""
-        repeated, reached = 0, None
+    def recomputed(self) -> list[tuple[int, int] | None]:
+        """For each attempt, the first and last step that an earlier attempt had done already."""
+        spans: list[tuple[int, int] | None] = []
+        reached = None
         for attempt in self.attempts:
             start = attempt.restored if attempt.restored is not None else (attempt.first or 1) - 1
-            if reached is not None and attempt.first is not None:
-                repeated += max(0, reached - start)
+            again = reached is not None and attempt.first is not None and reached > start
+            spans.append((start + 1, reached) if again and reached is not None else None)
             if attempt.last is not None:
                 reached = attempt.last
-        return repeated
+        return spans
+
+    @property
+    def repeated(self) -> int:
+        """Steps that were done more than once."""
+        return sum(last - first + 1 for first, last in filter(None, self.recomputed))
+
+    @property
+    def restored_steps(self) -> list[int]:
+        """The steps above 0 that were restored and continued from."""
+        return [attempt.restored or 0 for attempt in self.attempts if attempt.continued]
 
     def end(self) -> dict[str, Commit]:
         """The last checkpoint of each run directory."""

@@ -9,22 +9,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from perdure.drill.drill import DrillRow
+from perdure.drill.drill_report import DrillRow
 
 _STYLE = {"pass": "green", "differs": "bold red", "failed": "bold red", "not fired": "yellow"}
 _MOST_LEAVES = 8
+_MOST_STEPS = 12
 
 
 class TextReporter:
     """Prints to `console`; a quiet console prints nothing."""
 
-    def __init__(self, console: Console, runs: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._runs = runs
         self._done = 0
 
     def progress(self, what: str, row: DrillRow | None) -> None:
-        """Print what begins now, or a faulted run that is over."""
+        """Print what begins now, or a faulted run that is over.
+
+        The first number of a line counts the runs that are over, with the restores that every drill
+        tries.
+        """
         if row is None:
             self._console.print(f"[dim]{escape(what)} ...[/dim]")
             return
@@ -32,8 +36,8 @@ class TextReporter:
         fired = describe_fired(row.outcome.fired, row.scenario.faults)
         style = _STYLE[row.verdict]
         self._console.print(
-            f"{self._done:>4}/{self._runs} [{style}]{row.verdict:<9}[/{style}] {what:<20} "
-            f"{escape(fired)}"
+            f"{self._done:>4} [{style}]{row.verdict:<9}[/{style}] {what:<20} "
+            f"{escape(fired)}{escape(_restored(row))}"
         )
 
     def summary(self, document: Mapping[str, Any]) -> None:
@@ -41,8 +45,8 @@ class TextReporter:
         console = self._console
         if document["runs"]:
             console.print(_table(document))
-        for kind, why in sorted(document["impossible"].items()):
-            console.print(f"[dim]not tried: {kind}: {escape(why.splitlines()[0])}[/dim]")
+        for kind, why in sorted(document["not_tested"].items()):
+            console.print(f"[dim]not tested: {kind}: {escape(why.splitlines()[0])}[/dim]")
         plain = document["undisturbed"]
         if plain["difference"]:
             console.print("[bold red]two undisturbed runs differ[/bold red]")
@@ -55,6 +59,11 @@ class TextReporter:
                 console.print(f"[bold red]run {run['run']}[/bold red] ({fired})")
                 _explain(console, run)
         console.print(verdict(document))
+
+
+def _restored(row: DrillRow) -> str:
+    steps = row.outcome.restored_steps
+    return f"; restored step {', '.join(map(str, steps))}" if steps else ""
 
 
 def describe_fired(fired: Sequence[str], faults: int) -> str:
@@ -71,20 +80,39 @@ def verdict(document: Mapping[str, Any]) -> str:
         fired = sum(len(run["fired"]) for run in runs)
         end = (document["undisturbed"]["fingerprint"] or "")[:16]
         return (
-            f"PASS: {good} faulted runs, {fired} faults fired, every checkpoint and every end has "
-            f"the fingerprint of the undisturbed run ({end})"
+            f"PASS: {good} faulted runs, {fired} faults fired, {restored_text(document)}; every "
+            f"checkpoint and every end has the fingerprint of the undisturbed run ({end})"
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: two runs without any fault end with different bits"
+    if not document["restored"]["runs"] and good == len(runs):
+        return (
+            f"FAIL: {restored_text(document)}: in no run did the program continue from a checkpoint "
+            f"above step 0 and do another step, so nothing is proved. Save before the last step "
+            f"(save_interval_steps)."
+        )
     silent = sum(not run["all_fired"] for run in runs)
     unfired = f", {silent} whose faults did not all fire" if silent else ""
-    return f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}"
+    return (
+        f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}; "
+        f"{restored_text(document)}"
+    )
+
+
+def restored_text(document: Mapping[str, Any]) -> str:
+    """In how many runs a checkpoint was restored, and from which steps."""
+    restored = document["restored"]
+    steps = restored["steps"]
+    shown = ", ".join(map(str, steps[:_MOST_STEPS]))
+    more = f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+    at = f", from steps {shown}{more}" if steps else ""
+    return f"restored in {restored['runs']} of {restored['of']} runs{at}"
 
 
 def _table(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("fault", no_wrap=True)
-    for column in ("runs", "fired", "same bits", "attempts", "repeated", "lost s"):
+    for column in ("runs", "fired", "restored", "same bits", "attempts", "repeated", "lost s"):
         table.add_column(column, justify="right", no_wrap=True)
     for kind, counts in sorted(document["faults"].items()):
         runs = [run for run in document["runs"] if run["kind"] == kind]
@@ -92,6 +120,7 @@ def _table(document: Mapping[str, Any]) -> Table:
             kind,
             str(counts["runs"]),
             str(counts["fired"]),
+            str(counts["restored"]),
             str(counts["pass"]),
             str(sum(len(run["attempts"]) for run in runs)),
             str(sum(run["repeated_steps"] for run in runs)),

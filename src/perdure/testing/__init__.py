@@ -1,15 +1,27 @@
-"""For tests of programs that build on perdure; needs pytest.
+"""For tests of programs that build on perdure.
 
-`drill` proves exact resume, `check_run` verifies a run directory, and `StorageConformance` tests a
-storage.
+`drill` proves exact resume and `check_run` verifies a run directory, under any test runner;
+`StorageConformance` tests a storage and needs pytest.
 """
 
-import pytest
+from __future__ import annotations
 
-pytest.register_assert_rewrite("perdure.testing.conformance")
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from perdure.testing.conformance import StorageConformance  # noqa: E402 (rewriting comes first)
-from perdure.testing.drilling import drill  # noqa: E402
-from perdure.testing.runs import check_run  # noqa: E402
+from perdure.testing.drilling import drill
+from perdure.testing.runs import check_run
+
+if TYPE_CHECKING:
+    from perdure.testing.conformance import StorageConformance
 
 __all__ = ["StorageConformance", "check_run", "drill"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StorageConformance":
+        import pytest  # the conformance tests alone need it
+
+        pytest.register_assert_rewrite("perdure.testing.conformance")
+        return import_module("perdure.testing.conformance").StorageConformance
+    raise AttributeError(f"module 'perdure.testing' has no attribute {name!r}")

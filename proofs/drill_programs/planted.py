@@ -1,0 +1,13 @@
+"""Programs with one hidden fault each, and programs without one, for `proof_drill.py`.
+
+Each is a head that it shares with others, what it prepares, and the body of its loop. The comment in a
+program says what is wrong in it. SEED decides its data.
+"""
+
+from __future__ import annotations
+
+from drill_programs import planted_frameworks, planted_numpy
+from drill_programs.planted_numpy import Program
+
+WRONG: dict[str, Program] = {**planted_numpy.WRONG, **planted_frameworks.WRONG}
+RIGHT: dict[str, Program] = {**planted_numpy.RIGHT, **planted_frameworks.RIGHT}

@@ -1,0 +1,137 @@
+"""The causes that a diagnosis can name, with their meaning and how to repair them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A cause by its name in `CAUSES`, its meaning, how to repair it, and the evidence."""
+
+    cause: str
+    what: str
+    advice: str
+    evidence: tuple[str, ...]
+
+
+CAUSES = {
+    "time": (
+        "the result depends on the clock",
+        (
+            "Let no value of time.time(), datetime.now() or a timer reach the state or the update; "
+            "use the step instead, or read the clock once and keep the value in the state."
+        ),
+    ),
+    "unseeded": (
+        "random numbers are drawn from an unseeded source",
+        (
+            "Seed it: np.random.default_rng(seed), random.seed(seed), torch.manual_seed(seed), "
+            "keras.utils.set_random_seed(seed); derive what a step draws from (seed, step). `secrets`, "
+            "os.urandom and uuid4 cannot be seeded."
+        ),
+    ),
+    "hash order": (
+        "the result depends on the hashes of strings: the order of a set of them, or hash()",
+        "Sort what you iterate over: sorted(names). PYTHONHASHSEED changes in every process.",
+    ),
+    "process": (
+        "the result depends on the process: its number, or the number of the attempt",
+        (
+            "Let neither PERDURE_ATTEMPT nor os.getpid() reach a seed, the state or the update; use "
+            "the step and the rank instead."
+        ),
+    ),
+    "memory": (
+        "the result depends on memory that nothing was written to",
+        (
+            "Replace np.empty and torch.empty by zeros, or write every element before the first read."
+        ),
+    ),
+    "threads": (
+        "the result depends on the order in which threads end or add",
+        (
+            "Collect the results in the order of their tasks and add them in that order "
+            "(list(pool.map(...)), not as_completed), or call "
+            "torch.use_deterministic_algorithms(True): floating-point sums depend on their order."
+        ),
+    ),
+    "directory order": (
+        "the result depends on the order in which a directory lists its files",
+        "Sort what os.listdir, os.scandir, glob and Path.iterdir return: each file system has its own.",
+    ),
+    "random generator": (
+        "a random generator is not restored",
+        (
+            "Derive every draw from the seed and the step, np.random.default_rng((seed, step)), or put "
+            "the generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
+        ),
+    ),
+    "data position": (
+        "the data start again from the beginning after a resume",
+        (
+            "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save "
+            "the iterator with the state, or skip the first `start` batches after a restore."
+        ),
+    ),
+    "unsaved state": (
+        "something that the process held at the checkpoint is not there after a resume",
+        (
+            "Put what the evidence names into the state that is saved, and continue from the restored "
+            "value; change the state before the save and not after it."
+        ),
+    ),
+    "metric state": (
+        "something that is only counted or averaged is not saved",
+        (
+            "Put the sums and counts from which these leaves are computed into the state, and continue "
+            "from them after a restore; a mean alone cannot be continued."
+        ),
+    ),
+    "skipped steps": (
+        "the loop skips steps after a resume",
+        (
+            "Save a checkpoint under the number of steps that are finished, and begin the loop at the "
+            "number that the restore returns."
+        ),
+    ),
+    "several": (
+        "more than one thing has to be put back",
+        "The evidence names them; repair each, and drill again.",
+    ),
+    "topology": (
+        "the result depends on how many devices or workers there are",
+        (
+            "A sum over devices (psum, all_reduce) adds in an order that follows their number. Use a "
+            "strategy with replicas=V: its tree of sums does not know the devices."
+        ),
+    ),
+    "fails after a resume": (
+        "the program fails by itself after a resume",
+        (
+            "Read the last lines of its log below: something that it needs is missing from the "
+            "checkpoint, or does not fit what the checkpoint holds."
+        ),
+    ),
+    "unreadable": (
+        "a committed checkpoint cannot be read from the run directory any more",
+        (
+            "Look for what removes or rewrites files in the run directory: the end of the program, a "
+            "clean-up of its own, another program. Deletion belongs to the manager: max_to_keep, or "
+            "`perdure prune`."
+        ),
+    ),
+    "unknown": (
+        "not found",
+        (
+            "The evidence lists what was tried, and what each run excludes. Begin with the leaves that "
+            "differ: which code writes them, and what does it read?"
+        ),
+    ),
+}
+
+
+def diagnosis(cause: str, *evidence: str) -> Diagnosis:
+    """The diagnosis for a name in `CAUSES`, with its evidence."""
+    what, advice = CAUSES[cause]
+    return Diagnosis(cause, what, advice, evidence)

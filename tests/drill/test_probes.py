@@ -1,0 +1,284 @@
+"""The probes of the drill inside a program, and what a diagnosis concludes from their runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.drill.causes import Diagnosis
+from perdure.drill.compare import LeafDifference, RunDifference
+from perdure.drill.diagnose import repeats_for
+from perdure.drill.fault_injection import PLAN, _describe_act
+from perdure.drill.fault_plan import draw_scenario, required_restores
+from perdure.drill.probes import probe_environment
+from perdure.drill.resume_diagnosis import ResumeDiagnosis
+from perdure.drill.resume_probe import HELD, ITERATORS
+from perdure.drill.scenario import Observed, Outcome
+from perdure.store.drill_hook import DRILL
+
+SEEN = Observed(
+    seconds=3.0,
+    first_step_s=1.0,
+    steps=tuple(range(1, 41)),
+    commits=tuple(range(4, 41, 4)),
+    points={"manifest.sync": 10},
+    early={},
+    silence_s=0.1,
+    sequence=tuple(range(4, 41, 4)),
+)
+
+
+RESUMED = """
+import random
+import numpy as np
+from perdure import CheckpointManager
+
+random.seed(1)
+np.random.seed(2)
+own = np.random.default_rng(3)
+source = iter(range(100))
+with CheckpointManager("run") as manager:
+    state, start = manager.restore_or_initialize({"step": 0})
+    own_too = np.random.default_rng(4)
+    drawn = []
+    for step in range(start, 6):
+        drawn.append((random.random(), np.random.random(), own.random(), own_too.random()))
+        drawn.append(next(source))
+        if step == 3 and start == 0:
+            break
+        manager.save(step + 1, {"step": step + 1})
+print(drawn)
+"""
+
+
+@pytest.mark.parametrize("put", [("own", "own_too", ITERATORS), ("own", "own_too"), ()])
+def test_generators_and_iterators_are_put_back(put: tuple[str, ...], tmp_path: Path) -> None:
+    """A resumed process draws what an uninterrupted one draws, without a change to the program; and
+    as a negative control, it does not if something is left as it is."""
+    whole = _drawn(tmp_path / "whole", {}, RESUMED.replace("start == 0", "False"))
+    where = tmp_path / "drill"
+    where.mkdir()
+    environment = {DRILL: str(where), **probe_environment(where, ("resume",), {}, put)}
+    drawn = []
+    for attempt in (1, 2):
+        (where / PLAN).write_text(json.dumps({"attempt": attempt, "faults": []}))
+        drawn.append(_drawn(tmp_path / "resumed", environment, RESUMED))
+    first, second = drawn
+    # The step at which the first one breaks off is done again.
+    assert len(first) == 8
+    assert (first[:6] + second == whole) == (len(put) == 3)
+    listed = json.loads((where / HELD / "differing-0.json").read_text())
+    assert {"own", "own_too"} <= {unit["name"] for unit in listed["units"]}
+    assert listed["iterators"] == ["source"]
+
+
+def _drawn(where: Path, environment: dict[str, str], program: str) -> list[object]:
+    where.mkdir(exist_ok=True)
+    (where / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=where,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_probes_keep_the_path_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("")
+    path = filter(None, [str(tmp_path / "own"), os.environ.get("PYTHONPATH")])
+    own = {"PYTHONPATH": os.pathsep.join(path)}
+    environment = {**own, **probe_environment(tmp_path, ("clock",), own)}
+    assert _drawn(tmp_path, environment, "import mine, time; print([int(time.time())])") == [
+        1_700_000_000
+    ]
+
+
+class FakeRunner:
+    """Runs nothing: `outcomes` says for each part that is put back how its runs come out, in turn.
+
+    "there" (also for anything else): the difference is still there; "gone"; "fails": the run ends with
+    a problem.
+    """
+
+    plain = Outcome()
+    observed = SEEN
+
+    def __init__(self, directory: Path, **outcomes: Sequence[str]) -> None:
+        self._directory = directory
+        self._outcomes = {name: list(values) for name, values in outcomes.items()}
+        units = [
+            {"name": "noise", "kind": "generator", "what": "numpy"},
+            {"name": "w", "kind": "array", "what": "float64[40]"},
+            {"name": "rate", "kind": "number", "what": "0.1"},
+        ]
+        listed = {"step": 4, "units": units, "iterators": ["batches"]}
+        (directory / HELD).mkdir()
+        (directory / HELD / "differing-0.json").write_text(json.dumps(listed))
+
+    def faulted(
+        self, attempts: object, *probes: str, put: Sequence[str] = ()
+    ) -> tuple[Outcome, Path]:
+        left = self._outcomes.get("_".join(put), [])
+        how = left.pop(0) if left else "there"
+        return Outcome(fired=[how], problem="exit 1" if how == "fails" else ""), self._directory
+
+    def difference(self, outcome: Outcome) -> RunDifference | None:
+        if outcome.fired == ["gone"]:
+            return None
+        leaves = () if outcome.problem else (LeafDifference("w", "", "float64[1]"),)
+        return RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaves)
+
+
+def _diagnosed(directory: Path, **outcomes: Sequence[str]) -> Diagnosis:
+    directory.mkdir()
+    runner: Any = FakeRunner(directory, **outcomes)
+    found = ResumeDiagnosis(runner, required_restores(SEEN)[0]).find()
+    assert found is not None
+    return found
+
+
+def test_a_cause_needs_two_equal_runs(tmp_path: Path) -> None:
+    """One probe run that comes out equal by chance decides nothing, and one that fails excludes
+    nothing; what is not shown is unknown, and never the data by default."""
+    known = {
+        "noise": "random generator", "iterators": "data position", "rate": "unsaved state",
+        "w": "unsaved state",
+    }  # fmt: skip
+    for name, cause in known.items():
+        assert _diagnosed(tmp_path / f"{name}-2", **{name: ("gone", "gone")}).cause == cause
+        by_chance = _diagnosed(tmp_path / f"{name}-1", **{name: ("gone", "there")})
+        assert by_chance.cause == "unknown"
+        assert any("it is there in 1 of 2 runs" in line for line in by_chance.evidence)
+        failed = _diagnosed(tmp_path / f"{name}-0", **{name: ("fails",)})
+        assert failed.cause == "unknown"
+        assert any("could not be tried: exit 1" in line for line in failed.evidence)
+
+
+def test_scalars_and_schedules_come_before_weights(tmp_path: Path) -> None:
+    evidence = _diagnosed(tmp_path / "none").evidence
+    rate, w = (
+        next(i for i, line in enumerate(evidence) if line.startswith(f"with {name} ("))
+        for name in ("rate", "w")
+    )
+    assert rate < w
+
+
+def test_what_is_needed_together_is_found(tmp_path: Path) -> None:
+    both = _diagnosed(tmp_path / "both", rate_w=("gone", "gone"))
+    assert both.cause == "unsaved state"
+    assert both.evidence[-1] == "needed: rate, w"
+    mixed = _diagnosed(tmp_path / "mixed", noise_iterators=("gone", "gone"))
+    assert mixed.cause == "several"
+
+
+@pytest.mark.parametrize(("equal", "repeats"), [(0.0, 2), (1 / 3, 3), (2 / 3, 8), (0.9, 8)])
+def test_a_difference_that_is_rare_is_looked_for_more_often(equal: float, repeats: int) -> None:
+    assert repeats_for(equal) == repeats
+
+
+ENTROPY = """
+import random, secrets, uuid
+import numpy as np
+print([secrets.token_hex(4), uuid.uuid4().hex, random.Random().random(),
+       random.SystemRandom().random(), float(np.random.default_rng().random()),
+       float(np.random.RandomState().rand())])
+"""
+
+
+def test_the_probe_for_entropy_reaches_every_source(tmp_path: Path) -> None:
+    environment = dict(probe_environment(tmp_path, ("seed",)))
+    first, second = (_drawn(tmp_path, environment, ENTROPY) for _ in range(2))
+    assert first == second
+    control = _drawn(tmp_path, {}, ENTROPY)
+    assert not set(first) & set(control)
+
+
+THREADS = """
+import secrets, threading
+if TAKES:
+    other = threading.Thread(target=lambda: secrets.token_hex(4))
+    other.start()
+    other.join()
+print([secrets.token_hex(4)])
+"""
+
+
+def test_a_thread_takes_no_entropy_from_another(tmp_path: Path) -> None:
+    """A save in the background draws names for its files, sooner or later."""
+    environment = dict(probe_environment(tmp_path, ("seed",)))
+    programs = [THREADS.replace("TAKES", takes) for takes in ("True", "False")]
+    first, second = (_drawn(tmp_path, environment, program) for program in programs)
+    assert first == second
+
+
+JUMPS = """
+import time, datetime
+from datetime import datetime as when
+from time import time as now
+from perdure.drill.jumping_clock import jump
+before = (now(), when.now(), datetime.date.today(), time.localtime())
+jump(40 * 86400.0)
+after = (now(), when.now(), datetime.date.today(), time.localtime())
+print([round((after[0] - before[0]) / 86400), round((after[1] - before[1]).total_seconds() / 86400),
+       (after[2] - before[2]).days, round((time.mktime(after[3]) - time.mktime(before[3])) / 86400)])
+"""
+
+
+def test_every_clock_of_a_program_jumps(tmp_path: Path) -> None:
+    environment = dict(probe_environment(tmp_path, ("jumps",)))
+    assert _drawn(tmp_path, environment, JUMPS) == [40, 40, 40, 40]
+
+
+def test_the_amount_of_a_jump_is_stated() -> None:
+    texts = {value: _describe_act({"act": "clock", "value": value}) for value in JUMPED}
+    assert texts == JUMPED
+    for number in range(20):
+        launches = draw_scenario(SEEN, "clock-jump", number, 0).attempts
+        values = [f.value for launch in launches for f in launch.injected if f.act == "clock"]
+        assert [abs(value) for value in values].count(40 * 86400.0) == 1
+
+
+JUMPED = {40 * 86400.0: "clock +40 days", -3700.0: "clock -1.03 hours", 90.0: "clock +1.5 minutes"}
+
+
+DIRECTORY = """
+import perdure
+from perdure import CheckpointManager
+with CheckpointManager("run") as manager:
+    manager.save(1, {"a": 5})
+    manager.wait_until_finished()
+    print([perdure.load_checkpoint(manager.directory)["a"]])
+"""
+
+
+def test_the_directory_of_a_manager_is_redirected_once(tmp_path: Path) -> None:
+    where = tmp_path / "drill"
+    where.mkdir()
+    (where / PLAN).write_text(json.dumps({"attempt": 1, "faults": []}))
+    assert _drawn(tmp_path, {DRILL: str(where)}, DIRECTORY) == [5]
+    assert len(list((where / "runs").iterdir())) == 1
+
+
+WITHOUT_PYTEST = """
+import sys
+sys.modules["pytest"] = None
+from perdure.testing import check_run, drill
+print([drill.__name__, check_run.__name__])
+"""
+
+
+def test_the_drill_of_a_team_needs_no_pytest(tmp_path: Path) -> None:
+    assert _drawn(tmp_path, {}, WITHOUT_PYTEST) == ["drill", "check_run"]

@@ -13,7 +13,7 @@ import pytest
 from group import free_port
 
 from perdure.distribute import Cluster, ClusterOptions
-from perdure.distribute.cluster import Member, await_members, rendezvous
+from perdure.distribute.cluster import Member, await_members, listener, rendezvous
 from perdure.errors import ClusterError
 
 # Limits for a rendezvous that nothing completes, and for one that completes as soon as all have come.
@@ -55,6 +55,38 @@ def test_who_did_not_come_is_named_in_every_process_that_came() -> None:
     (alone,) = play([0], 3, BRIEF_S)
     assert "2 of 3 processes had not come: process 1 (b:1), process 2 (c:1)." in alone
     assert "Nobody came at all: is 127.0.0.1:" in alone
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "address"),
+    [
+        ("127.0.0.2", None, "127.0.0.2"),
+        ("localhost", None, "127.0.0.1"),
+        ("192.0.2.1", None, ""),  # of no machine: that of a forwarder
+        ("no-such-host.invalid", None, ""),
+        ("this-machine", "127.0.1.1", ""),  # as Debian writes it into /etc/hosts
+        ("this-machine", "127.0.0.3", ""),
+    ],
+)
+def test_process_0_listens_at_the_address_of_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, host: str, resolved: str | None, address: str
+) -> None:
+    if resolved is not None or host.endswith(".invalid"):
+
+        def look_up(*_: Any, **__: Any) -> list[Any]:
+            if resolved is None:
+                raise socket.gaierror
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
+
+        monkeypatch.setattr(listener.socket, "getaddrinfo", look_up)
+    assert listener.local_address(host) == address
+    monkeypatch.undo()
+    with listener.listen(address or "192.0.2.1", 0) as server:
+        port = server.getsockname()[1]
+        for knock in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as client:
+                reached = client.connect_ex((knock, port)) == 0
+            assert reached is (address in ("", knock))
 
 
 def test_a_coordinator_that_does_not_come() -> None:

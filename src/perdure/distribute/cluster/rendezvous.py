@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.distribute.cluster.cluster_spec import Cluster
+from perdure.distribute.cluster.listener import listen
 from perdure.errors import ClusterError
 
 _HELLO = "perdure-roll-call-1"
@@ -271,23 +272,12 @@ def _ask(cluster: Cluster, member: Member, wait: float, silent: Callable[[], Non
         return b"".join(parts)
 
 
-def listen(port: int) -> socket.socket:
-    """A listener on all addresses of this host, like the frameworks' own; port 0 takes a free one."""
-    six = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", port),
-        family=socket.AF_INET6 if six else socket.AF_INET,
-        dualstack_ipv6=six,
-        backlog=1024,
-    )
-
-
 @contextmanager
 def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
-    """A listener on the coordinator's port. None if that is taken."""
-    port = cluster.host_port[1]
+    """A listener at the coordinator's address. None if its port is taken."""
+    host, port = cluster.host_port
     try:
-        listener = listen(port)
+        listener = listen(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ClusterError(

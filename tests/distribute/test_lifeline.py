@@ -191,6 +191,16 @@ def test_a_wait_for_a_torch_process_that_is_gone_ends(own: str, how: str, victim
     assert "Save nothing" in answer["text"]
 
 
+@pytest.mark.parametrize(("own", "how"), [("made", "exit"), ("joined", "raise")])
+def test_process_0_leaves_without_keeping_the_others_in_a_collective(own: str, how: str) -> None:
+    """It waits for the others, which may still read its messages; they wait for its tensors."""
+    arguments = ("--group", own, "--how", how, "--victim", "0", "--wait", "collective")
+    (status, _, _), (_, answer, err) = launch("lost_worker.py", 2, *arguments)
+    assert status == (3 if how == "exit" else 1)
+    assert answer is not None, err
+    assert answer["error"] == "RuntimeError"
+
+
 def test_a_time_limit_says_who_did_not_come() -> None:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -290,7 +290,7 @@ def test_the_jobset_restarts_as_a_group() -> None:
     assert int(limits["nvidia.com/gpu"]) > 0
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    shared = volumes[mounts["/dev/shm"]]["emptyDir"]  # noqa: S108 (a name in a manifest)
+    shared = volumes[mounts["/dev/shm"]]["emptyDir"]
     assert shared["medium"] == "Memory"
     assert _gibibytes(shared["sizeLimit"]) < _gibibytes(limits["memory"])
     assert f"docker build -t {container['image']} " in (EXAMPLE / "Dockerfile").read_text()

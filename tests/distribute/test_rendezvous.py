@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -47,6 +48,24 @@ def test_all_come_in_any_order_and_learn_who_is_there() -> None:
         assert answers == [tuple(expected)] * 3
 
 
+def test_the_port_is_free_for_the_framework_before_anyone_gets_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that has the answer connects to the framework's service, at the same port. In the
+    backlog of the rendezvous it would be reset, which PyTorch reports with a stack of C++."""
+    knocks: list[int] = []
+    answer = rendezvous._Rendezvous._answer
+
+    def knock(self: Any, text: Any) -> None:
+        with socket.socket() as client:
+            knocks.append(client.connect_ex(self._cluster.host_port))
+        answer(self, text)
+
+    monkeypatch.setattr(rendezvous._Rendezvous, "_answer", knock)
+    assert all(len(members) == 2 for members in play([0, 1], 2))
+    assert knocks == [errno.ECONNREFUSED]
+
+
 def test_who_did_not_come_is_named_in_every_process_that_came() -> None:
     answers = play([0, 2], 3, BRIEF_S)
     assert len(set(answers)) == 1
@@ -78,7 +97,7 @@ def test_process_0_listens_at_the_address_of_the_coordinator(
                 raise socket.gaierror
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
 
-        monkeypatch.setattr(listener.socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert listener.local_address(host) == address
     monkeypatch.undo()
     with listener.listen(address or "192.0.2.1", 0) as server:

@@ -109,6 +109,10 @@ class _Rendezvous:
                 if not error and (error := self._contradiction()):
                     # Processes that start at about the same time get the error too.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+            # Before the answer: what connects to the port from now on means the framework's service. In
+            # the backlog of this listener its connection would be reset.
+            selector.unregister(self._listener)
+            self._listener.close()
             members = sorted([self._chief, *self._members.values()], key=lambda m: m.index)
             self._answer({"error": error} if error else {"members": [vars(m) for m in members]})
         if error:

@@ -201,6 +201,26 @@ def test_process_0_leaves_without_keeping_the_others_in_a_collective(own: str, h
     assert answer["error"] == "RuntimeError"
 
 
+def test_the_keys_of_an_earlier_attempt_of_torchrun_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun keeps its store, where process 0 of the earlier attempt still has an address."""
+    from perdure.distribute.torch import group
+
+    class Store(dict[str, bytes]):
+        def set(self, key: str, value: bytes) -> None:
+            self[key] = value
+
+    store = Store()
+    for attempt in ("0", "1"):
+        monkeypatch.setattr(group, "_ATTEMPT", attempt)
+        watch = group._LossWatch(timedelta(seconds=LIMIT_S))
+        watch.start(store, 0, "127.0.0.1")
+        watch.stop()
+        store.set(group._left(0), b"")
+    assert len(store) == 4
+
+
 def test_a_time_limit_says_who_did_not_come() -> None:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -17,8 +17,9 @@ STEPS, VICTIM_AT = 30, 20
 
 
 def main() -> None:
-    options = arguments(directory=str, how="", attempts=1)
-    dist.init_process_group("gloo")
+    options = arguments(directory=str, how="", group="made")
+    if options.group == "joined":
+        dist.init_process_group("gloo")
     limits = ClusterOptions(leave_timeout=3600)  # nobody may wait for it
     processes = perdure.initialize_distributed("torch", options=limits)
     torch.manual_seed(0)
@@ -26,7 +27,7 @@ def main() -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = perdure.Checkpoint(net=net, optimizer=optimizer)
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     with perdure.CheckpointManager(
         options.directory, processes=processes, save_interval_steps=5
     ) as manager:

@@ -33,6 +33,9 @@ from perdure.state.framework_group import innermost_store
 
 _joined: dict[Cluster, Processes] = {}
 
+# In every key: torchrun keeps one store for all attempts, with the values of the earlier ones.
+_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
     """`join`, for programs that use `torch.distributed` themselves.
@@ -98,7 +101,10 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     # An exit handler that the children of multiprocessing run too, unlike those of atexit.
     Finalize(None, leave_group, exitpriority=0)
     return KeyValueProcesses(
-        lambda: _Store(_connected(store, wait), watch), cluster.process_id, cluster.num_processes
+        lambda: _Store(_connected(store, wait), watch),
+        cluster.process_id,
+        cluster.num_processes,
+        channel=f"attempt-{_ATTEMPT}",
     )
 
 
@@ -212,7 +218,7 @@ def _leave(
 
 def _left(process: int) -> str:
     """The key that a process sets when it leaves."""
-    return f"perdure/left/{process}"
+    return f"perdure/attempt-{_ATTEMPT}/left/{process}"
 
 
 def _end_collectives(*, everything: bool = True) -> None:
@@ -252,7 +258,7 @@ class _LossWatch:
             index: The number of this process.
             host: Where process 0 listens.
         """
-        address = "perdure/lifeline"
+        address = f"perdure/attempt-{_ATTEMPT}/lifeline"
 
         def look() -> bytes | None:
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ LONGEST_FIRST = (
     "checkpoint/test_random_walk.py",
     "store/test_machine.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def no_strategy_of_an_earlier_test() -> None:
+    """A manager without a recipe warns if a strategy is in use; that of another test is not meant."""
+    if recipe := sys.modules.get("perdure.checkpoint.recipe"):
+        recipe._strategies_in_use.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

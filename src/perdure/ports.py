@@ -1,8 +1,7 @@
-"""Finds free ports for the services of a group of processes, and listens on them."""
+"""Finds free ports for the services of a group of processes."""
 
 from __future__ import annotations
 
-import ipaddress
 import random
 import socket
 from contextlib import ExitStack
@@ -50,33 +49,6 @@ def is_taken(port: int, host: str = HOST) -> bool:
         except OSError:
             return True
     return False
-
-
-def own_address(host: str) -> str:
-    """`host` if a service of this machine can listen on it alone, otherwise "" for all addresses.
-
-    A name is no address: a machine may resolve its own to a loopback address that no other one reaches.
-    An address may belong to a translation in front of the machine.
-    """
-    try:
-        ipaddress.ip_address(host)
-        with _socket(host) as probe:
-            probe.bind((host, 0))
-    except (OSError, ValueError):
-        return ""
-    return host
-
-
-def listen(port: int, host: str = "") -> socket.socket:
-    """A listener on `own_address(host)`; port 0 takes a free one."""
-    address = own_address(host)
-    is_dual = not address and socket.has_dualstack_ipv6()
-    return socket.create_server(
-        (address, port),
-        family=socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET,
-        dualstack_ipv6=is_dual,
-        backlog=1024,
-    )
 
 
 def _socket(host: str) -> socket.socket:

@@ -140,7 +140,7 @@ def test_different_calls_raise_in_all_processes_and_change_nothing(tmp_path: Pat
         "restore": lambda manager: manager.restore(1, state(0)),
         "save": lambda manager: manager.save(3, state(3)),  # the first of a manager is a collective
         "reached_preemption": lambda manager: manager.reached_preemption(2),
-        "init": lambda manager: manager.restore_or_initialize(lambda: state(0)),
+        "restore_or_initialize": lambda manager: manager.restore_or_initialize(lambda: state(0)),
     }
     names = list(kinds)
 

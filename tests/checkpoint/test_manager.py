@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_skipped_named_and_quarantined_by_the_first_save
         with pytest.raises(CorruptionError, match=r"step 3, leaf 'w'.*expected hash .*found"):
             manager.restore(3)
         with pytest.warns(UserWarning, match=r"step 3 is damaged and was skipped; step 2"):
-            restored, step = manager.restore_or_initialize(lambda: state(0))
+            restored, step = manager.restore(like=state(0))
         assert step == restored["step"] == 2
         assert not (tmp_path / "quarantine").exists(), "a process that only reads changes nothing"
         manager.save(3, state(3))

@@ -337,7 +337,7 @@ def test_the_steps_of_a_strategy_do_not_count_as_draws(tmp_path: Path) -> None:
     try:
         strategy = MirroredStrategy(replicas=2)
         step = strategy.step(grad, update)
-        with CheckpointManager(tmp_path) as manager:
+        with CheckpointManager(tmp_path, recipe=strategy.recipe()) as manager:
             state, _ = manager.restore_or_initialize({"w": torch.ones(5)})
             for number, drawing in enumerate((False, True)):
                 state, _ = step(state, strategy.keys(number))

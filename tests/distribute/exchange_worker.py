@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from worker_program import answer, arguments
+from worker_program import answer, arguments, listening
 
 from perdure.distribute import SimpleClusterResolver, pytree
 from perdure.distribute.reduction_tree import TreeNode, merge
@@ -84,6 +84,7 @@ def main() -> None:
         moved.clear()
         out[how] = digest(reduction.total(check=True))
         out["moved"][how] = list(moved)
+    out["listening"] = listening()
     answer(out)
 
 

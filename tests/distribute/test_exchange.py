@@ -14,6 +14,11 @@ def test_both_exchanges_give_one_total(engine: str, processes: int) -> None:
     reports: list[Any] = group.results(
         "exchange_worker.py", processes, "--engine", engine, forked=engine
     )
+    assert reports[0]["listening"], "process 0 holds the store"
+    # 127.0.0.1, the coordinator's, as /proc/net writes it; not every address of the machine.
+    # IPv6 sockets give it as ::ffff:127.0.0.1.
+    listening = {address[-8:] for report in reports for address in report["listening"]}
+    assert listening == {"0100007F"}
     expected = reports[0]["expected"]
     for report in reports:
         assert report["moved"] == {"wholes": ["gather"], "slices": ["scatter", "gather"]}

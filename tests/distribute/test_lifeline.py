@@ -195,6 +195,36 @@ def test_a_wait_for_a_lost_torch_process_ends(origin: str, how: str, victim: str
     assert "Save nothing" in answer["text"]
 
 
+@pytest.mark.parametrize(("origin", "how"), [("made", "exit"), ("joined", "raise")])
+def test_process_0_leaves_without_keeping_the_others_in_a_collective(origin: str, how: str) -> None:
+    """It waits for the others, which may still read its messages; they wait for its tensors."""
+    arguments = ("--group", origin, "--how", how, "--victim", "0", "--wait", "collective")
+    (status, _, _), (_, answer, err) = launch("lost_worker.py", 2, *arguments, forked="torch")
+    assert status == (3 if how == "exit" else 1)
+    assert answer is not None, err
+    assert answer["error"] == "RuntimeError"
+
+
+def test_the_keys_of_an_earlier_attempt_of_torchrun_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun keeps its store, where process 0 of the earlier attempt still has an address."""
+    from perdure.distribute.torch import group
+
+    class Store(dict[str, bytes]):
+        def set(self, key: str, value: bytes) -> None:
+            self[key] = value
+
+    store = Store()
+    for attempt in ("0", "1"):
+        monkeypatch.setattr(group, "_ATTEMPT", attempt)
+        watch = group._LossWatch(timedelta(seconds=LIMIT_S))
+        watch.start(store, 0, "127.0.0.1")
+        watch.stop()
+        store.set(group._left(0), b"")
+    assert len(store) == 4
+
+
 def test_a_timeout_names_the_missing_process() -> None:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

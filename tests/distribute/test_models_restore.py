@@ -56,7 +56,8 @@ def make(engine: str) -> tuple[Any, Any]:
 def run(engine: str, where: Path, until: int) -> Any:
     strategy, first = make(engine)
     train_step = strategy.step(grad, update)
-    with CheckpointManager(where) as manager:
+    # No recipe: a checkpoint of one engine continues on the other.
+    with CheckpointManager(where, recipe={}) as manager:
         state, start = manager.restore_or_initialize(first)
         for step in range(start, until):
             state, _ = train_step(state, strategy.batch(data(), step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ import pytest
 from group import free_port
 
 from perdure.distribute import Cluster, ClusterOptions
-from perdure.distribute.cluster import Member, await_members, rendezvous
+from perdure.distribute.cluster import Member, await_members, listener, rendezvous
 from perdure.errors import ClusterError
 
 # Limits for a rendezvous that never completes, and for one that completes when all have arrived.
@@ -49,6 +50,24 @@ def test_all_processes_arrive_in_any_order_and_get_the_members() -> None:
         assert answers == [tuple(expected)] * 3
 
 
+def test_the_port_is_free_for_the_framework_before_anyone_gets_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that has the answer connects to the framework's service, at the same port. In the
+    backlog of the rendezvous it would be reset, which PyTorch reports with a stack of C++."""
+    knocks: list[int] = []
+    answer = rendezvous._Rendezvous._answer
+
+    def knock(self: Any, text: Any) -> None:
+        with socket.socket() as client:
+            knocks.append(client.connect_ex(self._cluster.host_port))
+        answer(self, text)
+
+    monkeypatch.setattr(rendezvous._Rendezvous, "_answer", knock)
+    assert all(len(members) == 2 for members in play([0, 1], 2))
+    assert knocks == [errno.ECONNREFUSED]
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit passes as soon as a second process has come, and not before.
@@ -80,6 +99,38 @@ def test_a_process_to_which_nobody_came_says_so() -> None:
     (alone,) = play([0], 3, BRIEF_S)
     assert "2 of 3 processes had not come: process 1 (b:1), process 2 (c:1)." in alone
     assert "Nobody came at all: is 127.0.0.1:" in alone
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "address"),
+    [
+        ("127.0.0.2", None, "127.0.0.2"),
+        ("localhost", None, "127.0.0.1"),
+        ("192.0.2.1", None, ""),  # of no machine: that of a forwarder
+        ("no-such-host.invalid", None, ""),
+        ("this-machine", "127.0.1.1", ""),  # as Debian writes it into /etc/hosts
+        ("this-machine", "127.0.0.3", ""),
+    ],
+)
+def test_process_0_listens_at_the_address_of_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, host: str, resolved: str | None, address: str
+) -> None:
+    if resolved is not None or host.endswith(".invalid"):
+
+        def look_up(*_: Any, **__: Any) -> list[Any]:
+            if resolved is None:
+                raise socket.gaierror
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert listener.local_address(host) == address
+    monkeypatch.undo()
+    with listener.listen(address or "192.0.2.1", 0) as server:
+        port = server.getsockname()[1]
+        for knock in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as client:
+                reached = client.connect_ex((knock, port)) == 0
+            assert reached is (address in ("", knock))
 
 
 def test_a_coordinator_that_does_not_start_is_named() -> None:

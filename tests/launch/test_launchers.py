@@ -127,23 +127,30 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(job: Path, undisturbed: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("status", "count", "requeued"),
-    [(0, None, False), (1, None, True), (1, "9", True), (1, "10", False), (75, "99", True)],
+    ("status", "crashes", "requeued"),
+    [(0, 0, False), (1, 0, True), (1, 9, True), (1, 10, False), (75, 0, True), (75, 10, True)],
 )
 def test_what_slurm_is_asked_for(
-    job: Path, monkeypatch: pytest.MonkeyPatch, status: int, count: str | None, requeued: bool
+    job: Path, monkeypatch: pytest.MonkeyPatch, status: int, crashes: int, requeued: bool
 ) -> None:
+    """A crash is queued again ten times, and a preemption, which is no crash, any number of times."""
     (job / "train.py").unlink()
     (job / "train.py").write_text(f"import sys; print(sys.argv[1:]); sys.exit({status})")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    if count is not None:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    # Slurm counts preemptions too.
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "99")
+    counted = job / "crashes-77"
+    if crashes:
+        counted.write_text("a crash\n" * crashes)
     done = subprocess.run(
         [str(EXAMPLE / "train.sbatch"), "a run", "b"], capture_output=True, text=True, check=False
     )
     assert done.returncode == status
     assert done.stdout == "['a run', 'b']\n"  # arguments with spaces stay whole
+    assert done.stderr == ""
+    after = len(counted.read_text().splitlines()) if counted.exists() else 0
+    assert after == crashes + (status == 1)
     assert (job / "requeued").exists() is requeued
 
 
@@ -155,6 +162,21 @@ def test_the_batch_script_asks_slurm_for_a_notice_to_the_tasks() -> None:
     # perdure listens to SIGTERM; without `B:` it goes to the tasks and not to the script.
     assert re.fullmatch(r"TERM@\d+", asked["signal"])
     assert int(asked["nodes"]) * int(asked["ntasks-per-node"]) > 1
+
+
+def test_the_batch_script_activates_the_environment_beside_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job / "train.py").unlink()
+    (job / "train.py").write_text("import os; print(os.environ.get('ACTIVATED'))")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    script = [str(EXAMPLE / "train.sbatch")]
+    outputs = [subprocess.run(script, capture_output=True, text=True, check=True).stdout]
+    (job / ".venv" / "bin").mkdir(parents=True)
+    (job / ".venv" / "bin" / "activate").write_text("export ACTIVATED=yes\n")
+    outputs.append(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    assert outputs == ["None\n", "yes\n"]
 
 
 @pytest.mark.skipif(
@@ -270,5 +292,18 @@ def test_the_jobset_restarts_as_a_group() -> None:
     assert spec["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
     assert pod["terminationGracePeriodSeconds"] >= 60
+    # GPUs are limits, not requests alone; /dev/shm is memory, and fits into that of the pod.
+    limits = container["resources"]["limits"]
+    assert int(limits["nvidia.com/gpu"]) > 0
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shared["medium"] == "Memory"
+    assert _gibibytes(shared["sizeLimit"]) < _gibibytes(limits["memory"])
+    assert f"docker build -t {container['image']} " in (EXAMPLE / "Dockerfile").read_text()
     # Python itself is what the pod starts, so that SIGTERM reaches it.
     assert container["command"][:2] == ["python", "train.py"]
+
+
+def _gibibytes(text: str) -> int:
+    return int(text.removesuffix("Gi"))

@@ -446,6 +446,18 @@ def test_evaluate_uses_the_newest_checkpoint(tmp_path: Path) -> None:
         Trainer(step_fn, fresh(), data(), config(tmp_path)).evaluate(data())
 
 
+def test_an_evaluation_works_beside_a_trainer(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train(4)
+    expected = made.evaluate(data(16))
+    with CheckpointManager(tmp_path, recipe={}) as training:
+        training.claim()
+        other = trainer(tmp_path)
+        assert other.evaluate(data(16)) == expected
+        with pytest.raises(LockedError):
+            other.train(STEPS)
+
+
 def test_an_added_hook_is_refused_by_its_missing_leaf(tmp_path: Path) -> None:
     trainer(tmp_path).train(4)
     with pytest.raises(MismatchError) as caught:

@@ -46,8 +46,9 @@ class CheckpointManager(RunQueries):
     an error in one process is raised in all of them.
 
     Args:
-        directory: Path, URL or `Storage` of the run directory. It becomes one at the first save, and
-            must be empty, missing, or a run directory already.
+        directory: Path, URL or `Storage` of the run directory. It must be empty, missing, or a run
+            directory already. The first `restore_or_initialize` or `save` makes it one and takes the
+            writer's lock, which `restore` never does.
         mirror: A second run directory, which receives a copy of every committed checkpoint in the
             background, under the same retention. It never delays or fails a save: a mirror that does
             not answer or lags is a warning, and is brought up to date after later saves and by `close`.
@@ -58,7 +59,8 @@ class CheckpointManager(RunQueries):
         options: Which other checkpoints stay, what a failed save means, and more.
         recipe: What decides the result, from `strategy.recipe(dataset)`. It is recorded in every
             checkpoint, and a checkpoint of another recipe is refused (`RecipeMismatchError`). In a
-            group the recipes of all processes are compared too, at the first save or restore.
+            group the recipes of all processes are compared too, at the first save or restore. Without
+            one the manager warns if a strategy computes in this process; `{}` says that there is none.
         allow: Fields of the recipe that may differ, which is then a warning. The environment variable
             PERDURE_ALLOW names more of them.
         processes: The group, `strategy.processes`; None for a single process.
@@ -182,6 +184,7 @@ class CheckpointManager(RunQueries):
         is_alone = self._processes.count == 1
         if is_alone:  # in a group only where all of them do: in a due save
             self._saver.settle(wait=False)
+            self._saver.claim()
         if not force and not self.should_save(step):
             return False
         beat("save", step)
@@ -263,6 +266,9 @@ class CheckpointManager(RunQueries):
     def restore_or_initialize(self, init: Any) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.
 
+        The manager becomes the writer, so that a second writer, or a disk that cannot be written to,
+        is reported before the first step. To read beside a trainer, use `restore`.
+
         Args:
             init: The fresh state, or a function without arguments that makes it; it also serves as
                 the template of the restore. A module can be called too, and is a state: only a
@@ -271,8 +277,11 @@ class CheckpointManager(RunQueries):
 
         Raises:
             CorruptionError, UnreachableError, MismatchError: As `restore`.
+            LockedError: Another process writes there.
+            SaveError: The directory cannot be written to (a warning under `on_error="continue"`).
         """
         self.require_open("restore_or_initialize")
+        self._begin_training()
         # Not in turn with other calls: it is the caller's function.
         like = run_in_all(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, None)
@@ -441,6 +450,10 @@ class CheckpointManager(RunQueries):
             report(f"a data worker ended by the signal that preempts the run. {_newest(self._run)}")
             self.preemption.exit_process()
         self.close()
+
+    @exclusive
+    def _begin_training(self) -> None:
+        self._saver.begin_writing()
 
     @exclusive
     def _restore(

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -33,6 +34,13 @@ _PERHAPS = frozenset(
 )
 _MOST_LINES = 20
 
+_strategies_in_use: WeakSet[Any] = WeakSet()
+
+
+def note_strategy_in_use(strategy: Any) -> None:
+    """Note that `strategy` computes in this process: a manager without a recipe then warns."""
+    _strategies_in_use.add(strategy)
+
 
 class _ProcessRecipe(msgspec.Struct):
     """A recipe, and the name of the process that has it."""
@@ -46,6 +54,7 @@ class RecipeCheck:
 
     def __init__(self, recipe: Recipe | None, allow: Iterable[str], processes: Processes) -> None:
         self.recipe = checked({} if recipe is None else recipe)
+        self._is_missing = recipe is None
         self._allow = allowed(allow)
         self._processes = processes
         self._compared = False
@@ -60,6 +69,18 @@ class RecipeCheck:
             self._compared = True
             if note:
                 warn_caller(note)
+
+    def warn_if_missing(self, where: str) -> None:
+        """Warn once if this manager was given no recipe, and a strategy has one."""
+        if self._is_missing and _strategies_in_use:
+            self._is_missing = False
+            if self._processes.is_chief:
+                warn_caller(
+                    f"{where}: a strategy computes in this program, and the manager was not given its "
+                    f"recipe, so that a resume with another number of replicas, seed or dataset would "
+                    f"give other bits without an error. Pass recipe=strategy.recipe(dataset); for a "
+                    f"state that no strategy computes, recipe={{}}."
+                )
 
     def check_resume(self, where: str, recipe: Recipe) -> None:
         """Compare with the recipe of the checkpoint `where`; raises or warns as `check_resume`."""

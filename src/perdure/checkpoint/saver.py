@@ -14,13 +14,13 @@ from perdure.checkpoint.arguments import metric_numbers
 from perdure.checkpoint.background import Background
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
-from perdure.checkpoint.group_call import GroupCall
+from perdure.checkpoint.group_call import GroupCall, run_in_chief
 from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_check import RestoreCheck
-from perdure.errors import MismatchError, PruneError, SaveError, StoreError
+from perdure.errors import LockedError, MismatchError, PruneError, SaveError, StoreError
 from perdure.heartbeats import saving
 from perdure.state import snapshot
 from perdure.state.per_rank import RankContext, rank_context
@@ -52,6 +52,7 @@ class BackgroundSaver:
         self._buffer = SnapshotBuffer()
         self._notes: list[str] = []
         self._warned: set[str] = set()
+        self._has_begun = False
         # A save above this step is new; None until the processes have agreed on it.
         self._highest: int | None = None
 
@@ -59,6 +60,36 @@ class BackgroundSaver:
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._background.busy
+
+    def begin_writing(self) -> None:
+        """Become the writer, in the chief, with the same outcome in every process; once.
+
+        So a loop finds out before its first step that another process writes, or that the directory
+        cannot be written to. The latter is a warning under `on_error="continue"`. A collective.
+        """
+        if self._has_begun:
+            return
+        self._managed.recipe.warn_if_missing(self._run.where)
+        try:
+            run_in_chief(self._processes, "restore_or_initialize", self._run.begin_writing)
+        except LockedError as error:
+            raise LockedError(f"{error} To read beside it, call `restore`.") from None
+        except SaveError as error:
+            self._tolerate(error)
+        self._has_begun = True
+
+    def claim(self) -> None:
+        """Take the writer's lock alone, which costs less, in the first `save` even if it is not due.
+
+        The rest of `begin_writing` is left to the background. Not for a group.
+        """
+        if self._has_begun:
+            return
+        try:
+            self._run.claim()
+        except SaveError as error:
+            self._tolerate(error)
+        self._has_begun = True
 
     def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Start to save `state`; True if it is under way, False after a warning about its error.
@@ -91,6 +122,7 @@ class BackgroundSaver:
 
         A preempted run warns about a state that could not be restored; otherwise that is an error.
         """
+        self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
         try:
             numbers = metric_numbers({} if metrics is None else metrics)

@@ -6,16 +6,26 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from perdure.cli.output import document, json_option
+
+if TYPE_CHECKING:
+    from perdure.supervise import Nodes
 
 
 # Options after the program belong to the program.
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
+)
+@click.option(
+    "--multi-node",
+    is_flag=True,
+    help="This machine is one of several that run this command; the environment says which "
+    "(docs/CLUSTER.md).",
 )
 @click.option(
     "--devices-per-worker", type=click.IntRange(1), help="CPU devices or GPUs of each worker."
@@ -76,6 +86,7 @@ from perdure.cli.output import document, json_option
 def command(
     ctx: click.Context,
     workers: int | None,
+    multi_node: bool,
     devices_per_worker: int | None,
     max_restarts: int,
     elastic: str | None,
@@ -102,6 +113,7 @@ def command(
     bounds = _elastic(elastic)
     options = RunOptions(
         workers=workers or (bounds[1] if bounds else 1),
+        nodes=_nodes() if multi_node else None,
         devices_per_worker=devices_per_worker,
         max_restarts=max_restarts,
         elastic=bounds,
@@ -136,6 +148,23 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def _nodes() -> Nodes | None:
+    """The machines of the group, found as a strategy finds its processes; None for one machine."""
+    from perdure.distribute.cluster import resolve  # and NumPy with it
+    from perdure.supervise import Nodes
+
+    cluster = resolve()
+    if cluster.coordinator is None and cluster.source == "the environment":
+        raise click.UsageError(
+            "--multi-node: expected a description of the machines in the environment, found none. "
+            "Start this command on each machine by srun or as a pod of a JobSet, or set MASTER_ADDR, "
+            "MASTER_PORT, RANK (the number of the machine) and WORLD_SIZE (how many there are)"
+        )
+    if cluster.coordinator is None:  # a job of one machine
+        return None
+    return Nodes(cluster.num_processes, cluster.process_id, cluster.coordinator)
 
 
 def _allowed(fields: tuple[str, ...]) -> dict[str, str]:

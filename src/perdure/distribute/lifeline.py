@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from perdure.ports import listen
+from perdure.distribute.cluster.listener import listen
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
@@ -31,7 +31,7 @@ class Lifeline:
     """This process's end: a thread that calls `on_gone` with the number of each process that is gone.
 
     `publish` stores the address of process 0 for the others, and `look` reads it (None until it is
-    there). The others reach process 0 at `host`.
+    there). Process 0 listens at `host`, where the others reach it.
 
     Raises `OSError` if process 0 listens and cannot be reached.
     """
@@ -58,7 +58,7 @@ class Lifeline:
         self._listener: socket.socket | None = None
         self._token = ""
         if index == 0:
-            self._listener = self._kept(listen(0, host))
+            self._listener = self._kept(listen(host, 0))
             self._token = secrets.token_hex(16)
             port = self._listener.getsockname()[1]
             publish(json.dumps({"port": port, "token": self._token}).encode())

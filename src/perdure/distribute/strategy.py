@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
-from perdure.checkpoint.recipe import allowed, check_group
+from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, inputs, keras_calls
 from perdure.distribute.cluster import Cluster
@@ -196,6 +196,7 @@ class Strategy:
             check_finite: Raise NonFiniteError, which names step, replica and array, before `update` if
                 a contribution is not finite. Every contribution is then read once more.
         """
+        note_strategy_in_use(self)
         plan = self._plan
         if check_finite:
             plan = Plan(cast(Engine, FiniteEngine(self._engine)), self._replicas)
@@ -236,6 +237,7 @@ class Strategy:
             TopologyError: Called in a replica, or with values of another strategy.
         """
         self._require_outside_of_replicas("run")
+        note_strategy_in_use(self)
         if not isinstance(args, (tuple, list)):
             raise TopologyError(
                 f"args: expected a tuple of arguments, found {type(args).__name__}; for one argument "

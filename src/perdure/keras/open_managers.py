@@ -25,7 +25,8 @@ def open_manager(
     """
     # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
     options = replace(options or ManagerOptions(), save_random_state=False)
-    manager = CheckpointManager(directory, options=options, **arguments)
+    # No strategy of perdure computes the state of a `fit`.
+    manager = CheckpointManager(directory, options=options, **{"recipe": {}, **arguments})
     if manager.directory in _open:
         if params is not None and _params.get(manager.directory) is params:
             manager.close()

@@ -6,12 +6,14 @@ Imports neither numpy nor a framework, so that the supervising process stays sma
 from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import Limits, RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
+from perdure.supervise.worker_environment import Nodes
 from perdure.supervise.worker_group import Ended, WorkerGroup
 
 __all__ = [
     "AttemptRecord",
     "Ended",
     "Limits",
+    "Nodes",
     "Observer",
     "RunOptions",
     "Summary",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from perdure.errors import LaunchError
+from perdure.supervise.worker_environment import Nodes
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class RunOptions:
 
     Attributes:
         workers: Processes to start on this machine.
+        nodes: The machines that run the same command together; None for this one alone. It excludes
+            `elastic`.
         devices_per_worker: Devices of each worker; None leaves them to the framework.
         max_restarts: Failures after which the run is restarted; an exit with 75 is no failure.
         elastic: (fewest, most) workers. The run continues without a worker that fails again and again,
@@ -79,6 +82,7 @@ class RunOptions:
     compilation_cache: Path | None = None
     warm: tuple[str, ...] = ()
     poll: float = 0.1
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         at_least = {"workers": 1, "max_restarts": 0}
@@ -94,6 +98,8 @@ class RunOptions:
         cache = self.compilation_cache
         if cache is not None and cache.exists() and not cache.is_dir():
             raise LaunchError(f"{cache}: expected a directory for compiled programs, found a file")
+        if self.elastic is not None and self.nodes is not None:
+            raise LaunchError("elastic: the number of workers cannot change on several machines")
         if self.elastic is not None:
             fewest, most = self.elastic
             if not 1 <= fewest <= most == self.workers:

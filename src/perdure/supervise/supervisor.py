@@ -243,7 +243,7 @@ class Supervisor:
         mark = environment.get(MARK)
         environment |= {
             "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
-            **worker_variables(index, count, ports),
+            **worker_variables(index, count, ports, options.nodes),
             **device_variables(place, options.devices_per_worker, _accelerators()),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),

@@ -7,6 +7,7 @@ ports differ, because each belongs to a service of its own.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from perdure.errors import LaunchError
 from perdure.ports import HOST
@@ -29,6 +30,33 @@ DESCRIPTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that run one command together, seen from one of them.
+
+    Each has a supervisor with the same number of workers, and restarts its own. The group forms again
+    by itself: its processes wait for each other at the coordinator.
+
+    Attributes:
+        count: The number of machines.
+        index: The number of this machine, from 0.
+        coordinator: The host:port on machine 0 where worker 0 listens.
+
+    Raises:
+        LaunchError: `index` is not one of `count` machines.
+    """
+
+    count: int
+    index: int
+    coordinator: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise LaunchError(
+                f"nodes: expected a number from 0 to {self.count - 1}, found {self.index}"
+            )
+
+
 def tf_config(ports: list[int], index: int) -> str:
     """TF_CONFIG of worker `index`; there are as many workers as `ports`."""
     addresses = [f"{HOST}:{port}" for port in ports]
@@ -37,11 +65,32 @@ def tf_config(ports: list[int], index: int) -> str:
     )
 
 
-def worker_variables(index: int, workers: int, ports: list[int]) -> dict[str, str]:
-    """The variables of worker `index` of `workers`; `ports` has two entries more than `workers`.
+def worker_variables(
+    index: int, workers: int, ports: list[int], nodes: Nodes | None = None
+) -> dict[str, str]:
+    """The variables of worker `index` of the `workers` of this machine.
 
-    A single worker gets no coordinator of JAX or TensorFlow, because it joins no group.
+    Args:
+        index: The number of the worker on this machine.
+        workers: The number of workers on this machine.
+        ports: Free ports, two more than workers.
+        nodes: The machines of the group; None for this one alone. A single worker then gets no
+            coordinator of JAX or TensorFlow, because it joins no group.
     """
+    if nodes is not None:
+        rank, size = nodes.index * workers + index, nodes.count * workers
+        host, _, port = nodes.coordinator.rpartition(":")
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(index),
+            "LOCAL_WORLD_SIZE": str(workers),
+            "MASTER_ADDR": host.strip("[]"),
+            "MASTER_PORT": port,
+            "JAX_COORDINATOR_ADDRESS": nodes.coordinator,
+            "JAX_NUM_PROCESSES": str(size),
+            "JAX_PROCESS_ID": str(rank),
+        }
     variables = {
         "RANK": str(index),
         "WORLD_SIZE": str(workers),

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager
+from perdure.checkpoint import CheckpointManager, Restored
 from perdure.checkpoint.arguments import makes_state
-from perdure.errors import TrainError
+from perdure.errors import StepNotFoundError, TrainError
 from perdure.state import StateWithExtras
 from perdure.store import LocalStorage
 from perdure.store.urls import open_storage
@@ -187,7 +187,11 @@ class Trainer(TrainingState):
         if steps is not None:
             _require_steps("steps", steps)
         with self._open_manager() as manager:
-            restored = manager.restore_or_initialize(StateWithExtras(self.state, self._extras))
+            fresh = StateWithExtras(self.state, self._extras)
+            try:  # `restore` takes no lock: another process may be training
+                restored = manager.restore(like=fresh)
+            except StepNotFoundError:
+                restored = Restored(fresh, 0)
         self.state, self.step = restored.state.main, restored.step
         means = Means()
         for batch in evaluation_batches(data, steps, self.strategy):

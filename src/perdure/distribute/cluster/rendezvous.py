@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.distribute.cluster.cluster_spec import Cluster
+from perdure.distribute.cluster.listener import listen
 from perdure.errors import ClusterError
-from perdure.ports import listen
 
 _HELLO = "perdure-roll-call-1"
 _ACKNOWLEDGED = b"\n"
@@ -109,6 +109,10 @@ class _Rendezvous:
                 if not error and (error := self._contradiction()):
                     # Processes that start at about the same time get the error too.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+            # Before the answer: what connects to the port from now on means the framework's service. In
+            # the backlog of this listener its connection would be reset.
+            selector.unregister(self._listener)
+            self._listener.close()
             members = sorted([self._chief, *self._members.values()], key=lambda m: m.index)
             self._answer({"error": error} if error else {"members": [vars(m) for m in members]})
         if error:
@@ -274,10 +278,10 @@ def _ask(cluster: Cluster, member: Member, wait: float, silent: Callable[[], Non
 
 @contextmanager
 def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
-    """A listener on the coordinator's port. None if that is taken."""
+    """A listener at the coordinator's address. None if its port is taken."""
     host, port = cluster.host_port
     try:
-        listener = listen(port, host)
+        listener = listen(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ClusterError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
+from perdure.distribute.cluster.listener import ALL, local_address
+from perdure.distribute.cluster.variables import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
-from perdure.ports import own_address
 from perdure.process_group import Processes, SingleProcess
 
 
@@ -63,7 +65,7 @@ def _initialize(
 ) -> None:
     await_members(cluster, options.start_timeout)
     write_from_all(cluster.process_id)
-    limits: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         # Whole seconds, and not 0.
         "initialization_timeout": math.ceil(options.start_timeout),
         "heartbeat_timeout_seconds": math.ceil(options.heartbeat),
@@ -71,8 +73,10 @@ def _initialize(
         # Otherwise JAX would read the schedulers' variables again, and choose devices by them.
         "cluster_detection_method": "deactivate",
     }
-    if own_address(cluster.host_port[0]):
-        limits["coordinator_bind_address"] = cluster.coordinator  # JAX listens on all addresses
+    if cluster.is_chief and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        host, port = cluster.host_port
+        if (address := local_address(host)) != ALL:  # JAX's default is every address
+            arguments["coordinator_bind_address"] = join_address(address, str(port))
     known = inspect.signature(jax.distributed.initialize).parameters
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -81,7 +85,7 @@ def _initialize(
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=local_device_ids,
-            **{name: value for name, value in limits.items() if name in known},
+            **{name: value for name, value in arguments.items() if name in known},
         )
     except RuntimeError as error:
         raise ClusterError(

@@ -1,12 +1,15 @@
-"""The group of PyTorch processes: joining it, messages, and the exchange of tensors.
+"""The group of PyTorch processes: joining it, leaving it, messages, and the exchange of tensors.
 
-Values travel as raw bytes through an all-gather or an all-to-all of gloo; no collective computes.
+Invariant: tensors travel between processes as raw bytes, through an all-gather or an all-to-all of
+gloo. No collective adds numbers.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +22,8 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 
 from perdure.distribute import pytree
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
+from perdure.distribute.cluster.listener import listen
+from perdure.distribute.cluster.variables import AGENT
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.distribute.lifeline import Lifeline
@@ -28,26 +33,34 @@ from perdure.process_group import Processes, SingleProcess
 
 _joined: dict[Cluster, Processes] = {}
 
+# In every key: torchrun keeps one store for all attempts, with the values of the earlier ones.
+_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
-    """`join`, for programs that use `torch.distributed` themselves: with NCCL for CUDA tensors, and a
-    process group also for a process that is alone."""
+    """`join`, for programs that use `torch.distributed` themselves.
+
+    The group then has NCCL for CUDA tensors, and a process that is alone gets a process group of one.
+    """
     cluster = with_existing(cluster, "torch")
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cluster.num_processes == 1 and not dist.is_initialized():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_destroy)
+        atexit.register(_end_collectives)
     return join(cluster, options, backend)
 
 
 def join(
     cluster: Cluster, options: ClusterOptions | None = None, backend: str = "gloo"
 ) -> Processes:
-    """Become a member of the group; does nothing for a group of one. May be called twice.
+    """Become a member of the group. May be called twice.
 
-    A process group that the program made is joined as it is, whatever its backend. Raises
-    ClusterError if a process is missing or two claim one number (see `await_members`).
+    A process group that the program has initialized is used as it is, whatever its backend. For a group
+    of one this does nothing.
+
+    Raises:
+        ClusterError: A process is missing, or two claim one number (see `await_members`).
     """
     cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:
@@ -55,33 +68,48 @@ def join(
     if cluster not in _joined:
         options = options or ClusterOptions.from_environment()
         if dist.is_initialized():
-            _joined[cluster] = _adopt(cluster, options)
+            _joined[cluster] = _use_existing_group(cluster, options)
         else:
-            _joined[cluster] = _enter(cluster, options, backend)
+            _joined[cluster] = _make_group(cluster, options, backend)
     return _joined[cluster]
 
 
-def _adopt(cluster: Cluster, options: ClusterOptions) -> Processes:
-    """Join the process group that the program made: send messages through its store, on separate
-    connections, and exchange partial sums in a gloo group of the same processes."""
+def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
+    """Join the process group that the program has initialized.
+
+    Messages go through its store, on connections of their own. Partial sums go through a new gloo group
+    of the same processes.
+    """
     store = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
     watch = _LossWatch(wait)
     if (host := getattr(innermost_store(store), "host", None)) is not None:
         watch.start(_connected(store, wait), cluster.process_id, host)
-    # The reference keeps the store alive if the program destroys its group before the end.
     leave = timedelta(seconds=options.leave_timeout)
-    at_end = (_connected(store, leave), cluster, leave, watch, store)
-    # Also in the children of multiprocessing, which run no functions of atexit.
-    Finalize(None, _leave, at_end, exitpriority=0)
+    own_connection = _connected(store, leave)
+
+    def leave_group() -> None:
+        # The group is the program's, which may still use it in exit handlers. After an unhandled error
+        # it does not, and the others would wait for this process in a collective of that group.
+        _end_collectives(everything=getattr(sys, "last_value", None) is not None)
+        # torchrun's agent serves its store itself, after the end of this process too.
+        limit = None if os.environ.get(AGENT) == "True" else leave
+        # `store` is named so that it stays if the program destroys its group before the end.
+        _leave(own_connection, cluster, limit, watch, store)
+
+    # An exit handler that the children of multiprocessing run too, unlike those of atexit.
+    Finalize(None, leave_group, exitpriority=0)
     return KeyValueProcesses(
-        lambda: _Store(_connected(store, wait), watch), cluster.process_id, cluster.num_processes
+        lambda: _Store(_connected(store, wait), watch),
+        cluster.process_id,
+        cluster.num_processes,
+        channel=f"attempt-{_ATTEMPT}",
     )
 
 
 def _connected(store: Any, wait: timedelta) -> Any:
-    """Another connection to the store of a process group."""
+    """A new connection to the store of a process group."""
     try:
         if hasattr(store, "clone"):
             connection = store.clone()
@@ -99,32 +127,46 @@ def _connected(store: Any, wait: timedelta) -> Any:
 
 
 class _Exchange:
-    """The group for partial sums: the default one, unless the program made that."""
+    """The process group for partial sums: None, the default one, unless the program made that."""
 
     timeout: timedelta | None = None
     _group: Any = None
 
     def group(self) -> Any:
         if self.timeout is not None and self._group is None:
-            # Backend and time limit of the program's group are unknown. A collective: every process
-            # comes here for the first time in the same step.
+            # The backend and the time limit of the program's group are unknown. `new_group` is a
+            # collective: every process calls it in the first step.
             self._group = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._group
+
+    def close(self) -> None:
+        """Close the connections of the group that was made here."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 _exchange = _Exchange()
 
 
-def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
+def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
+    """Wait for all processes, and initialize the process group."""
     await_members(cluster, options.start_timeout)
     host, port = cluster.host_port
     start = timedelta(seconds=options.start_timeout)
-    # The limit is for a process that hangs. One that is gone closes its connections, which is noticed
-    # at once.
+    # The limit is for a process that hangs. A process that is gone closes its connections, which the
+    # others notice at once.
     wait = timedelta(seconds=options.operation_timeout)
     try:
         store = TCPStore(
-            host, port, cluster.num_processes, cluster.is_chief, start, wait_for_workers=True
+            host,
+            port,
+            cluster.num_processes,
+            cluster.is_chief,
+            start,
+            wait_for_workers=True,
+            # By itself the store would listen at every address of this machine.
+            master_listen_fd=listen(host, port).detach() if cluster.is_chief else None,
         )
         watch = _LossWatch(wait)
         if cluster.is_chief:  # before the others have finished the next call
@@ -136,15 +178,15 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
             world_size=cluster.num_processes,
             timeout=wait,
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise ClusterError(
             f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
     if not cluster.is_chief:
         watch.start(TCPStore(host, port, is_master=False, timeout=wait), cluster.process_id, host)
-    atexit.register(_destroy)
     atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout), watch)
+    atexit.register(_end_collectives)  # called before `_leave`
     return KeyValueProcesses(
         lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait), watch),
         cluster.process_id,
@@ -153,32 +195,49 @@ def _enter(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes
 
 
 def _leave(
-    store: Any, cluster: Cluster, limit: timedelta, watch: _LossWatch, _kept: Any = None
+    store: Any, cluster: Cluster, limit: timedelta | None, watch: _LossWatch, _kept: Any = None
 ) -> None:
-    """Wait in process 0, which holds the store, until the others have read all that they need."""
+    """Announce that this process leaves. Process 0 waits until the others have left, too.
+
+    They may still read messages from its store: the outcome of the last save, or the error that all
+    processes raise. No process may wait for this one in a collective any more (`_end_collectives`).
+
+    Args:
+        store: A connection to the store.
+        cluster: The group.
+        limit: How long process 0 waits; None if the store outlives it.
+        watch: Reports processes that are gone.
+    """
     watch.leaving()
     with contextlib.suppress(RuntimeError):
         store.set(_left(cluster.process_id), b"")
-        if cluster.is_chief:
+        if cluster.is_chief and limit is not None:
             store.wait([_left(process) for process in range(cluster.num_processes)], limit)
     watch.stop()
 
 
 def _left(process: int) -> str:
-    return f"perdure/left/{process}"
+    """The key that a process sets when it leaves."""
+    return f"perdure/attempt-{_ATTEMPT}/left/{process}"
 
 
-def _destroy() -> None:
-    with contextlib.suppress(RuntimeError):
-        if dist.is_initialized():
+def _end_collectives(*, everything: bool = True) -> None:
+    """Close the connections of the collectives: a process that waits in one for this one gets an error.
+
+    Args:
+        everything: Those of the default group too, and not only those for partial sums.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        _exchange.close()
+        if everything and dist.is_initialized():
             dist.destroy_process_group()
 
 
 class _LossWatch:
     """Ends the waits of this process for a process that is gone.
 
-    A wait in the store ends only with a value or the time limit. So a special value is set in place of
-    the process, unless the process set its own value before its end.
+    The store ends a wait only when the key gets a value, or after the time limit. So this object sets a
+    special value for the process that is gone, unless that process has set its own value before.
     """
 
     GONE = b"\2"
@@ -192,24 +251,32 @@ class _LossWatch:
         self._lifeline: Lifeline | None = None
 
     def start(self, store: Any, index: int, host: str) -> None:
-        """Watch, through a separate connection to the store."""
-        address = "perdure/lifeline"
+        """Begin to watch.
+
+        Args:
+            store: A connection to the store that nothing else uses.
+            index: The number of this process.
+            host: Where process 0 listens.
+        """
+        address = f"perdure/attempt-{_ATTEMPT}/lifeline"
 
         def look() -> bytes | None:
             try:
                 return store.get(address) if store.check([address]) else None
-            except RuntimeError:  # process 0 is gone; every wait ends with an error of its own
+            except RuntimeError:  # process 0 is gone, so every wait ends with an error anyway
                 return None
 
         self._store = store
-        with contextlib.suppress(OSError):  # without it a wait ends with its time limit
+        with contextlib.suppress(OSError):  # without a connection, waits end after the time limit
             self._lifeline = Lifeline(
                 index, host, lambda data: store.set(address, data), look, self._on_gone
             )
 
     def connect(self) -> None:
-        """Called after a message from another process, which may have been the last one to start: from
-        now on process 0 has to notice the end of this process."""
+        """Connect to process 0, so that it notices the end of this process.
+
+        Called after every message from another process: from the first one on, process 0 listens.
+        """
         if self._lifeline is not None:
             with contextlib.suppress(OSError):
                 self._lifeline.connect()
@@ -224,7 +291,7 @@ class _LossWatch:
 
     @contextlib.contextmanager
     def awaiting(self, key: str, process: int) -> Iterator[bool]:
-        """Surrounds a wait for `key`; yields whether the process that sets it is known to be gone."""
+        """Note a wait for `key`, which `process` sets; yields whether it is known to be gone."""
         with self._guard:
             self._awaited[key] = process
             gone = process in self._gone
@@ -238,13 +305,13 @@ class _LossWatch:
         with self._guard:
             self._gone.add(process)
             keys = [key for key, setter in self._awaited.items() if setter == process]
-        with contextlib.suppress(RuntimeError):  # the store is gone too: every wait has ended
+        with contextlib.suppress(RuntimeError):  # if the store is gone too, every wait has ended
             for key in (*keys, _left(process)):
                 self._store.compare_set(key, "", self.GONE.decode())
 
 
 class _Store:
-    """PyTorch's key-value store, on a separate connection: a client holds a lock while it waits."""
+    """PyTorch's key-value store. Each channel needs its own: a connection is locked during a wait."""
 
     def __init__(self, store: Any, watch: _LossWatch) -> None:
         self._store = store
@@ -279,17 +346,19 @@ class _Store:
 
 def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merge | None) -> Any:
     """The total, on `device`; see Engine.exchange. Bytes go through the host's memory."""
-    bulk = [_Bulk(root) for root in roots]
-    like = bulk[0]
+    packed = [_PackedTree(root) for root in roots]
+    like = packed[0]
     try:
         if merge is None or not sliced(like.nbytes, counts):
-            lines = _all_gather(torch.stack(_padded([b.line for b in bulk], max(counts))), counts)
+            lines = _all_gather(
+                torch.stack(_padded([tree.line for tree in packed], max(counts))), counts
+            )
             values = [[like.value(line, device) for line in block] for block in lines]
             return values if merge is None else merge(values)
-        # A slice of every partial sum to each process, which adds the slices in the tree. Addition
-        # is by element, so that it does not matter how the elements are cut.
+        # Each process gets one slice of every partial sum and adds those slices in the tree. The
+        # elements are added one by one, so the cuts do not change the result.
         size = like.slice_size(len(counts))
-        sent = torch.cat([b.slices(len(counts), size) for b in bulk], 1)
+        sent = torch.cat([tree.slices(len(counts), size) for tree in packed], 1)
         slices = torch.empty(sum(counts) * size, dtype=torch.uint8)
         dist.all_to_all_single(
             slices,
@@ -309,7 +378,7 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
 
 
 def _all_gather(lines: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    """The lines of every process. All processes send the same number; padding is never read."""
+    """The lines of every process. All processes send equally many lines; nothing reads the padding."""
     blocks = [torch.empty_like(lines) for _ in counts]
     dist.all_gather(blocks, lines, _exchange.group())
     return [list(block[:count]) for block, count in zip(blocks, counts, strict=True)]
@@ -319,8 +388,8 @@ def _padded(lines: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
     return lines + [lines[-1]] * (rows - len(lines))
 
 
-class _Bulk:
-    """The bytes of a value: its tensors in the order of their types, so that slices have one each."""
+class _PackedTree:
+    """The bytes of a tree of tensors in one line, sorted by dtype, which can be cut into slices."""
 
     def __init__(self, value: Any) -> None:
         self._like = value
@@ -336,7 +405,7 @@ class _Bulk:
         ]
 
     def _parts(self, processes: int) -> list[int]:
-        """Bytes of each type in a slice: whole elements, the last slice padded."""
+        """The bytes of each dtype in a slice. A slice has whole elements; the last one is padded."""
         return [
             -(-span // (processes * dtype.itemsize)) * dtype.itemsize
             for span, dtype in zip(self._spans, self._types, strict=True)
@@ -346,7 +415,7 @@ class _Bulk:
         return sum(self._parts(processes))
 
     def slices(self, processes: int, size: int) -> torch.Tensor:
-        """[processes, size]: the bytes for each process."""
+        """The slice for each process, as a tensor of bytes [processes, size]."""
         out, start = torch.zeros((processes, size), dtype=torch.uint8), 0
         for span, part, line in zip(
             self._spans, self._parts(processes), self.line.split(self._spans), strict=True
@@ -358,7 +427,7 @@ class _Bulk:
         return out
 
     def typed(self, line: torch.Tensor, processes: int) -> list[torch.Tensor]:
-        """A slice as one tensor of each type."""
+        """A slice, as one tensor for each dtype."""
         # Cloned, because a view under another dtype must start at a multiple of its size.
         return [
             part.clone().view(dtype)
@@ -366,14 +435,14 @@ class _Bulk:
         ]
 
     def joined(self, lines: list[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `slices`, from the slice of every process."""
+        """The line, from the slice of every process: the inverse of `slices`."""
         blocks = torch.stack(lines).split(self._parts(len(lines)), 1)
         return torch.cat(
             [block.reshape(-1)[:span] for block, span in zip(blocks, self._spans, strict=True)]
         )
 
     def value(self, line: torch.Tensor, device: Any) -> Any:
-        """The value that these bytes are."""
+        """The tree of tensors whose bytes are in `line`."""
         leaves: list[Any] = [None] * len(self._shapes)
         start = 0
         for number in self._order:

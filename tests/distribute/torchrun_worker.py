@@ -1,0 +1,50 @@
+"""A script for torchrun: native DDP with a manager. With `--how`, something happens in step 20."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from worker_program import arguments
+
+import perdure
+from perdure.distribute import ClusterOptions
+
+STEPS, VICTIM_AT = 30, 20
+
+
+def main() -> None:
+    options = arguments(directory=str, how="", group="made")
+    if options.group == "joined":
+        dist.init_process_group("gloo")
+    limits = ClusterOptions(leave_timeout=3600)  # nobody may wait for it
+    processes = perdure.initialize_distributed("torch", options=limits)
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = perdure.Checkpoint(net=net, optimizer=optimizer)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    with perdure.CheckpointManager(
+        options.directory, processes=processes, save_interval_steps=5
+    ) as manager:
+        state, start = manager.restore_or_initialize(state)
+        for step in range(start, STEPS):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(step))).square().mean().backward()
+            optimizer.step()
+            manager.save(step + 1, state, force=step + 1 == STEPS)
+            if step == VICTIM_AT and processes.is_chief and options.how and first:
+                if options.how == "raise":
+                    raise ValueError("the program failed")
+                os.kill(os.getpid(), signal.SIGTERM)
+            if options.how != "raise" and manager.reached_preemption(step + 1):
+                manager.save_and_exit(step + 1, state)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -66,8 +66,7 @@ class CheckpointManager(RunQueries):
         processes: The group, `strategy.processes`; None for a single process.
 
     Attributes:
-        preemption: The flag that SIGTERM (or another of `ManagerOptions.preemption_signals`) sets, for
-            loops that need more than `reached_preemption`.
+        preemption: The flag that a signal sets, for loops that need more than `reached_preemption`.
 
     Raises:
         ArgumentError: An argument has a value that cannot be used.
@@ -103,9 +102,8 @@ class CheckpointManager(RunQueries):
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
         self._entered = False
-        self.preemption = PreemptionFlag(
-            describe=partial(_newest, run), signals=options.preemption_signals
-        )
+        describe = partial(_newest, run)
+        self.preemption = PreemptionFlag(describe, signals=options.preemption_signals)
         self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)
@@ -296,8 +294,8 @@ class CheckpointManager(RunQueries):
     def reached_preemption(self, step: int) -> bool:
         """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
 
-        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): from then on the
-        signal no longer ends the process, and the loop has to, by `save_and_exit`.
+        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): it no longer ends the
+        process, and the loop has to, by `save_and_exit`.
         """
         beat("step", step_number(step))
         self.preemption.install()
@@ -442,9 +440,7 @@ class CheckpointManager(RunQueries):
         self._entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._processes.count == 1 and not self._closed and self.preemption.explains(error):
             self._exit_preempted()
             report(f"a data worker ended by the signal that preempts the run. {_newest(self._run)}")

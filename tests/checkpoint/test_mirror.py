@@ -332,6 +332,22 @@ def test_prune_and_compaction_of_the_mirror_do_not_affect_a_resume(
     assert prints(remote) == {step: prints(run_path)[step] for step in (3, 4, 5)}
 
 
+def test_a_step_that_was_committed_just_now_is_no_other_history(
+    run_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(run_path, mirror=remote) as manager:
+        save(manager, 1)
+        mirror = manager._mirror
+        assert mirror is not None
+        target = Run(remote)
+        for newest, notes in ((2, 0), (0, 1)):  # the control: a run that went back
+            monkeypatch.setattr(mirror._source, "steps", lambda newest=newest: [newest])
+            mirror._compare(target)
+            assert len(mirror._notes) == notes
+        mirror._notes.clear()
+        monkeypatch.undo()
+
+
 def test_compaction_does_not_race_the_copies(run_path: Path, remote: Remote) -> None:
     """4 MB frozen and 12 MB changing leaves, three kept, and a mirror much slower than the saves."""
     frozen = np.arange(MIB, dtype=np.int32)

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_strategy_restores_a_module_without_one(tmp_path: Any)
 
     state: Any = {"model": params, "opt": adam.init(params)}
     train_step = strategy.step(grad, update)
-    with CheckpointManager(tmp_path) as manager:
+    with CheckpointManager(tmp_path, recipe={}) as manager:
         for step in range(2):
             state, _ = train_step(state, strategy.batch(data, step))
         manager.save(2, state)

@@ -1,7 +1,8 @@
 """One checkpoint saved by all processes of a group.
 
 Every process writes its share, and the chief, which holds the lock, commits. Invariant: the checkpoint
-is committed for all of them, or every process raises the same error.
+is committed for all of them or for none, and an error, also of the prune after the commit, is raised in
+every process.
 """
 
 from __future__ import annotations
@@ -242,7 +243,10 @@ def _agreed_parts(
         kinds = {share.kind for share in failed}
         kind = getattr(errors, kinds.pop()) if len(kinds) == 1 and all(kinds) else SaveError
         texts = "; ".join(share.error.rstrip(".") for share in failed)
-        raise kind(f"{texts}. Every earlier checkpoint is still there.")
+        raise kind(
+            f"saving step {share.step} failed in {len(failed)} of {processes.count} processes: "
+            f"{texts}. Every earlier checkpoint is unchanged. Save again once the cause is removed."
+        )
     if len({share.step for share in shares}) > 1:
         steps = ", ".join(f"process {number}: {share.step}" for number, share in enumerate(shares))
         raise StateError(

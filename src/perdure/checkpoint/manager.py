@@ -103,7 +103,7 @@ class CheckpointManager(RunQueries):
         self._interval = SaveInterval(interval, run)
         self._entered = False
         describe = partial(_newest, run)
-        self.preemption = PreemptionFlag(describe, signals=options.preemption_signals)
+        self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
         self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)

@@ -292,6 +292,8 @@ class Mirror:
         if not steps or not mirrored or steps[-1] in self._unreadable:
             return
         newest, mirror_newest = steps[-1], mirrored[-1]
+        if newest > mirror_newest:
+            return  # committed just now, and copied next
         if newest not in mirrored:
             self._note(
                 "history",
@@ -344,7 +346,7 @@ class Mirror:
         )
         return target, [step for step in steps if step not in removed], note
 
-    def set_aside(self, step: int, reason: str) -> None:
+    def quarantine(self, step: int, reason: str) -> None:
         """Move `step` of the mirror, which is damaged, to its quarantine at the next `catch_up`."""
         self._damaged[step] = reason
 

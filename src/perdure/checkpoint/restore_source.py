@@ -217,7 +217,7 @@ class _Copies:
                 self._note(f"{mirror.name} does not answer for step {step}: {silent}")
             return None
         except CorruptionError as damage:
-            mirror.set_aside(step, str(damage))
+            mirror.quarantine(step, str(damage))
             self.damaged.append(f"  step {step} of {mirror.name}: {damage}")
             self._note(f"step {step} of {mirror.name} is damaged: {damage}")
             if isinstance(error, StepNotFoundError):

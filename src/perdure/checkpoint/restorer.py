@@ -54,7 +54,7 @@ class Restorer:
         if (loaded := source.loaded) is None:
             return None
         if self._processes.is_chief:
-            warn_of_skipped(run.where, loaded, set_aside(run, loaded, readable))
+            warn_of_skipped(run.where, loaded, quarantine_skipped(run, loaded, readable))
         state = run_in_all(self._processes, lambda: self._rebuild(loaded, like, names))
         if names is None:
             self._restore_random(loaded)
@@ -93,7 +93,7 @@ class Restorer:
             warn_caller(note)
 
 
-def set_aside(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:
+def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:
     """Move the damaged steps that a restore has skipped to quarantine, if this is the writer.
 
     Returns what became of each, as a sentence. Those in `readable` are damaged for another process of
@@ -116,7 +116,10 @@ def set_aside(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, 
 
 
 def warn_of_skipped(where: str, loaded: Loaded, places: Mapping[int, str] | None = None) -> None:
-    """Warn about each damaged step that `loaded` is restored instead of; `places` as `set_aside`."""
+    """Warn about each damaged step that `loaded` is restored instead of.
+
+    `places` is what `quarantine_skipped` returned.
+    """
     newest = loaded.manifest.step
     for step, reason in loaded.skipped:
         instead = f"step {newest}" if step != newest else "its copy in the mirror"

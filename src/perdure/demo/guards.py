@@ -29,7 +29,7 @@ def sums_by_all_reduce(strategy: Any, all_reduce: AllReduce) -> None:
 
 
 def one_by_one(strategy: Any) -> None:
-    """Keep the strategy from its way for a whole step at once, which passes the guards by."""
+    """Turn the fused step off, which would bypass the guard that is taken out."""
     strategy._plan.engine = _OneByOne(strategy._plan.engine)
 
 

@@ -27,6 +27,8 @@ from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
 
+# Kinds of faults that have a probe of their own, and so a cause of their own.
+_OWN_PROBES = ("other-devices", "other-workers", "other-machine", "clock-jump")
 _RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 TRIES = 4
 """How often a scenario is drawn until its fault fires."""
@@ -199,7 +201,7 @@ class _Drill:
         for row in report.rows:
             if row.verdict not in ("differs", "failed"):
                 continue
-            special = row.scenario.kind in ("other-devices", "other-workers", "clock-jump")
+            special = row.scenario.kind in _OWN_PROBES
             leaves = row.difference.leaves if row.difference is not None else ()
             unreadable = row.difference is not None and bool(row.difference.unreadable)
             sort = (

@@ -42,7 +42,6 @@ from perdure.drill.jumping_clock import count_time, install_jumps
 
 PROBE = "PERDURE_DRILL_PROBE"
 PUT = "PERDURE_DRILL_PUT"
-STEADY = ("clock", "seed", "hash", "process", "memory", "one thread")
 PLANTS = ("shuffled directories", "poisoned memory", "late threads")
 
 _POISON = 0xA5

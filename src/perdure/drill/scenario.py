@@ -17,7 +17,9 @@ class Fault:
     step: int | None = None
     worker: int | None = None
     value: float = 0.0
+    """Seconds of a "clock"; the share of the file that stays of a "torn"."""
     of: str = ""
+    """Of a "torn": the point whose file loses its end."""
 
     def describe(self) -> str:
         """`pack.write 3`, `step 7`."""

@@ -25,7 +25,7 @@ from perdure.store.format import (
 )
 from perdure.store.manifest import Manifest, PackRecord
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
-from perdure.store.quarantine import damage_notes, is_set_aside
+from perdure.store.quarantine import damage_notes, is_quarantined
 from perdure.store.record_builder import Held
 from perdure.store.storage import Storage, VersionedStorage
 
@@ -167,7 +167,7 @@ class Catalog:
         unknown = list(self._unknown.values())
         versions = self._versions(QUARANTINE)
         for name, version in versions.items():
-            if name.endswith(".json") and is_set_aside(name):
+            if name.endswith(".json") and is_quarantined(name):
                 try:  # always compared: a name there may be removed and used again
                     whole[name] = self._manifest(name, version, None, fresh=True)
                 except ConnectionError:

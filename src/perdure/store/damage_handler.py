@@ -23,7 +23,7 @@ from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.manifest import Manifest
 from perdure.store.pack_writer import write_pack
-from perdure.store.quarantine import note_damage, set_aside
+from perdure.store.quarantine import move_to_quarantine, note_damage
 from perdure.store.reread import Cursor
 from perdure.store.restore import read_manifest
 from perdure.store.rollback_notes import rolled_back
@@ -49,14 +49,14 @@ class DamageHandler:
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move the manifest of a step to quarantine, with the reason; returns its new name."""
-        target = self._set_aside(manifest_name(step), f"{step:012d}", ".json", reason)
+        target = self._quarantine(manifest_name(step), f"{step:012d}", ".json", reason)
         self._catalog.remove(step)
         self._note_damage()
         return target
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
         """Move a pack that no checkpoint needs to quarantine; returns its new name."""
-        return self._set_aside(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
+        return self._quarantine(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
 
     def quarantine_deferred(self) -> None:
         """Read the `deferred` steps again, and quarantine those that are damaged."""
@@ -115,10 +115,10 @@ class DamageHandler:
             reason = f"a chunk that it shares could not be checked or repaired: {error}"
             self.notes = [f"{self._storage.where}: step {manifest.step} is committed, but {reason}"]
 
-    def _set_aside(self, name: str, stem: str, suffix: str, reason: str) -> str:
+    def _quarantine(self, name: str, stem: str, suffix: str, reason: str) -> str:
         note = {"name": name, "found": self._now(), "reason": reason}
         try:
-            return set_aside(self._storage, name, stem, suffix, note)
+            return move_to_quarantine(self._storage, name, stem, suffix, note)
         except OSError as error:
             raise SaveError(
                 f"{self._storage.where}: {name} cannot be moved aside: {error}."

@@ -19,15 +19,17 @@ REASON_SUFFIX = ".reason.json"
 
 def quarantined(storage: Storage) -> list[str]:
     """Names of what is in quarantine: manifests, and packs that a repair set aside."""
-    return sorted(filter(is_set_aside, storage.list(QUARANTINE)))
+    return sorted(filter(is_quarantined, storage.list(QUARANTINE)))
 
 
-def is_set_aside(name: str) -> bool:
+def is_quarantined(name: str) -> bool:
     """Whether a name in quarantine is that of a manifest or a pack, and not of a note."""
     return not name.endswith((REASON_SUFFIX, TEMP_SUFFIX))
 
 
-def set_aside(storage: Storage, name: str, stem: str, suffix: str, note: Mapping[str, Any]) -> str:
+def move_to_quarantine(
+    storage: Storage, name: str, stem: str, suffix: str, note: Mapping[str, Any]
+) -> str:
     """Move `name` to a free place in quarantine, with `note` beside it.
 
     Returns:

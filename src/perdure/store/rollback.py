@@ -21,7 +21,7 @@ from perdure.errors import (
 from perdure.store.contents import Catalog, committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.manifest import Manifest
-from perdure.store.quarantine import quarantined, reason_name, set_aside
+from perdure.store.quarantine import move_to_quarantine, quarantined, reason_name
 from perdure.store.restore import list_pins, list_steps, read_manifest
 from perdure.store.rollback_notes import Note, RolledBack, returning, rollback_note, rolled_back
 from perdure.store.storage import Storage
@@ -148,7 +148,7 @@ def put_aside(
             predecessor = step, manifest.fingerprint
     for step in sorted(notes, reverse=True):
         note = msgspec.to_builtins(notes[step])
-        set_aside(storage, manifest_name(step), f"{step:012d}", ".json", note)
+        move_to_quarantine(storage, manifest_name(step), f"{step:012d}", ".json", note)
 
 
 def put_back(storage: Storage, line: Iterable[RolledBack]) -> None:

@@ -2,9 +2,9 @@
 
 Invariant: a cause is named only if the difference is gone in several runs in which this cause alone is
 taken away, and is there in several in which it is not; or, for what another machine or topology does,
-if it is there in several undisturbed runs in which this cause alone is added. Skipped steps, failures and
-unreadable checkpoints are read off the run itself. Otherwise the cause is "unknown", and the evidence
-lists what was tried.
+if it is there in several undisturbed runs in which this cause alone is added. Skipped steps, failures
+and unreadable checkpoints are read off the run itself. Otherwise the cause is "unknown", and the
+evidence lists what was tried.
 """
 
 from __future__ import annotations

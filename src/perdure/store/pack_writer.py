@@ -41,7 +41,7 @@ from perdure.store.storage import AdoptingSink, Sink, Storage
 HASH_THREADS = 2
 # Few, so that the bytes of a chunk are still in the cache of the processor when they are written.
 HASH_AHEAD = 4
-WRITING = 2
+WRITING = 4
 """Copies of further chunks that may be on their way to the disk."""
 
 LARGE_BYTES = 256 * 1024

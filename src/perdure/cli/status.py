@@ -1,4 +1,4 @@
-"""`perdure status [RUN]`: what `perdure run` recorded about a run, also while it is under way."""
+"""`perdure status [LOGS]`: what `perdure run` recorded about a run, also while it is under way."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from perdure.supervise.supervisor import DEFAULT_LOGS
 
 @click.command("status")
 @click.argument(
-    "logs", metavar="RUN", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
+    "logs", metavar="LOGS", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )
 @json_option
 def command(logs: Path, as_json: bool) -> None:
     """Show the attempts, causes and steps of the newest `perdure run`, and of its earlier starts.
 
-    RUN is its --log-dir, by default perdure-logs, or one of the directories in it.
+    LOGS is its --log-dir, by default perdure-logs, or one of the directories in it.
     """
     path, runs, unreadable = _read(logs)
     if as_json:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import perdure
 from messages import unnamed
 from perdure import CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_group, check_resume
-from perdure.errors import RecipeMismatchError
+from perdure.errors import ClusterError, RecipeMismatchError
 from perdure.store import Run
 from pretend import Pretend, play
 
@@ -121,6 +123,20 @@ def test_a_worker_with_another_recipe_raises_in_all_before_anything_is_saved(
     assert "the processes of the group do not have one recipe" in str(errors[0])
     assert "PERDURE_ALLOW=seed" in str(errors[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_releases_are_not_mixed_in_a_group() -> None:
+    def program(other: str) -> Callable[[Pretend], str | None]:
+        return lambda processes: check_group(
+            processes, RECIPE, frozenset(), other if processes.index else ""
+        )
+
+    errors = play(3, program("0.0.9"))
+    assert {type(error) for error in errors} == {ClusterError}
+    assert len({str(error) for error in errors}) == 1
+    assert perdure.__version__ in str(errors[0])
+    assert "0.0.9 in process 1" in str(errors[0])
+    assert play(3, program(perdure.__version__)) == [None] * 3
 
 
 def test_processes_of_a_group_may_be_allowed_to_differ() -> None:

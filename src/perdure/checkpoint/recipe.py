@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -18,7 +19,7 @@ import msgspec
 from perdure.checkpoint.arguments import is_text, shown
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall
-from perdure.errors import ArgumentError, RecipeMismatchError
+from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
 from perdure.process_group import Processes
 from perdure.store.manifest import RecipeValue
 
@@ -43,10 +44,11 @@ def note_strategy_in_use(strategy: Any) -> None:
 
 
 class _ProcessRecipe(msgspec.Struct):
-    """A recipe, and the name of the process that has it."""
+    """A recipe, the name of the process that has it, and the release of perdure there."""
 
     process: str
     recipe: dict[str, RecipeValue]
+    release: str = "an earlier one"
 
 
 class RecipeCheck:
@@ -175,8 +177,12 @@ def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[st
     return None
 
 
-def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> str | None:
-    """Raise the same error in every process unless all have one recipe. A collective.
+def check_group(
+    processes: Processes, recipe: Recipe, allow: frozenset[str], release: str = ""
+) -> str | None:
+    """Raise the same error in every process unless all have one recipe and release. A collective.
+
+    Releases may send other messages in a group save, so they are not mixed; `release` is this one.
 
     Returns what the chief warns about, as `check_resume` does. A field that one process lacks counts as
     a difference, because all run one program.
@@ -184,8 +190,16 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
     if processes.count == 1:
         return None
     name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
-    sent = processes.gather(msgspec.msgpack.encode(_ProcessRecipe(name, dict(recipe))))
+    this_process = _ProcessRecipe(name, dict(recipe), release or _release())
+    sent = processes.gather(msgspec.msgpack.encode(this_process))
     first, *others = [msgspec.msgpack.decode(data, type=_ProcessRecipe) for data in sent]
+    for other in others:
+        if other.release != first.release:
+            raise ClusterError(
+                f"expected one release of perdure in the group, found {first.release} in "
+                f"{first.process} and {other.release} in {other.process}. Nothing was saved or "
+                f"restored. Install the same release on all machines."
+            )
     refused, noted = [], []
     for other in others:
         for field in sorted(first.recipe.keys() | other.recipe.keys()):
@@ -206,6 +220,10 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
     if noted and processes.is_chief:
         return f"the processes of the group do not have one recipe:{_lines(noted)}"
     return None
+
+
+def _release() -> str:
+    return sys.modules["perdure"].__version__  # it imports this module
 
 
 def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:

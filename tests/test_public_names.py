@@ -119,7 +119,15 @@ def test_every_package_for_users_is_frozen() -> None:
     root = Path(importlib.import_module("perdure").__file__ or "").parent
     present = {f"perdure.{path.parent.name}" for path in root.glob("*/__init__.py")}
     present |= {f"perdure.{path.stem}" for path in root.glob("[!_]*.py")}
-    inner = {"cli", "demo", "framework_group", "heartbeats", "ports", "process_group"}
+    inner = {
+        "cli",
+        "demo",
+        "framework_group",
+        "heartbeats",
+        "ports",
+        "process_group",
+        "process_stat",
+    }
     assert present - {f"perdure.{name}" for name in inner} <= set(MODULES)
 
 

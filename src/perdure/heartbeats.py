@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from perdure.process_stat import PARENT, STATE, stat_fields
+
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
 PHASES = ("start", "restore", "compile", "step", "save", "evaluate", "end")
 LENGTH = 256
@@ -196,7 +198,7 @@ def _may_own(path: str) -> bool:
 
 def _has_ended(pid: int) -> bool:
     try:
-        return _stat(pid)[0] == "Z"
+        return stat_fields(pid)[STATE] == "Z"
     except OSError:
         return True
 
@@ -205,15 +207,9 @@ def _ancestors(pid: int) -> list[int]:
     pids: list[int] = []
     with suppress(OSError):
         while pid > 1:
-            pid = int(_stat(pid)[1])
+            pid = int(stat_fields(pid)[PARENT])
             pids.append(pid)
     return pids
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and so on, from proc_pid_stat(5); the name before them may hold anything."""
-    with open(f"/proc/{pid}/stat", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()
 
 
 def _warn_unwritable(path: str, error: OSError) -> None:

@@ -616,12 +616,20 @@ def test_lost_and_damaged_checkpoints_are_restored_from_the_mirror(
     assert Run(run_path).steps()[-1] == 3
 
 
-def test_damage_in_the_mirror_is_set_aside_and_copied_again(run_path: Path, remote: Remote) -> None:
+def zero(remote: Remote, name: str) -> None:
+    remote.objects[name] = bytes(len(remote.objects[name]))
+
+
+def damage_the_newest_of_the_mirror(run_path: Path, remote: Remote) -> None:
+    """Step 2 is in the mirror only, and its pack there holds zeros."""
     mirrored(run_path, remote, 1, 2)
     with CheckpointManager(run_path) as manager:
         manager.delete(2)
-    name = max(name for name in remote.objects if name.startswith("packs/"))
-    remote.objects[name] = bytes(len(remote.objects[name]))
+    zero(remote, max(name for name in remote.objects if name.startswith("packs/")))
+
+
+def test_damage_in_the_mirror_is_set_aside_and_copied_again(run_path: Path, remote: Remote) -> None:
+    damage_the_newest_of_the_mirror(run_path, remote)
     with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match="step 2 of the mirror memory:mirror is damaged"):
             assert manager.restore().step == 1
@@ -636,7 +644,7 @@ def test_damage_in_both_is_an_older_step_or_an_error(run_path: Path, remote: Rem
 
     def damage(step: int) -> None:
         (name,) = (name for name in remote.objects if name.startswith(f"packs/{step:012d}"))
-        remote.objects[name] = bytes(len(remote.objects[name]))
+        zero(remote, name)
         (pack,) = (run_path / "packs").glob(f"{step:012d}-*")
         flip(pack)
 
@@ -657,11 +665,7 @@ def test_damage_in_both_is_an_older_step_or_an_error(run_path: Path, remote: Rem
 def test_a_step_that_only_the_mirror_holds_damaged_is_an_error_of_its_own(
     run_path: Path, remote: Remote
 ) -> None:
-    mirrored(run_path, remote, 1, 2)
-    with CheckpointManager(run_path) as manager:
-        manager.delete(2)
-    name = max(name for name in remote.objects if name.startswith("packs/"))
-    remote.objects[name] = bytes(len(remote.objects[name]))
+    damage_the_newest_of_the_mirror(run_path, remote)
     with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.raises(CorruptionError, match="memory:mirror: step 2"):
             manager.restore(2)
@@ -689,7 +693,7 @@ def test_no_older_step_replaces_one_that_cannot_be_read_here_if_the_mirror_lacks
             assert manager.restore().step == 2, "the control: the mirror has it"
         (name,) = (name for name in remote.objects if name.startswith(f"packs/{2:012d}"))
         if mirror == "damaged":
-            remote.objects[name] = bytes(len(remote.objects[name]))
+            zero(remote, name)
         elif mirror == "gone":
             del remote.objects[name]
         else:

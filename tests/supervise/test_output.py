@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import re
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import FullDisk
 from supervised import LoopObserver, Run, cli
 
 from perdure.supervise.console import Console
@@ -150,26 +149,6 @@ def test_a_stream_that_is_closed_in_the_middle_ends_nothing() -> None:
 
 
 PREEMPTED_UNTIL = "import os; raise SystemExit(75 * (int(os.environ['PERDURE_ATTEMPT']) < UNTIL))"
-
-
-class FullDisk:
-    """Lets `os.write` write as many bytes to files of a name as there is space."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, space: int) -> None:
-        self.space, self.fired = space, 0
-        write = os.write
-
-        def limited(file: int, data: Any) -> int:
-            if not os.readlink(f"/proc/self/fd/{file}").endswith(name):
-                return write(file, data)
-            if not self.space:
-                self.fired += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = write(file, data[: self.space])
-            self.space -= written
-            return written
-
-        monkeypatch.setattr(os, "write", limited)
 
 
 def test_a_full_disk_leaves_a_gap_in_a_log_that_is_reported(

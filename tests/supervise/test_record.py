@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from full_disk import FullDisk
 from supervised import HOLDS, Run, cli, held, loop
 
 from perdure.cli import main
@@ -104,27 +104,9 @@ class Breaks(Observer):
 # ---------------------------------------------------------------- disks that fail
 
 
-class FullDisk:
-    """Lets `os.write` write as many bytes as there is space."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, space: int) -> None:
-        self.space, self.fired = space, 0
-        write = os.write
-
-        def limited(file: int, data: bytes) -> int:
-            if not self.space:
-                self.fired += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = write(file, data[: self.space])
-            self.space -= written
-            return written
-
-        monkeypatch.setattr(os, "write", limited)
-
-
 def test_a_full_disk_delays_the_record_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    disk = FullDisk(monkeypatch, 150)
+    disk = FullDisk(monkeypatch, "record.jsonl", 150)
     record = RunRecord(Path("record.jsonl"), "r", said.append)
     for number in range(10):
         record.add("message", text=str(number))

@@ -154,9 +154,10 @@ def _lead(
     for process in rows:
         merged |= process.ranked
         local |= process.local
-    error: BaseException | None = None
     others_wait = True
-    try:
+
+    def commit() -> None:
+        nonlocal others_wait
         leaves = Leaves(merged, containers_of(state.leaves))
         with run.prepare_save(state.step, leaves, local) as save:
             written = None
@@ -165,10 +166,8 @@ def _lead(
                 processes.broadcast(_WRITE)
                 written = _write_parts(run, processes, state, save.held)
             run.commit_save(save, written, recipe, metrics)
-    except WorkerLostError:
-        raise
-    except BaseException as raised:  # noqa: BLE001 (the caller raises it in all processes)
-        error = raised
+
+    _, error = attempt(commit)
     if others_wait:
         processes.broadcast(_NOTHING)
     return error

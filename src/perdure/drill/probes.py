@@ -251,7 +251,7 @@ def _name(entry: Any) -> str:
 
 
 def _caller() -> str:
-    """The file of the code that asked, behind the helpers of the standard library."""
+    """The file of the code that asked; helpers of the standard library are skipped."""
     frame = sys._getframe(2)
     helpers = ("glob", "pathlib", "os", "fnmatch", "shutil", __name__)
     while frame.f_back is not None and frame.f_globals.get("__name__") in helpers:
@@ -279,8 +279,7 @@ def _poison() -> None:
     def torch_imported(torch: ModuleType) -> None:
         for name in ("empty", "empty_like"):
             setattr(torch, name, _filled_tensor(torch, getattr(torch, name)))
-        for name in ("new_empty",):
-            setattr(torch.Tensor, name, _filled_tensor(torch, getattr(torch.Tensor, name)))
+        torch.Tensor.new_empty = _filled_tensor(torch, torch.Tensor.new_empty)
 
     after_import("torch", torch_imported)
 
@@ -329,7 +328,7 @@ def _one_thread() -> None:
 
 
 def _submitter() -> str:
-    """The file of the code that submits a task, behind `Executor.map`."""
+    """The file of the code that submits a task; `Executor.map` is skipped."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("concurrent"):
         frame = frame.f_back

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
+from perdure.process_stat import START, STATE, stat_fields
 from perdure.store.bucket import Bucket, version_of
 from perdure.store.format import TEMP_SUFFIX
 from perdure.store.storage import LostLock
@@ -225,9 +226,8 @@ def _is_dead(process: tuple[str, str, str, int, str] | None) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot: field 22 of proc_pid_stat(5)."""
-    with open(f"/proc/{pid}/stat") as file:
-        state, *fields = file.read().rpartition(")")[2].split()
-    if state in "ZX":
+    """When a process started, in clock ticks since boot."""
+    fields = stat_fields(pid)
+    if fields[STATE] in "ZX":
         raise FileNotFoundError(errno.ENOENT, "has ended", f"/proc/{pid}")
-    return fields[18]
+    return fields[START]

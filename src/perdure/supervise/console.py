@@ -46,7 +46,7 @@ class Console:
         self._at_border = False
 
     def line(self, worker: int, text: bytes) -> None:
-        """Print a line of a worker with its end, or a part of a line that goes on."""
+        """Print a line of a worker with its end, or a part of a line that has not ended."""
         decoder = self._decoders.setdefault(
             worker, codecs.getincrementaldecoder("utf-8")(errors="replace")
         )

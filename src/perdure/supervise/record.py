@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perdure.process_stat import START, stat_fields
+
 RECORD = "record.jsonl"
 KEPT_LINES = 10_000
 """Lines that wait in memory for space on the disk."""
@@ -151,10 +153,9 @@ def read_record(path: Path) -> tuple[list[RecordedRun], int]:
 def process_start(pid: int) -> int | None:
     """When a process began, in ticks since the machine started; None if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(stat_fields(pid)[START])
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[19])  # proc_pid_stat(5): field 22
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from perdure import heartbeats
 from perdure.heartbeats import Beat
+from perdure.process_stat import SESSION, STATE, TIMES, stat_fields
 from perdure.supervise.memory_limit import MemoryLimit
 from perdure.supervise.worker_log import WorkerLog
 
@@ -27,9 +28,6 @@ FULL_DISK = ("[Errno 28]", os.strerror(errno.ENOSPC), "[Errno 122]", os.strerror
 FULL_DISK_LINES = 20  # at the end of the output, in which an error of a full disk is looked for
 ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/vfio/")
 ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-_])")
-# Fields of proc_pid_stat(5) after the name of the program, which may hold anything. The times are those
-# of the process in user and system mode, then the same of its children that have ended.
-_STAT_STATE, _STAT_SESSION, _STAT_TIMES = 0, 3, slice(11, 15)
 
 
 class Worker:
@@ -109,10 +107,9 @@ class Worker:
     def stopped(self) -> bool:
         """Whether SIGSTOP or a debugger has stopped it."""
         try:
-            text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+            return stat_fields(self.pid)[STATE] in ("T", "t")
         except OSError:
             return False
-        return text.rpartition(")")[2].split()[_STAT_STATE] in ("T", "t")
 
     def catches(self, number: int) -> bool:
         """Whether it handles a signal itself."""
@@ -137,10 +134,10 @@ class Worker:
         ticks = 0
         for name in os.listdir("/proc"):
             if name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-                    if int(fields[_STAT_SESSION]) == self.pid:
-                        ticks += sum(map(int, fields[_STAT_TIMES]))
+                with contextlib.suppress(OSError):
+                    fields = stat_fields(name)
+                    if int(fields[SESSION]) == self.pid:
+                        ticks += sum(map(int, fields[TIMES]))
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def listen(self) -> bool:

@@ -1,7 +1,7 @@
 """`WorkerLog`: the output of one worker on the disk.
 
 Invariant: a disk that takes no more bytes ends nothing and is reported once; the log has a note in the
-place of what is missing, and goes on when there is space again.
+place of what is missing, and continues when there is space.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from bad_day_program import bucket
 
 from object_stores import moto_server
 from perdure.store import Run
+from perdure.supervise.record import RECORD, read_record
 from perdure.testing import check_run
 
 PROGRAM = Path(__file__).with_name("bad_day_program.py")
@@ -68,6 +68,7 @@ class BadDay:
         self.status: int | None = None
         self._work = work
         self._journal = work / "journal.jsonl"
+        self._logs = work / "logs"
         self._arguments = ["--mirror", mirror, endpoint, "--pace", str(PACE_S)]
         self._chance = random.Random(seed)
         self._supervisors: list[subprocess.Popen[bytes]] = []
@@ -110,7 +111,7 @@ class BadDay:
         number = len(self._supervisors) + 1
         command = [sys.executable, "-m", "perdure.cli", "run", "--workers", str(WORKERS)]
         command += ["--limit", f"stopped={STOPPED_S:g}", "--max-restarts", "1000"]
-        command += ["--log-dir", str(self._work / f"logs-{number}")]
+        command += ["--log-dir", str(self._logs)]
         command += ["--compilation-cache", str(self._work / "cache"), "--"]
         command += [*program(self.run, self._journal, self.steps), *self._arguments]
         environ = {**os.environ, TOKEN: self._work.name, "JAX_PLATFORMS": "cpu"}
@@ -196,18 +197,16 @@ class BadDay:
         return "".join(path.read_text(errors="replace") for path in said)
 
     def recorded_causes(self) -> list[str]:
-        """Why each attempt ended, by the record of the run: the one place that reads it.
+        """Why each attempt ended, but for the last one, by `record.jsonl`.
 
-        An attempt whose supervisor was killed has no cause.
+        The attempt under way when its supervisor was killed has no cause.
         """
         causes: list[str] = []
-        for number in range(1, len(self._supervisors) + 1):
-            if number > 1:
-                causes.append("")
-            said = (self._work / f"said-{number}").read_text(errors="replace")
-            ended = re.findall(r"^perdure: attempt \d+ ended: (.*); starting again", said, re.M)
-            causes += [cause.partition(" for ")[0] for cause in ended]
-        return causes
+        runs, unreadable = read_record(self._logs / RECORD)
+        for run in runs:
+            causes += [str(attempt["cause"]).partition(" for ")[0] for attempt in run.attempts]
+            causes += [""] if run.state == "lost" else []
+        return causes[:-1] if not unreadable else [f"{unreadable} unreadable lines", *causes]
 
     def goodput(self) -> tuple[float, str]:
         """The useful share of the whole time: each step once, at its mean time (docs/RUN.md)."""

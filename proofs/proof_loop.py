@@ -98,7 +98,7 @@ def preemption(work: Path, signals: int) -> Iterator[Row]:
                 status = 0
             if status != 0:
                 reported = (
-                    "which is saved now" in log or f"the newest checkpoint is step {newest}" in log
+                    "saving it now" in log or f"the newest checkpoint is step {newest}" in log
                 )
                 saved.append(status == 75 and reported and newest >= last_step)
                 places["later" if last_step else "before the first step"] += 1

@@ -23,9 +23,11 @@ from perdure.drill.compare import (
 )
 from perdure.drill.damage import damage
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
+from perdure.drill.execution import epoch_ends
 from perdure.drill.fault_plan import (
     KINDS,
     draw_scenario,
+    estimated_seconds,
     plan,
     possible_kinds,
     required_restores,
@@ -111,6 +113,29 @@ def test_every_drill_restores_from_each_kind_of_place() -> None:
     once = replace(SEEN, sequence=(0, 40), commits=(0, 40))
     assert required_restores(once) == []
     assert "before the last step" in possible_kinds(once, ["kill-after-commit"])[1].popitem()[1]
+
+
+@pytest.mark.parametrize("place", ["leaf", "metric", "neither"])
+def test_the_end_of_an_epoch_is_seen_in_the_checkpoints(tmp_path: Path, place: str) -> None:
+    commits = []
+    with CheckpointManager(tmp_path / "run", max_to_keep=None) as manager:
+        for step in range(1, 8):
+            epoch = step // 3
+            state = {"w": np.zeros(3) + step} | ({"epoch": epoch} if place == "leaf" else {})
+            manager.save(step, state, {"epoch": epoch} if place == "metric" else None)
+    for step in range(1, 8):
+        (copy,) = (tmp_path / "run" / "checkpoints").glob(f"*{step}.json")
+        commits.append(Commit("run", step, 1, str(copy), ""))
+    assert epoch_ends(commits) == ((1, 4) if place != "neither" else ())
+    assert epoch_ends(commits[::3]) == (), "each checkpoint has an epoch of its own"
+
+
+def test_the_estimate_counts_each_run_and_each_start() -> None:
+    """A run takes as long as an undisturbed one, and each start begins before the first step again."""
+    kill, kills = Launch(signal="SIGKILL"), (Launch(signal="SIGKILL"), Launch(signal="SIGKILL"))
+    assert estimated_seconds([Scenario(1, "sigkill", (kill,))], SEEN) == 3.0 + (1.0 + 0.2)
+    several = [Scenario(1, "sigkill", (kill,)), Scenario(2, "double-kill", kills)]
+    assert estimated_seconds(several, SEEN) == 2 * 3.0 + 3 * (1.0 + 0.2)
 
 
 def test_the_first_turn_of_a_kind_hits_after_a_checkpoint() -> None:

@@ -57,9 +57,16 @@ def test_a_child_that_cleared_its_environment_is_ended_with_a_killed_supervisor(
 def test_processes_of_other_sessions_are_left_alone() -> None:
     stranger = subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
     marked_one = subprocess.Popen(
-        ["sleep", "1000"], env={"PERDURE_RUN_MARK": "a:b"}, start_new_session=True
+        ["sh", "-c", "echo; read line"],
+        env={"PERDURE_RUN_MARK": "a:b"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
+        # A program that the kernel is just loading has no environment yet.
+        assert marked_one.stdout is not None
+        marked_one.stdout.readline()
         assert marked("b") == marked("a") == [marked_one.pid]
         assert end_marked("b") == 1
         assert marked_one.wait() == -signal.SIGKILL
@@ -68,6 +75,7 @@ def test_processes_of_other_sessions_are_left_alone() -> None:
         stranger.kill()
         stranger.wait()
         marked_one.kill()
+        marked_one.communicate()
 
 
 # ---------------------------------------------------------------- process 1

@@ -17,6 +17,7 @@ from perdure.drill.execution import LOGS, DrilledProgram, execute, observe
 from perdure.drill.fault_plan import (
     KINDS,
     draw_scenario,
+    estimated_seconds,
     other_devices,
     other_workers,
     plan,
@@ -29,7 +30,6 @@ from perdure.supervise.cache import default_cache
 
 # Kinds of faults that have a probe of their own, and so a cause of their own.
 _OWN_PROBES = ("other-devices", "other-workers", "other-machine", "clock-jump")
-_RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 TRIES = 4
 """How often a scenario is drawn until its fault fires."""
 
@@ -217,9 +217,7 @@ class _Drill:
 
 
 def _estimate(scenarios: Sequence[Scenario], observed: Observed) -> str:
-    """How long the faulted runs will take: each is as long as an undisturbed one and begins again."""
-    starts = sum(len(scenario.attempts) for scenario in scenarios)
-    seconds = len(scenarios) * observed.seconds + starts * (observed.first_step_s + _RESTART_S)
+    seconds = estimated_seconds(scenarios, observed)
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return f"{len(scenarios)} faulted runs, about {text}"
 

@@ -306,19 +306,23 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
         sequence=tuple(event["step"] for event in committed),
         first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
         before_commit=Counter(event["e"] for event in chief[: synced + 1]),
-        epoch_ends=_epoch_ends(outcome.commits),
+        epoch_ends=epoch_ends(outcome.commits),
         versions=steps[0].get("versions", {}) if steps else {},
         recipe=dict(recipe),
     )
 
 
-def _epoch_ends(commits: Sequence[Commit]) -> tuple[int, ...]:
-    """The commits after which a saved number of an epoch changes, unless it does so at each."""
+def epoch_ends(commits: Sequence[Commit]) -> tuple[int, ...]:
+    """The commits after which a saved number of an epoch changes, unless it does so at each.
+
+    That is a leaf of this name, or the metric with which Keras `fit` records it.
+    """
     values: list[object] = []
     for commit in commits:
-        leaves = read_manifest(commit.copy, commit.step).leaves
-        epochs = [leaf for leaf in leaves if _EPOCH.search(leaf.path) and not leaf.shape]
-        values.append([(leaf.path, leaf.hashes()) for leaf in epochs])
+        manifest = read_manifest(commit.copy, commit.step)
+        epochs = [leaf for leaf in manifest.leaves if _EPOCH.search(leaf.path) and not leaf.shape]
+        hashes = [(leaf.path, leaf.hashes()) for leaf in epochs]
+        values.append((hashes, manifest.metrics.get("epoch")))
     ends = [i for i, (a, b) in enumerate(pairwise(values)) if a != b]
     return tuple(ends) if len(ends) < len(values) - 1 else ()
 

@@ -14,6 +14,7 @@ from perdure.errors import LaunchError
 
 AFTER_COMMIT = "kill-after-commit"
 FAR_JUMP_S = 40 * 86400.0
+_RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 
 
 class Impossible(Exception):
@@ -80,6 +81,12 @@ def required_restores(observed: Observed) -> list[Scenario]:
         Scenario(number, AFTER_COMMIT, (kill_after_commit(nth),), place)
         for number, (nth, place) in enumerate(chosen.items(), 1)
     ]
+
+
+def estimated_seconds(scenarios: Sequence[Scenario], observed: Observed) -> float:
+    """How long faulted runs take: each is as long as an undisturbed one, and starts again."""
+    starts = sum(len(scenario.attempts) for scenario in scenarios)
+    return len(scenarios) * observed.seconds + starts * (observed.first_step_s + _RESTART_S)
 
 
 def kill_after_commit(nth: int) -> Launch:

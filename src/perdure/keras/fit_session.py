@@ -216,7 +216,10 @@ class FitSession(Callback):
         self._save_is_due = False
         # Not again if the last batch was saved before the epoch ended: a resume repeats its end.
         if self._step != self._saved_step:
-            numbers = {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
+            numbers = {
+                "epoch": self._epoch
+            }  # how many are finished; a log of this name replaces it
+            numbers |= {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
             state = self._state()
             finish_others(self._manager)
             self._manager.save(self._step, state, numbers, force=True)

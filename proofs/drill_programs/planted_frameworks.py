@@ -172,14 +172,13 @@ WRONG |= {
         _KERAS
         + """
 
-class Decay(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.rate = 0.05  # wrong: the callback is not in the state
+rates = [0.05]  # wrong: not in the state (an attribute of the callback would be)
 
+
+class Decay(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        self.rate *= 0.8
-        self.model.optimizer.learning_rate = self.rate
+        rates.append(rates[-1] * 0.8)
+        self.model.optimizer.learning_rate = rates[-1]
 
 
 model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=[Decay(), backup])

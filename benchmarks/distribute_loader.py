@@ -97,7 +97,7 @@ def wait_rows() -> Iterator[Row]:
     plain = ArrayDataset(arrays, BATCH, fingerprint="noise")
     moved = ArrayDataset(arrays, BATCH, fingerprint="noise", augment=Augment(shift, batched=True))
     with Prefetch(plain) as ahead, Prefetch(moved) as moved_ahead:
-        for what, dataset, claimed in [
+        for what, dataset, has_limit in [
             ("arrays, prefetched", ahead, True),
             ("arrays, not prefetched", plain, False),
             ("arrays with random shifts, prefetched", moved_ahead, True),
@@ -107,7 +107,7 @@ def wait_rows() -> Iterator[Row]:
             text = f"loader, MNIST size, {what}: share of a step that waits"
             spread = f"a step of {step * 1e3:.1f} ms; waits {wait * 1e6:.0f} us"
             mine = row(text, 100 * wait / step, "%", spread)
-            yield compared(mine, "", 1.0, most=1.0) if claimed else mine
+            yield compared(mine, "", 1.0, most=1.0) if has_limit else mine
 
 
 def peak(length: int) -> int:

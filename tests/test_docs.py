@@ -270,6 +270,31 @@ def test_the_paths_in_the_table_of_contributing_exist() -> None:
     ]
 
 
+def missing_answers(text: str) -> list[str]:
+    """The paths and the quoted headings of the table "To find something" that do not exist."""
+    section = text.partition("## To find something")[2].partition("\n## ")[0]
+    answers = re.findall(r"`([\w./]+/\w+\.(?:py|md))`(?:, \"([^\"]+)\")?", section)
+    assert len(answers) >= 12
+    missing = []
+    for path, heading in answers:
+        file = ROOT / path if path.startswith("docs/") else ROOT / "src/perdure" / path
+        if not file.exists():
+            missing.append(path)
+        elif (
+            not re.search(rf"^(#+ |\*\*){re.escape(heading)}", file.read_text(), re.MULTILINE)
+            and heading
+        ):
+            missing.append(heading)
+    return missing
+
+
+def test_the_answers_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert missing_answers(text) == []
+    changed = text.replace("store/lease.py", "store/hire.py").replace('"One writer"', '"No writer"')
+    assert missing_answers(changed) == ["No writer", "store/hire.py"]
+
+
 # ---------------------------------------------------------------- negative controls
 
 SAMPLE = """

@@ -1,4 +1,4 @@
-"""The examples run on small MNIST files, as a newcomer would run them, and prove what they claim."""
+"""The examples run on small MNIST files, as a newcomer would run them, and prove what they say."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def heartbeat(step: int, phase: str = "step") -> None:
 def beat(phase: str, step: int | None = None) -> None:
     """`heartbeat` for perdure itself: `phase` is not checked, and `step` may be unknown."""
     if _owned_elsewhere is not None and step is not None:
-        _claim_for_steps(_owned_elsewhere)
+        _take_for_steps(_owned_elsewhere)
     if _writer is not None:
         _writer.beat(phase, step)
     for listener in listeners:
@@ -100,7 +100,7 @@ def open_file() -> None:
             _warn_unwritable(path, error)
 
 
-def _claim_for_steps(path: str) -> None:
+def _take_for_steps(path: str) -> None:
     """Own the file at the first step, if its owner (a launcher, say) has reported none so far."""
     global _writer, _owned_elsewhere
     _owned_elsewhere = None

@@ -330,9 +330,9 @@ def test_garbage_collection_is_back_on_after_a_save_of_many_leaves(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    real = pack_writer._records
+    real = pack_writer._entries
     monkeypatch.setattr(
-        pack_writer, "_records", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
+        pack_writer, "_entries", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
     )
     was = gc.isenabled()
     (gc.enable if before else gc.disable)()

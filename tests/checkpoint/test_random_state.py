@@ -142,8 +142,8 @@ def test_generators_are_no_part_of_the_fingerprint(tmp_path: Path) -> None:
     stored, bare = (Run(tmp_path / name).manifest(1) for name in ("with", "without"))
     assert stored.fingerprint == bare.fingerprint
     assert stored.leaves[0].path == "x"
-    assert [leaf.path for leaf in stored.local] == ["process/0/random"]
-    assert (stored.format, bare.format, bare.local) == (3, 1, ())
+    assert [leaf.path for leaf in stored.process_leaves] == ["process/0/random"]
+    assert (stored.format, bare.format, bare.process_leaves) == (3, 1, ())
     with CheckpointManager(tmp_path / "with") as manager:
         assert list(manager.restore(1).state) == ["x"]
 
@@ -251,7 +251,7 @@ def test_each_process_of_a_group_restores_its_own_generators(
 ) -> None:
     fake = Faked(monkeypatch)
     saved_by(fake, tmp_path, [b"a", b"b", b"c"], [b"A", b"B", b"C"])
-    assert [leaf.path for leaf in Run(tmp_path).manifest(1).local] == [
+    assert [leaf.path for leaf in Run(tmp_path).manifest(1).process_leaves] == [
         f"process/{process}/random" for process in range(3)
     ]
     assert resumed_by(fake, tmp_path, 3) == ({0: b"A", 1: b"B", 2: b"C"}, [])
@@ -344,11 +344,15 @@ def test_the_steps_of_a_strategy_do_not_count_as_draws(tmp_path: Path) -> None:
                 if drawing:
                     torch.rand(1)  # the control
                 manager.save(number, state)
-        first, second = (Run(tmp_path).load(number).local for number in range(2))
+        first, second = (Run(tmp_path).load(number).process_leaves for number in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     drawn = [
-        {name for name, record in process_random.records(generator)[0].items() if record.drawn}
+        {
+            name
+            for name, record in process_random.saved_generators(generator)[0].items()
+            if record.drawn
+        }
         for generator in (first, second)
     ]
     assert drawn == [set(), {"torch"}]

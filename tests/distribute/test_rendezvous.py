@@ -146,7 +146,7 @@ def test_a_number_claimed_twice_is_an_error_in_all(numbers: list[int]) -> None:
     answers = play(numbers, 3)
     twice = numbers[1]
     assert len(set(answers)) == 1
-    assert f"two processes claim the number {twice}: pid {os.getpid()} on" in answers[0]
+    assert f"two processes have the number {twice}: pid {os.getpid()} on" in answers[0]
     assert "Every process needs its own number, 0 to 2" in answers[0]
 
 
@@ -234,7 +234,7 @@ def test_a_port_where_something_else_listens_is_named(
     elif number == 0:
         assert "the port is taken, and not by a process of this group" in str(error.value)
     else:
-        assert "does another process claim number 1?" in str(error.value)
+        assert "does another process have number 1?" in str(error.value)
 
 
 def joined_by(engine: str) -> Callable[[Cluster, float], Any]:
@@ -257,4 +257,4 @@ def test_both_engines_begin_with_the_rendezvous(engine: str) -> None:
 def test_both_engines_refuse_a_number_that_is_claimed_twice(engine: str) -> None:
     answers = play([0, 1, 1], 3, AMPLE_S, joined_by(engine))
     assert len(set(answers)) == 1
-    assert "two processes claim the number 1" in answers[0]
+    assert "two processes have the number 1" in answers[0]

@@ -217,13 +217,13 @@ CASES = {
         damage=rolled_back,
     ),
     "save_local": Case(
-        lambda run: run.save(3, make_leaves(3, SIZES), local=local_leaves(3)),
+        lambda run: run.save(3, make_leaves(3, SIZES), process_leaves=local_leaves(3)),
         frozenset({1, 2}),
         added=small(3),
         local=True,
     ),
     "local_again": Case(
-        lambda run: run.save(2, make_leaves(2, SIZES), local=local_leaves(102)),
+        lambda run: run.save(2, make_leaves(2, SIZES), process_leaves=local_leaves(102)),
         frozenset({1, 2}),
         local=True,
     ),
@@ -246,7 +246,7 @@ CASES = {
 def prepared(path: Path, case: Case) -> Path:
     with run_on(path, codec=case.codec) as run:
         for step, leaves in case.before().items():
-            run.save(step, leaves, local=local_leaves(step) if case.local else None)
+            run.save(step, leaves, process_leaves=local_leaves(step) if case.local else None)
     case.damage(path)
     return path
 
@@ -270,7 +270,7 @@ def assert_whole(path: Path, case: Case) -> None:
         assert contents(loaded.leaves) == contents(states[step])
         if case.local:
             known = [contents(local_leaves(seed)) for seed in (step, 100 + step)]
-            assert contents(dict(loaded.local)) in known
+            assert contents(dict(loaded.process_leaves)) in known
     with run_on(path) as run:
         case.follow(run)
         repaired = repair(run).report

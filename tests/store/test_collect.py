@@ -223,8 +223,9 @@ def test_local_leaves_are_moved_and_kept_like_all_others(place: Path | MemorySto
     states, local = sharing_states(), local_leaves(1)
     base = {"base": states[1]["base"]}
     with run_on(place) as run:
-        run.save(1, states[1], local=local)
-        run.save(2, base, local=local)  # every chunk is found, so it reads from the first pack
+        run.save(1, states[1], process_leaves=local)
+        # Every chunk is found, so it reads from the first pack.
+        run.save(2, base, process_leaves=local)
         before = run.manifest(2)
         run.execute(run.plan(prune({1})))
         after = run.manifest(2)
@@ -232,10 +233,10 @@ def test_local_leaves_are_moved_and_kept_like_all_others(place: Path | MemorySto
         assert after.fingerprint == before.fingerprint
         loaded = run.load(2)
         assert contents(loaded.leaves) == contents(base)
-        assert contents(dict(loaded.local)) == contents(local)
+        assert contents(dict(loaded.process_leaves)) == contents(local)
         assert verify_run(run).problems == ()
         assert after.stored_nbytes == 2000 + 2 * 500
-        run.save(3, base, local=local_leaves(2))
+        run.save(3, base, process_leaves=local_leaves(2))
         run.execute(run.plan(prune({2})))
-        assert contents(dict(run.load(3).local)) == contents(local_leaves(2))
+        assert contents(dict(run.load(3).process_leaves)) == contents(local_leaves(2))
         assert verify_run(run).problems == ()

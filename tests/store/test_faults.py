@@ -79,10 +79,10 @@ def test_the_leaves_of_one_process_count_towards_the_space_of_a_save() -> None:
         run.save(1, make_leaves(1))  # the control: without them it fits
         before = storage.objects.keys() - {"lock"}
         with pytest.raises(SaveError, match="no room for it"):
-            run.save(2, make_leaves(2), local=local)
+            run.save(2, make_leaves(2), process_leaves=local)
         assert storage.objects.keys() - {"lock"} == before, "nothing was written"
         storage.free = MIB + MIB // 4
-        run.save(2, make_leaves(2), local=local)
+        run.save(2, make_leaves(2), process_leaves=local)
         assert verify_run(run).good == (1, 2)
 
 

@@ -225,8 +225,8 @@ def test_a_reader_written_from_the_document_agrees_about_local_leaves(tmp_path: 
     leaves, local = make_leaves(4), local_leaves(7, 3)
     with run_on(tmp_path, codec="shuffle-zstd") as run:
         plain = run.save(1, leaves)
-        with_local = run.save(2, leaves, local=local)
-        encoded = run.save(3, {**leaves, **repeated(make_leaves(5, (2000,)))}, local=local)
+        with_local = run.save(2, leaves, process_leaves=local)
+        encoded = run.save(3, {**leaves, **repeated(make_leaves(5, (2000,)))}, process_leaves=local)
     assert (plain.format, with_local.format, encoded.format) == (1, 3, 3)
     assert with_local.fingerprint == plain.fingerprint
     for step in (2, 3):

@@ -192,8 +192,10 @@ def test_verify_repairs_on_request_and_reports_what_remains(tmp_path: Path) -> N
 
 def test_a_damaged_local_leaf_is_damage_of_its_checkpoint(tmp_path: Path) -> None:
     with run_on(tmp_path) as run:
-        run.save(1, make_leaves(1), local=local_leaves(1))
-        chunk = run.save(2, make_leaves(2), local=local_leaves(2)).local[1].chunks[0]
+        run.save(1, make_leaves(1), process_leaves=local_leaves(1))
+        chunk = (
+            run.save(2, make_leaves(2), process_leaves=local_leaves(2)).process_leaves[1].chunks[0]
+        )
     flip(pack(tmp_path, 2), chunk.offset)
     report = verify_run(Run(tmp_path))
     assert (report.good, report.bad) == ((1,), (2,))
@@ -210,7 +212,7 @@ def test_a_manifest_of_an_older_format_has_no_local_leaves(tmp_path: Path) -> No
     from test_format import resealed
 
     with run_on(tmp_path) as run:
-        run.save(1, make_leaves(1), local=local_leaves(1))
+        run.save(1, make_leaves(1), process_leaves=local_leaves(1))
     manifest = tmp_path / manifest_name(1)
     manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":3', b'"format":2'))
     with pytest.raises(CorruptionError, match="local leaves"):

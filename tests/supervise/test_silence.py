@@ -34,7 +34,7 @@ def hung_at(silence: Silence, process: Process, last: Beat, until: float = 1e6) 
     while second < until:
         second += 1.0
         process.now = last.time + second
-        if silence.is_hung(process, last, process.now):
+        if silence.exceeded_limit(process, last, process.now) is not None:
             return second
     return math.inf
 
@@ -118,10 +118,26 @@ def test_a_worker_that_stops_computing_is_found(share: float) -> None:
     silence, worker = Silence(Limits()), Process(share)
     last = beat(0, step=3)
     worker.now = 700.0
-    assert not silence.is_hung(worker, last, 700.0)  # the first sample
+    assert silence.exceeded_limit(worker, last, 700.0) is None  # the first sample
     worker.now = 711.0
-    assert silence.is_hung(worker, last, 711.0) is (share == 0.0)
+    assert silence.exceeded_limit(worker, last, 711.0) == (None if share else DEFAULT_S["step"])
     if share:
         worker.share = worker.cpu_seconds() / 722.0  # no more from here on
         worker.now = 722.0
-        assert silence.is_hung(worker, last, 722.0)
+        assert silence.exceeded_limit(worker, last, 722.0) == DEFAULT_S["step"]
+
+
+def test_the_limit_that_was_applied_is_returned() -> None:
+    measured = beat(0, step=1), beat(1, step=2)
+    for share, applied in ((0.0, DEFAULT_S["step"]), (1.0, BUSY * DEFAULT_S["step"])):
+        silence, worker = Silence(Limits()), Process(share)
+        silence.heard(worker, *measured)
+        found = None
+        while found is None:
+            worker.now += 1.0
+            found = silence.exceeded_limit(worker, measured[1], worker.now)
+        assert found == applied
+    # Nothing is known of a worker that is looked at only once, so late that no limit would allow it.
+    silence, worker = Silence(Limits()), Process(1.0)
+    silence.heard(worker, *measured)
+    assert silence.exceeded_limit(worker, measured[1], 1e6) == DEFAULT_S["step"]

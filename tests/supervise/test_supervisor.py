@@ -256,7 +256,22 @@ def fault(step):
     # The control: a loop that waits there without computing is hung.
     Path("step-0").unlink()
     waiting = "def fault(step):\n    if ATTEMPT == 1 and step == 3: hold()"
-    assert Run(loop(waiting)).kinds == ["hung", "done"]
+    hung = Run(loop(waiting))
+    assert hung.kinds == ["hung", "done"]
+    assert "computes" not in hung.summary.attempts[0].cause
+
+
+def test_a_hang_states_the_limit_that_was_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker that computes; `test_silence.py` has the limits themselves."""
+
+    def exceeded(_: Any, worker: Worker, beat: Beat, now: float) -> float | None:
+        return 1800.0 if worker.attempt == 1 and beat.step == 2 else None
+
+    monkeypatch.setattr(silence.Silence, "exceeded_limit", exceeded)
+    run = Run(loop("def fault(step):\n    if ATTEMPT == 1 and step == 3: hold()"))
+    assert run.kinds == ["hung", "done"]
+    cause = run.summary.attempts[0].cause
+    assert cause.endswith("in the phase step, limit 1800 s for a worker that computes")
 
 
 class Stop(Observer):

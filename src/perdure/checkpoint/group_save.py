@@ -28,12 +28,19 @@ from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, W
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.contents import Catalog
+from perdure.store.entry_builder import Held
 from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
-from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
+from perdure.store.pack_part import (
+    OwnLeaves,
+    OwnRows,
+    PackPart,
+    assemble,
+    leaf_digests,
+    write_pack_part,
+)
 from perdure.store.pack_writer import Written
-from perdure.store.record_builder import Held
 
 _WRITE, _NOTHING = b"write", b"nothing"
 _MOST_LINES = 20
@@ -45,7 +52,7 @@ class GroupState:
 
     step: int
     leaves: Mapping[str, Leaf]
-    own: Own = field(default_factory=Own)
+    own: OwnLeaves = field(default_factory=OwnLeaves)
 
 
 class _Share(Struct):
@@ -105,7 +112,7 @@ def save_in_group(
 
 def decline_save(processes: Processes, step: int, error: BaseException) -> None:
     """Take part in a save without a share, so that every other process learns of `error` at once."""
-    _gather_own(processes, Own())
+    _gather_own(processes, OwnLeaves())
     if processes.is_chief:
         processes.broadcast(_NOTHING)
         broadcast_outcome(processes, CallOutcome.of(as_save_error(error)))
@@ -134,7 +141,7 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
         _raise_differing(processes, digests)
 
 
-def _gather_own(processes: Processes, own: Own) -> list[OwnRows]:
+def _gather_own(processes: Processes, own: OwnLeaves) -> list[OwnRows]:
     """The leaves that each process has alone, by their hashes: the fingerprint covers all of them."""
     rows = processes.gather(msgspec.msgpack.encode(OwnRows.of(own)))
     return [decoded(data, OwnRows) for data in rows]
@@ -150,16 +157,16 @@ def _lead(
 ) -> BaseException | None:
     """The chief's side of a save, up to the commit; returns its error."""
     merged: dict[str, Any] = dict(state.leaves)
-    local: dict[str, RemoteLeaf] = {}
+    process_leaves: dict[str, RemoteLeaf] = {}
     for process in rows:
-        merged |= process.ranked
-        local |= process.local
+        merged |= process.per_rank
+        process_leaves |= process.process_leaves
     others_wait = True
 
     def commit() -> None:
         nonlocal others_wait
         leaves = Leaves(merged, containers_of(state.leaves))
-        with run.prepare_save(state.step, leaves, local) as save:
+        with run.prepare_save(state.step, leaves, process_leaves) as save:
             written = None
             if not save.is_committed:
                 others_wait = False
@@ -253,7 +260,7 @@ def _agreed_parts(
             f"processes must call `save` at the same steps, from one thread."
         )
     parts = [share.part for share in shares if share.part is not None]
-    if len({part.state for part in parts}) > 1:
+    if len({part.state_hash for part in parts}) > 1:
         _raise_differing(processes, leaf_digests(leaves))
     return parts
 

@@ -182,7 +182,7 @@ class CheckpointManager(RunQueries):
         is_alone = self._processes.count == 1
         if is_alone:  # in a group only where all of them do: in a due save
             self._saver.settle(wait=False)
-            self._saver.claim()
+            self._saver.take_lock()
         if not force and not self.should_save(step):
             return False
         beat("save", step)

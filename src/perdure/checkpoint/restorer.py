@@ -89,7 +89,7 @@ class Restorer:
         if self._random is None:
             return
         where = f"{self._managed.where}: step {loaded.manifest.step}"
-        for note in self._random.restore(loaded.local, self._processes, where):
+        for note in self._random.restore(loaded.process_leaves, self._processes, where):
             warn_caller(note)
 
 

@@ -27,7 +27,7 @@ from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
-from perdure.store.pack_part import Own
+from perdure.store.pack_part import OwnLeaves
 
 
 class BackgroundSaver:
@@ -78,7 +78,7 @@ class BackgroundSaver:
             self._tolerate(error)
         self._has_begun = True
 
-    def claim(self) -> None:
+    def take_lock(self) -> None:
         """Take the writer's lock alone, which costs less, in the first `save` even if it is not due.
 
         The rest of `begin_writing` is left to the background. Not for a group.
@@ -86,7 +86,7 @@ class BackgroundSaver:
         if self._has_begun:
             return
         try:
-            self._run.claim()
+            self._run.take_lock()
         except SaveError as error:
             self._tolerate(error)
         self._has_begun = True
@@ -98,7 +98,7 @@ class BackgroundSaver:
         """
         try:
             if self._processes.count == 1:
-                self._run.claim()
+                self._run.take_lock()
             is_new = self._is_new(step)
             self.submit(step, state, metrics)
             if not is_new:
@@ -190,13 +190,15 @@ class BackgroundSaver:
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
             self._notes.append(note)
         try:
-            local: Mapping[str, Leaf] = {}
+            process_leaves: Mapping[str, Leaf] = {}
             if self.random and generators is not None:
-                local = self.random.leaves(generators, rank.index)
+                process_leaves = self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
-                self._save_in_group(step, leaves, metrics, rank, local)
+                self._save_in_group(step, leaves, metrics, rank, process_leaves)
                 return
-            self._run.save(step, leaves, self._managed.recipe.recipe, metrics, local=local)
+            self._run.save(
+                step, leaves, self._managed.recipe.recipe, metrics, process_leaves=process_leaves
+            )
         finally:
             saving(None)
             notes, self._run.notes = self._run.notes, []
@@ -209,12 +211,12 @@ class BackgroundSaver:
         leaves: dict[str, Leaf],
         metrics: Mapping[str, float],
         rank: RankContext,
-        local: Mapping[str, Leaf],
+        process_leaves: Mapping[str, Leaf],
     ) -> None:
         ranked: dict[str, Leaf] = {}
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
-        state = GroupState(step, leaves, Own(ranked, local))
+        state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         channel = self._processes.channel("save")
         with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
             if self._processes.is_chief:

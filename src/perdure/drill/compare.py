@@ -14,7 +14,7 @@ from perdure.store import LocalStorage, Run
 from perdure.store.contents import committed_steps
 from perdure.store.format import MANIFESTS
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import LeafRecord
+from perdure.store.manifest import LeafEntry
 
 Key = tuple[str, int]
 
@@ -122,7 +122,7 @@ def read_back(
     return None
 
 
-def leaves_of(commit: Commit) -> dict[str, LeafRecord]:
+def leaves_of(commit: Commit) -> dict[str, LeafEntry]:
     """The leaves of a checkpoint by path."""
     return {leaf.path: leaf for leaf in read_manifest(commit.copy, commit.step).leaves}
 
@@ -154,13 +154,13 @@ def changing(commits: Iterable[Commit], paths: Iterable[str]) -> list[str]:
     return sorted(path for path, values in seen.items() if len(values) > 1)
 
 
-def bits(leaves: Mapping[str, LeafRecord], path: str) -> object:
+def bits(leaves: Mapping[str, LeafEntry], path: str) -> object:
     """A value that is the same for two leaves with the same bits; None for a missing leaf."""
     leaf = leaves.get(path)
     return leaf and (leaf.dtype, leaf.shape, leaf.text, tuple(leaf.hashes()))
 
 
-def _text(leaf: LeafRecord | None) -> str:
+def _text(leaf: LeafEntry | None) -> str:
     if leaf is None:
         return ""
     data = memoryview((leaf.text or "").encode())

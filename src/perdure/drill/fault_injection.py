@@ -5,6 +5,21 @@ for every operation that changes a run directory and for every step), `manifests
 manifest as it is committed, so that retention does not remove the evidence), `runs/` (the run
 directories themselves) and `fired-ID.json` for every fault that happened. Invariants: a fault happens
 once, even if several processes reach its place; it is recorded on disk before it happens.
+
+A fault happens at a *point*, a named place that a process reaches:
+
+| point | reached |
+|---|---|
+| `open` | when the program opens a run directory |
+| `read` | before the first bytes of a checkpoint are read, if nothing was changed before |
+| `pack.OPERATION`, `manifest.OPERATION` | before an operation on a file in `packs/` or `checkpoints/` |
+| `other.OPERATION` | before an operation on any other file of a run directory, such as the marker |
+| `pack.sync`, `manifest.sync` | before the directory is synced after the link of such a file |
+| `directory.sync` | before a directory is synced otherwise |
+| `restoring`, `restored`, `step`, `save`, `end` | at a heartbeat of the loop (`_BEATS`) |
+
+OPERATION is what `LocalStorage` announces (`open`, `write`, `fsync`, `link`, `rename`, `mkdir`); a
+removal is `delete`, and `tidy` for a temporary file (see `_point`).
 """
 
 from __future__ import annotations
@@ -164,7 +179,7 @@ class FaultInjector:
             for listener in self.listeners:
                 listener(point, step)
             for fault in self._faults:
-                if self._is_due(fault, point, step) and self._claim(fault, point, step):
+                if self._is_due(fault, point, step) and self._mark_fired(fault, point, step):
                     self._act(fault, path)
 
     def _is_due(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
@@ -174,7 +189,7 @@ class FaultInjector:
             return step is not None and step >= wanted
         return self._seen[point] == fault.get("nth", 1)
 
-    def _claim(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
+    def _mark_fired(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
         """Whether no process carried out this fault before; it is durably recorded as fired now."""
         target = self.directory / f"fired-{fault['id']}.json"
         record = {"attempt": self.attempt, "worker": self.worker, "point": point}

@@ -4,6 +4,19 @@ The position is the state of the random generators when a pass over the data was
 of batches taken since. To return, the pass is begun again, and the batches that were trained on are
 dropped. A pass begins twice: when it is made, and when its first batch is read. Keras may validate in
 between, and both draw from the generators.
+
+`FitBatches.position` is stored with the checkpoint, so its keys are a format and stay:
+
+| key | value |
+|---|---|
+| `executions`, `batch` | executions of this epoch that have ended, and the batches in them |
+| `inside` | whether a pass is under way; between passes `taken` is 0 and `started` None |
+| `made` | passes that were made so far, the current one included |
+| `taken` | batches taken from the current pass |
+| `begin` | the generators when the current pass was made; between passes those of now |
+| `started` | the generators at its first batch; None if they were not recorded then |
+| `random` | the generators now |
+| `batches` | batches of a whole pass; None if that is not known |
 """
 
 from __future__ import annotations

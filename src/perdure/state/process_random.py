@@ -36,14 +36,14 @@ class _GeneratorGroup(Protocol):
     def is_chief(self) -> bool: ...
 
 
-class GeneratorRecord(msgspec.Struct, frozen=True, array_like=True):
+class SavedGenerator(msgspec.Struct, frozen=True, array_like=True):
     """One generator in a checkpoint: its state, and whether this run has drawn from it."""
 
     drawn: bool
     state: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(dict[str, GeneratorRecord])
+_decoder = msgspec.msgpack.Decoder(dict[str, SavedGenerator])
 
 
 class ProcessRandom:
@@ -68,19 +68,21 @@ class ProcessRandom:
         self._drawn |= {name for name in states if states[name] != self._before.get(name)}
         self._before = states
         by_name = {
-            name: GeneratorRecord(name in self._drawn, states[name]) for name in sorted(states)
+            name: SavedGenerator(name in self._drawn, states[name]) for name in sorted(states)
         }
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(self, local: Mapping[str, Leaf], group: _GeneratorGroup, where: str) -> list[str]:
+    def restore(
+        self, process_leaves: Mapping[str, Leaf], group: _GeneratorGroup, where: str
+    ) -> list[str]:
         """Restore the generators of this process.
 
         If the group has another size than the one that saved, only generators with the same state in
         all processes are restored.
 
         Args:
-            local: the leaves that `leaves` returned in each process of the group that saved.
+            process_leaves: the leaves that `leaves` returned in each process of the group that saved.
             group: the processes of this run.
             where: names the checkpoint in messages.
 
@@ -91,7 +93,7 @@ class ProcessRandom:
             CorruptionError: a leaf cannot be decoded.
         """
         try:
-            saved = records(local)
+            saved = saved_generators(process_leaves)
         except ValueError as error:  # of msgspec
             raise CorruptionError(
                 f"{where}: its random generators cannot be read: {error}. Restore with "
@@ -100,11 +102,13 @@ class ProcessRandom:
         same = saved.keys() == set(range(group.count))
         generators = saved[group.index] if same else _common(list(saved.values()))
         failures: dict[str, str] = {}
-        for name, record in generators.items():
-            if (why := restore_generator(name, record.state)) is not None:
+        for name, generator in generators.items():
+            if (why := restore_generator(name, generator.state)) is not None:
                 failures[name] = why
         self._drawn = {
-            name for name, record in generators.items() if record.drawn and name not in failures
+            name
+            for name, generator in generators.items()
+            if generator.drawn and name not in failures
         }
         self.begin()
         reasons = [
@@ -125,7 +129,7 @@ class ProcessRandom:
         return [warning]
 
 
-def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, GeneratorRecord]]:
+def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, SavedGenerator]]:
     """The generators in the leaves of a checkpoint, by process number and name.
 
     Raises:
@@ -133,7 +137,7 @@ def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, GeneratorRecord]]:
     """
     return {
         int(match[1]): _decoder.decode(leaf.data)
-        for path, leaf in local.items()
+        for path, leaf in process_leaves.items()
         if (match := _LOCAL.fullmatch(path))
     }
 
@@ -207,7 +211,7 @@ def restore_generator(name: str, state: bytes) -> str | None:
     return None
 
 
-def _common(saved: Sequence[Mapping[str, GeneratorRecord]]) -> dict[str, GeneratorRecord]:
+def _common(saved: Sequence[Mapping[str, SavedGenerator]]) -> dict[str, SavedGenerator]:
     """The generators with the same state in all of several processes, for a group of another size.
 
     The generator of a single process is not given to several: all would draw the same numbers.
@@ -216,9 +220,9 @@ def _common(saved: Sequence[Mapping[str, GeneratorRecord]]) -> dict[str, Generat
         return {}
     first, *others = saved
     return {
-        name: GeneratorRecord(any(by_name[name].drawn for by_name in saved), record.state)
-        for name, record in first.items()
-        if all(name in other and other[name].state == record.state for other in others)
+        name: SavedGenerator(any(by_name[name].drawn for by_name in saved), generator.state)
+        for name, generator in first.items()
+        if all(name in other and other[name].state == generator.state for other in others)
     }
 
 

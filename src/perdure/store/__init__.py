@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.store.garbage_collection import Collected, CollectPlan, PruneRequest
 from perdure.store.leaf import Leaf
+from perdure.store.loading import Loaded
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
-from perdure.store.restore import Loaded
 from perdure.store.run import Run
 from perdure.store.storage import Sink, Storage
 from perdure.store.verify import Problem, VerifyReport, verify_run

@@ -22,18 +22,18 @@ from perdure.errors import (
 from perdure.store.codec import Encode
 from perdure.store.contents import Catalog, committed_steps
 from perdure.store.damage_handler import DamageHandler
+from perdure.store.entry_builder import Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of
+from perdure.store.loading import list_steps, read_manifest
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
 from perdure.store.pack_writer import Written, write_pack
-from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes
-from perdure.store.restore import list_steps, read_manifest
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
 
@@ -45,16 +45,16 @@ class PreparedSave:
     Attributes:
         step: The step.
         leaves: The leaves of the state by path. Other processes hold the bytes of some.
-        local: Leaves that belong to one process each and are no part of the fingerprint.
+        process_leaves: Leaves that belong to one process each and are no part of the fingerprint.
         held: Places of the chunks that need not be written, by hash.
         nbytes: Bytes of the state.
         present: The manifest of the step, if the same state is committed already.
-        is_committed: Whether the local leaves are committed with it, so that nothing is written.
+        is_committed: Whether the process leaves are committed with it, so that nothing is written.
     """
 
     step: int
     leaves: Mapping[str, AnyLeaf]
-    local: Mapping[str, AnyLeaf]
+    process_leaves: Mapping[str, AnyLeaf]
     held: Mapping[str, Held]
     nbytes: int
     present: Manifest | None
@@ -83,7 +83,7 @@ class Committer:
 
     @contextmanager
     def prepare(
-        self, step: int, leaves: Mapping[str, AnyLeaf], local: Mapping[str, AnyLeaf]
+        self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> Iterator[PreparedSave]:
         """`Run.prepare_save`, which gives the contract."""
         size = sum([leaf.nbytes for leaf in leaves.values()])
@@ -91,11 +91,13 @@ class Committer:
             try:
                 self._session.begin()
                 present = self._committed(step, leaves)
-                is_committed = present is not None and (not local or _same_local(present, local))
+                is_committed = present is not None and (
+                    not process_leaves or _holds(present, process_leaves)
+                )
                 held = self._catalog.held()
                 if not is_committed:
-                    ensure_free_space(self._storage, leaves, size, local, held)
-                yield PreparedSave(step, leaves, local, held, size, present, is_committed)
+                    ensure_free_space(self._storage, leaves, size, process_leaves, held)
+                yield PreparedSave(step, leaves, process_leaves, held, size, present, is_committed)
             except FileExistsError as error:
                 self._catalog.forget()
                 raise LockedError(
@@ -110,13 +112,15 @@ class Committer:
                 raise SaveError(self._failed(step, size, error)) from error
 
     def write_pack(
-        self, step: int, leaves: Mapping[str, Leaf], local: Mapping[str, Leaf]
+        self, step: int, leaves: Mapping[str, Leaf], process_leaves: Mapping[str, Leaf]
     ) -> Written:
         """Write the chunks that are not held, as one durable pack of this process."""
         while True:
             held = self._catalog.held()
             try:
-                written = write_pack(self._storage, step, 0, leaves, held, self._encode, local)
+                written = write_pack(
+                    self._storage, step, 0, leaves, held, self._encode, process_leaves
+                )
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
                 self._catalog.distrust(error)
                 continue
@@ -166,11 +170,11 @@ class Committer:
         metrics: dict[str, float | None],
     ) -> Manifest:
         containers = containers_of(save.leaves)
-        version = format_of(written.leaves, containers, written.local)
+        version = format_of(written.leaves, containers, written.process_leaves)
         name = f"{self._storage.where}: the manifest of this save"
         created = self._now()
         if (present := save.present) is not None:
-            # Saved again with other local leaves, as after an evaluation that drew random numbers:
+            # Saved again with other process leaves, as after an evaluation that drew random numbers:
             # everything else stays what it was.
             created, recipe = present.created, present.recipe
             metrics = {**metrics, **present.metrics}
@@ -184,7 +188,7 @@ class Committer:
             packs=tuple(written.packs),
             leaves=tuple(written.leaves),
             containers=containers,
-            local=tuple(written.local),
+            process_leaves=tuple(written.process_leaves),
         )
 
     def _store(self, manifest: Manifest, *, replace: bool) -> bytes:
@@ -296,8 +300,9 @@ class Committer:
         )
 
 
-def _same_local(present: Manifest, local: Mapping[str, AnyLeaf]) -> bool:
-    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.local]
+def _holds(present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:
+    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.process_leaves]
     return rows == [
-        (path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in sorted(local.items())
+        (path, leaf.dtype, leaf.shape, leaf.hashes())
+        for path, leaf in sorted(process_leaves.items())
     ]

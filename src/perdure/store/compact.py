@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import msgspec
 
 from perdure.store.chunk_read import Readable, read_chunks
+from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
-from perdure.store.manifest import Chunk, Manifest, PackRecord, format_of
+from perdure.store.manifest import Chunk, Manifest, PackEntry, format_of
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
 from perdure.store.pools import map_ahead, pool
-from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
 
 READ_THREADS = 2
@@ -76,12 +76,12 @@ def compact(
         if not users:
             break
         try:
-            record, places = copy_chunks(storage, storage, max(users), live)
+            entry, places = copy_chunks(storage, storage, max(users), live)
         except (DamagedChunk, UnreadChunk) as error:
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
-        sizes = {record.name: record.size}
+        sizes = {entry.name: entry.size}
 
         def place(
             name: str,
@@ -126,7 +126,7 @@ def copy_chunks(
     step: int,
     live: Mapping[str, LiveChunks],
     find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
-) -> tuple[PackRecord, dict[str, Held]]:
+) -> tuple[PackEntry, dict[str, Held]]:
     """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
 
     Encoded chunks are copied as they are stored. At most `READ_AHEAD` reads of CHUNK_BYTES are in
@@ -141,7 +141,7 @@ def copy_chunks(
             now, or raises. Chunks that were copied already are not read again.
 
     Returns:
-        The record of the new pack, and the place of each chunk by its hash.
+        The entry of the new pack, and the place of each chunk by its hash.
 
     Raises:
         DamagedChunk: A chunk is missing or has other bytes, and `find_again` is None.
@@ -163,7 +163,7 @@ def copy_chunks(
     except BaseException:
         pack.abort()
         raise
-    return PackRecord(name=pack.name, size=pack.size), pack.located
+    return PackEntry(name=pack.name, size=pack.size), pack.located
 
 
 def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
@@ -180,19 +180,19 @@ def relocated(
 
     `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
     """
-    builder = RecordBuilder()
+    builder = EntryBuilder()
 
     def moved(chunk: Chunk) -> Held:
         return place(manifest.packs[chunk.pack].name, chunk)
 
     leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.leaves)
-    local = tuple(builder.moved(leaf, moved) for leaf in manifest.local)
+    process_leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.process_leaves)
     return msgspec.structs.replace(
         manifest,
-        format=format_of(leaves, manifest.containers, local),
+        format=format_of(leaves, manifest.containers, process_leaves),
         packs=tuple(builder.packs(size)),
         leaves=leaves,
-        local=local,
+        process_leaves=process_leaves,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.errors import CorruptionError, PruneError
+from perdure.store.entry_builder import Held
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import (
     MANIFESTS,
@@ -23,10 +24,9 @@ from perdure.store.format import (
     manifest_name,
     step_of,
 )
-from perdure.store.manifest import Manifest, PackRecord
+from perdure.store.manifest import Manifest, PackEntry
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
 from perdure.store.quarantine import damage_notes, is_quarantined
-from perdure.store.record_builder import Held
 from perdure.store.storage import Storage, VersionedStorage
 
 
@@ -143,7 +143,7 @@ class Catalog:
             self._held = dict(self._chunks(manifests.values()))
         return self._held
 
-    def agrees(self, packs: Iterable[PackRecord]) -> bool:
+    def agrees(self, packs: Iterable[PackEntry]) -> bool:
         """Whether packs have the sizes that `held` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 

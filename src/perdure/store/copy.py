@@ -34,13 +34,13 @@ from perdure.store.compact import (
     relocated,
     relocated_size,
 )
+from perdure.store.entry_builder import Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
-from perdure.store.record_builder import Held
 from perdure.store.run import Run
 from perdure.store.storage import Storage
 

@@ -21,11 +21,11 @@ from perdure.store.compact import compact, rewrite
 from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
+from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.pack_writer import write_pack
 from perdure.store.quarantine import move_to_quarantine, note_damage
 from perdure.store.reread import Cursor
-from perdure.store.restore import read_manifest
 from perdure.store.rollback_notes import rolled_back
 
 
@@ -157,12 +157,12 @@ class DamageHandler:
     def _write_again(self, manifest: Manifest, leaves: Mapping[str, AnyLeaf]) -> None:
         """Write the damaged chunks of a checkpoint again, from the state that was just saved."""
         again: dict[str, Leaf] = {}
-        for record in manifest.leaves:
-            leaf = leaves.get(record.path)
-            if not isinstance(leaf, Leaf) or record.text is not None:
+        for entry in manifest.leaves:
+            leaf = leaves.get(entry.path)
+            if not isinstance(leaf, Leaf) or entry.text is not None:
                 continue
             spans = chunk_spans(len(leaf.data))
-            for chunk, (start, stop) in zip(record.chunks, spans, strict=True):
+            for chunk, (start, stop) in zip(entry.chunks, spans, strict=True):
                 if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
                     data = leaf.data[start:stop]
                     again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)

@@ -21,7 +21,7 @@ FORMAT = 1
 CODEC_FORMAT = 2
 """The format of manifests and packs with encoded chunks. Others keep format 1."""
 STRUCTURE_FORMAT = 3
-"""The format of manifests with `containers` or `local` leaves, the newest one."""
+"""The format of manifests with `containers` or `local`, the newest one."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SCALAR_PREFIX = "py:"

@@ -25,16 +25,16 @@ def ensure_free_space(
     storage: Storage,
     leaves: Mapping[str, AnyLeaf],
     nbytes: int,
-    local: Mapping[str, AnyLeaf],
+    process_leaves: Mapping[str, AnyLeaf],
     known: Collection[str],
 ) -> None:
     """Raise `OSError` (ENOSPC), with the bytes that are needed and free, if a save cannot fit.
 
     `leaves` are those of the state, in all processes together, of `nbytes` bytes, and `known` the
-    hashes of chunks that will not be written. `local` leaves are always written.
+    hashes of chunks that will not be written. `process_leaves` are always written.
     """
-    own = sum(leaf.nbytes for leaf in local.values())
-    count = len(leaves) + len(local)
+    own = sum(leaf.nbytes for leaf in process_leaves.values())
+    count = len(leaves) + len(process_leaves)
     overhead = (
         BYTES_PER_SAVE
         + BYTES_PER_LEAF * count

@@ -1,4 +1,4 @@
-"""What a manifest says: the records of one checkpoint, its packs, leaves and containers."""
+"""What a manifest says: one checkpoint, with an entry for each pack, leaf and container."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Chunk(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
     length: Natural
 
 
-class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+class LeafEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One leaf: array bytes as chunks, or the text of a Python scalar."""
 
     path: str
@@ -79,7 +79,7 @@ class LeafRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
         return [chunks[0].hash] if len(chunks) == 1 else [chunk.hash for chunk in chunks]
 
 
-class PackRecord(Struct, frozen=True, forbid_unknown_fields=True):
+class PackEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """A pack that a manifest reads from."""
 
     name: PackName
@@ -139,8 +139,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         leaves: The leaves of the state, sorted by path.
         containers: The types of the states of objects with `load_state_dict`, by path. The digest of
             the file covers them, the fingerprint does not.
-        local: Leaves that belong to one process and not to the state, such as its random generators.
-            They are not part of the fingerprint.
+        process_leaves: Leaves that belong to one process and not to the state, such as its random
+            generators. They are not part of the fingerprint. The key of the file is `local`.
     """
 
     format: Natural
@@ -149,14 +149,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     fingerprint: Hash
     recipe: dict[str, RecipeValue]
     metrics: dict[str, float | None]
-    packs: tuple[PackRecord, ...]
-    leaves: tuple[LeafRecord, ...]
+    packs: tuple[PackEntry, ...]
+    leaves: tuple[LeafEntry, ...]
     containers: dict[str, Container] = msgspec.field(default_factory=dict)
-    local: tuple[LeafRecord, ...] = ()
+    process_leaves: tuple[LeafEntry, ...] = msgspec.field(default=(), name="local")
 
-    def every_leaf(self) -> tuple[LeafRecord, ...]:
-        """The leaves of the state and the local ones."""
-        return (*self.leaves, *self.local) if self.local else self.leaves
+    def every_leaf(self) -> tuple[LeafEntry, ...]:
+        """The leaves of the state and the process leaves."""
+        return (*self.leaves, *self.process_leaves) if self.process_leaves else self.leaves
 
     @property
     def nbytes(self) -> int:
@@ -175,12 +175,12 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 def format_of(
-    leaves: Iterable[LeafRecord],
+    leaves: Iterable[LeafEntry],
     containers: Mapping[str, Container] | None,
-    local: Sequence[LeafRecord],
+    process_leaves: Sequence[LeafEntry],
 ) -> int:
     """The format of a manifest with these leaves and fields: the lowest that can express it."""
-    if containers or local:
+    if containers or process_leaves:
         return STRUCTURE_FORMAT
     return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
 

@@ -22,7 +22,7 @@ from perdure.store.format import (
     escape,
     hash_bytes,
 )
-from perdure.store.manifest import MAPPINGS, Container, LeafRecord, Manifest, PackRecord
+from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, PackEntry
 
 MAX_DIMENSIONS = 64
 
@@ -42,7 +42,7 @@ _SCALAR_TEXT = {
 
 
 def checked_fingerprint(
-    version: int, packs: Sequence[PackRecord], leaves: Sequence[LeafRecord], where: str
+    version: int, packs: Sequence[PackEntry], leaves: Sequence[LeafEntry], where: str
 ) -> str:
     """The fingerprint of a manifest whose packs, paths, shapes and chunks fit together.
 
@@ -87,10 +87,10 @@ def checked_fingerprint(
                 f"{where}: leaf {path!r}: {dtype}{list(shape)} does not fit into one chunk of "
                 f"{length} bytes."
             )
-    for record, end in zip(packs, ends, strict=True):
-        if end > record.size:
+    for entry, end in zip(packs, ends, strict=True):
+        if end > entry.size:
             raise CorruptionError(
-                f"{where}: a chunk ends at byte {end} of {record.name}, which has {record.size} bytes."
+                f"{where}: a chunk ends at byte {end} of {entry.name}, which has {entry.size} bytes."
             )
     _check_paths(paths, where)
     check_hashes(chain.from_iterable(map(itemgetter(3), rows)), where)
@@ -115,7 +115,7 @@ def _check_paths(paths: list[str], where: str) -> None:
         raise CorruptionError(f"{where}: the path of a leaf has a part without a name.")
 
 
-def _check_leaf(version: int, leaf: LeafRecord, where: str) -> None:
+def _check_leaf(version: int, leaf: LeafEntry, where: str) -> None:
     """Raise unless a leaf is a scalar with a valid text, or an array cut into chunks by the rules."""
     if leaf.text is not None or leaf.dtype.startswith(SCALAR_PREFIX):
         form = _SCALAR_TEXT.get(leaf.dtype)

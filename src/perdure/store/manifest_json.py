@@ -92,12 +92,13 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         raise CorruptionError(f"{where}: expected a step up to {MAX_STEP}, found {manifest.step}.")
     if manifest.containers:
         check_containers(manifest, where)
-    if manifest.local:
+    if manifest.process_leaves:
         if manifest.format < STRUCTURE_FORMAT:
             raise CorruptionError(
-                f"{where}: it has local leaves, which format {manifest.format} does not have."
+                f"{where}: it has local leaves (of single processes), which format "
+                f"{manifest.format} does not have."
             )
-        checked_fingerprint(manifest.format, manifest.packs, manifest.local, where)
+        checked_fingerprint(manifest.format, manifest.packs, manifest.process_leaves, where)
     actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
     if actual != manifest.fingerprint:
         raise CorruptionError(

@@ -1,8 +1,8 @@
 """Writing one checkpoint from several processes, each of which holds the whole state.
 
 Chunk i of the state, in path order, is written by process i mod P; the leaves that only one process has
-(`Own`) are written by that one. The chief puts the parts together. Nothing here commits: the manifest,
-which the chief writes once all parts are durable, makes all of it visible, or nothing.
+(`OwnLeaves`) are written by that one. The chief puts the parts together. Nothing here commits: the
+manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
+from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
-from perdure.store.manifest import Chunk, LeafRecord
+from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import Written, write_pack
-from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import Storage
 
 
@@ -28,49 +28,49 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process wrote.
 
     Attributes:
-        state: The hash of the whole state as this process holds it.
+        state_hash: The hash of the whole state as this process holds it.
         chunks: Its chunks by number, each as (hash, pack, offset, length).
         packs: The packs that it reads from, with their bytes.
-        ranked: The records of its own leaves that are part of the state. Their chunks number the packs
-            in the order of `packs`.
-        local: The records of its own leaves that are not.
+        per_rank: The entries of its own leaves that are part of the state. Their chunks number the
+            packs in the order of `packs`.
+        process_leaves: The entries of its own leaves that are not part of the state.
     """
 
-    state: str
+    state_hash: str
     chunks: dict[int, tuple[str, str, int, int]]
     packs: dict[str, int]
-    ranked: tuple[LeafRecord, ...] = ()
-    local: tuple[LeafRecord, ...] = ()
+    per_rank: tuple[LeafEntry, ...] = ()
+    process_leaves: tuple[LeafEntry, ...] = ()
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnLeaves:
     """The leaves that only one process has, by path.
 
     Attributes:
-        ranked: Leaves that are part of the state (members wrapped in `PerRank`).
-        local: Leaves that are not, such as those of its random generators.
+        per_rank: Leaves that are part of the state (members wrapped in `PerRank`).
+        process_leaves: Leaves that are no part of it, such as the state of its random generators.
     """
 
-    ranked: Mapping[str, Leaf] = field(default_factory=dict)
-    local: Mapping[str, Leaf] = field(default_factory=dict)
+    per_rank: Mapping[str, Leaf] = field(default_factory=dict)
+    process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 class OwnRows(Struct, frozen=True):
-    """The `Own` leaves of one process, as the others get them."""
+    """The `OwnLeaves` leaves of one process, as the others get them."""
 
-    ranked: dict[str, RemoteLeaf]
-    local: dict[str, RemoteLeaf]
+    per_rank: dict[str, RemoteLeaf]
+    process_leaves: dict[str, RemoteLeaf]
 
     @classmethod
-    def of(cls, own: Own) -> OwnRows:
+    def of(cls, own: OwnLeaves) -> OwnRows:
         def rows(leaves: Mapping[str, Leaf]) -> dict[str, RemoteLeaf]:
             return {
                 path: RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
                 for path, leaf in leaves.items()
             }
 
-        return cls(rows(own.ranked), rows(own.local))
+        return cls(rows(own.per_rank), rows(own.process_leaves))
 
 
 def write_pack_part(
@@ -81,37 +81,37 @@ def write_pack_part(
     process: int,
     count: int,
     encode: Encode | None = None,
-    own: Own | None = None,
+    own: OwnLeaves | None = None,
 ) -> PackPart:
     """Write the chunks of this process that `known` lacks; durable on return.
 
     `process` is the number of this process, `count` that of all processes.
     """
-    own = own or Own()
+    own = own or OwnLeaves()
     mine = {
         # Names that sort as the numbers do, and before all others.
         f"{number:012d}": Leaf(leaves[path].dtype, (len(data),), data, frozen=True)
         for number, (path, data) in enumerate(_chunks(leaves))
         if number % count == process
     }
-    everything = mine | {f"r{path}": leaf for path, leaf in own.ranked.items()}
-    written = write_pack(storage, step, process, everything, known, encode, own.local)
+    everything = mine | {f"r{path}": leaf for path, leaf in own.per_rank.items()}
+    written = write_pack(storage, step, process, everything, known, encode, own.process_leaves)
     packs = written.packs
     chunks = {
-        int(record.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
-        for record in written.leaves[: len(mine)]
-        for chunk in record.chunks
+        int(entry.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
+        for entry in written.leaves[: len(mine)]
+        for chunk in entry.chunks
     }
     hashed = {number: placed[0] for number, placed in chunks.items()}
     return PackPart(
-        state=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
+        state_hash=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
         chunks=chunks,
         packs={pack.name: pack.size for pack in packs},
-        ranked=tuple(
-            msgspec.structs.replace(record, path=record.path[1:])
-            for record in written.leaves[len(mine) :]
+        per_rank=tuple(
+            msgspec.structs.replace(entry, path=entry.path[1:])
+            for entry in written.leaves[len(mine) :]
         ),
-        local=tuple(written.local),
+        process_leaves=tuple(written.process_leaves),
     )
 
 
@@ -120,12 +120,12 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
     placed = {number: chunk for part in parts for number, chunk in part.chunks.items()}
     sizes = {name: size for part in parts for name, size in part.packs.items()}
     located: dict[str, Held] = {}
-    builder = RecordBuilder()
+    builder = EntryBuilder()
     numbers = itertools.count()
-    state: list[LeafRecord] = []
+    state: list[LeafEntry] = []
     for path, leaf in sorted(leaves.items()):
         if leaf.is_scalar:
-            state.append(LeafRecord(path=path, dtype=leaf.dtype, text=leaf.text))
+            state.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
         chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
         located.update(chunks)
@@ -133,7 +133,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
         state.append(
             builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, digests, dict(chunks))
         )
-    local: list[LeafRecord] = []
+    process_leaves: list[LeafEntry] = []
     for part in parts:
         packs = list(part.packs)
 
@@ -142,11 +142,11 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             located[chunk.hash] = held
             return held
 
-        state += [builder.moved(record, place) for record in part.ranked]
-        local += [builder.moved(record, place) for record in part.local]
-    for records in (state, local):
-        records.sort(key=lambda record: record.path)
-    return Written(state, builder.packs(sizes.__getitem__), located, local)
+        state += [builder.moved(entry, place) for entry in part.per_rank]
+        process_leaves += [builder.moved(entry, place) for entry in part.process_leaves]
+    for entries in (state, process_leaves):
+        entries.sort(key=lambda entry: entry.path)
+    return Written(state, builder.packs(sizes.__getitem__), located, process_leaves)
 
 
 def _placed(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.direct import copy_bytes
+from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
     CHUNK_BYTES,
@@ -32,10 +33,9 @@ from perdure.store.format import (
 )
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import LeafRecord, PackRecord
+from perdure.store.manifest import LeafEntry, PackEntry
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
-from perdure.store.record_builder import Held, RecordBuilder
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
@@ -61,16 +61,16 @@ class Written(NamedTuple):
     """What a save wrote.
 
     Attributes:
-        leaves: The records of the leaves of the state.
-        packs: The packs that all records read from.
+        leaves: The entries of the leaves of the state.
+        packs: The packs that all entries read from.
         located: The places of the new chunks, by hash.
-        local: The records of the local leaves.
+        process_leaves: The entries of the process leaves.
     """
 
-    leaves: list[LeafRecord]
-    packs: list[PackRecord]
+    leaves: list[LeafEntry]
+    packs: list[PackEntry]
     located: dict[str, Held]
-    local: list[LeafRecord]
+    process_leaves: list[LeafEntry]
 
 
 def write_pack(
@@ -80,7 +80,7 @@ def write_pack(
     leaves: Mapping[str, Leaf],
     known: Mapping[str, Held],
     encode: Encode | None = None,
-    local: Mapping[str, Leaf] = MappingProxyType({}),
+    process_leaves: Mapping[str, Leaf] = MappingProxyType({}),
 ) -> Written:
     """Write the chunks of `leaves` that `known` lacks, as one durable pack.
 
@@ -92,7 +92,7 @@ def write_pack(
         leaves: The leaves to write.
         known: The places of chunks that are durable already, by hash.
         encode: Encodes large chunks; None stores all of them as they are.
-        local: Small leaves of this process that are no part of the state; they are not encoded.
+        process_leaves: Small leaves of this process that are no part of the state, not encoded.
 
     Raises:
         DamagedChunk: A pack with known chunks is gone.
@@ -101,7 +101,7 @@ def write_pack(
     ordered = sorted(leaves.items())
     hashes: list[list[str]] = [[] for _ in ordered]
     buffers: list[mmap.mmap] = []
-    left = sum([len(leaf.data) for leaf in (*leaves.values(), *local.values())])
+    left = sum([len(leaf.data) for leaf in (*leaves.values(), *process_leaves.values())])
     try:
         with gc_paused(len(leaves)):
             large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
@@ -112,11 +112,11 @@ def write_pack(
                 left -= len(data)
         with gc_paused(len(leaves)):
             pack.add_small(small, left)
-        # A local leaf that never changes would keep the pack of the first save alive for ever, for a
+        # A process leaf that never changes would keep the pack of the first save alive for ever, for a
         # few kilobytes. So it is written again, unless there would be no pack without it.
         if not pack.is_empty:
             pack.known = {}
-        own = sorted(local.items())
+        own = sorted(process_leaves.items())
         own_hashes: list[list[str]] = [[] for _ in own]
         pack.add_small(_in_pack_order(own, own_hashes, CHUNK_BYTES + 1)[1], left)
         pack.finish()
@@ -127,8 +127,8 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        records, packs = _records(ordered + own, hashes + own_hashes, pack)
-    return Written(records[: len(leaves)], packs, pack.located, records[len(leaves) :])
+        entries, packs = _entries(ordered + own, hashes + own_hashes, pack)
+    return Written(entries[: len(leaves)], packs, pack.located, entries[len(leaves) :])
 
 
 class NewPack:
@@ -348,19 +348,19 @@ def _on_copies(
         prepared.close()
 
 
-def _records(
+def _entries(
     ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: NewPack
-) -> tuple[list[LeafRecord], list[PackRecord]]:
+) -> tuple[list[LeafEntry], list[PackEntry]]:
     places = pack.places
-    builder = RecordBuilder()
+    builder = EntryBuilder()
     array = builder.array
-    records = []
+    entries = []
     for (path, leaf), digests in zip(ordered, hashes, strict=True):
         dtype = leaf.dtype
         if dtype.startswith(SCALAR_PREFIX):
-            records.append(LeafRecord(path=path, dtype=dtype, text=leaf.text))
+            entries.append(LeafEntry(path=path, dtype=dtype, text=leaf.text))
             continue
-        records.append(array(path, dtype, leaf.shape, len(leaf.data), digests, places))
+        entries.append(array(path, dtype, leaf.shape, len(leaf.data), digests, places))
 
     def pack_size(name: str) -> int:
         try:
@@ -369,4 +369,4 @@ def _records(
             where = f"{pack.storage.where}/{PACKS}{name}"
             raise DamagedChunk(f"{where} is gone.", name, -1) from error
 
-    return records, builder.packs(pack_size)
+    return entries, builder.packs(pack_size)

@@ -21,7 +21,7 @@ from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.leaf import Leaf, Leaves
-from perdure.store.manifest import Chunk, LeafRecord, Manifest
+from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4
@@ -43,7 +43,7 @@ SMALL_BYTES = 256 * 1024
 class _Read:
     """One read: (leaf, chunk, memory of the chunk) of one chunk, or of neighbours in a pack."""
 
-    parts: list[tuple[LeafRecord, Chunk, memoryview]] = field(default_factory=list)
+    parts: list[tuple[LeafEntry, Chunk, memoryview]] = field(default_factory=list)
     nbytes: int = 0
 
     def in_place(self) -> bool:
@@ -67,8 +67,8 @@ def load_leaves(
         UnreachableError: A pack cannot be read.
         StepNotFoundError: No leaf is wanted.
     """
-    records = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
-    if wanted is not None and not records:
+    entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
+    if wanted is not None and not entries:
         held = ", ".join(leaf.path for leaf in manifest.leaves[:10])
         raise StepNotFoundError(
             f"{storage.where}: step {manifest.step} has no leaf that was asked for; it has {held}..."
@@ -80,33 +80,33 @@ def load_leaves(
             if wanted is None or wanted(path)
         }
     )
-    leaves.update(load_records(storage, manifest, records))
+    leaves.update(load_entries(storage, manifest, entries))
     return leaves
 
 
-def load_records(
-    storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]
+def load_entries(
+    storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]
 ) -> dict[str, Leaf]:
     """Read and verify some leaves of `manifest`, local ones too; raises as `load_leaves` does."""
     leaves: dict[str, Leaf] = {}
-    parts: list[tuple[LeafRecord, Chunk, memoryview]] = []
-    _require_packs(storage, manifest, records)
-    for record in records:
-        if record.text is not None:
-            leaves[record.path] = Leaf(record.dtype, (), memoryview(record.text.encode()), True)
+    parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
+    _require_packs(storage, manifest, entries)
+    for entry in entries:
+        if entry.text is not None:
+            leaves[entry.path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
         try:
-            target = _memory(record.nbytes)
+            target = _memory(entry.nbytes)
         except (MemoryError, OSError) as error:
-            what = f"{storage.where}: step {manifest.step}, leaf {record.path!r}"
-            raise read_error(error, f"{what} of {record.nbytes} bytes") from error
-        leaves[record.path] = Leaf(record.dtype, record.shape, target, frozen=True)
-        if len(record.chunks) == 1:
-            parts.append((record, record.chunks[0], target))
+            what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
+            raise read_error(error, f"{what} of {entry.nbytes} bytes") from error
+        leaves[entry.path] = Leaf(entry.dtype, entry.shape, target, frozen=True)
+        if len(entry.chunks) == 1:
+            parts.append((entry, entry.chunks[0], target))
             continue
         start = 0
-        for chunk, size in zip(record.chunks, record.sizes(), strict=True):
-            parts.append((record, chunk, target[start : start + size]))
+        for chunk, size in zip(entry.chunks, entry.sizes(), strict=True):
+            parts.append((entry, chunk, target[start : start + size]))
             start += size
 
     spans = _spans(storage, list(_grouped(parts)))
@@ -145,19 +145,19 @@ def load_records(
 
 def verify_leaves(storage: Storage, manifest: Manifest) -> None:
     """Read and verify every leaf, a part of them at a time; raises as `load_leaves` does."""
-    part: list[LeafRecord] = []
+    part: list[LeafEntry] = []
     size = 0
-    records = manifest.every_leaf()
-    for number, leaf in enumerate(records, 1):
+    entries = manifest.every_leaf()
+    for number, leaf in enumerate(entries, 1):
         part.append(leaf)
         size += leaf.nbytes
-        if size >= VERIFY_BYTES or number == len(records):
-            load_records(storage, manifest, part)
+        if size >= VERIFY_BYTES or number == len(entries):
+            load_entries(storage, manifest, part)
             part, size = [], 0
 
 
 def damaged_chunks(
-    storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafRecord, Chunk, int]]
+    storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafEntry, Chunk, int]]
 ) -> list[DamagedChunk]:
     """Read chunks one after the other, in the memory of one chunk.
 
@@ -176,8 +176,8 @@ def damaged_chunks(
     errors: list[DamagedChunk] = []
     try:
         parts = [
-            (record, chunk, memoryview(buffer)[:size])  # used for one chunk after the other
-            for record, chunk, size in chunks
+            (entry, chunk, memoryview(buffer)[:size])  # used for one chunk after the other
+            for entry, chunk, size in chunks
         ]
         reads = list(_grouped(parts))
         while reads:
@@ -195,17 +195,17 @@ def damaged_chunks(
     return errors
 
 
-def _require_packs(storage: Storage, manifest: Manifest, records: Sequence[LeafRecord]) -> None:
-    """Raise unless the packs are long enough for the chunks of `records`.
+def _require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
+    """Raise unless the packs are long enough for the chunks of `entries`.
 
     This comes before memory is allocated, because a manifest may state any size. It is left out for
-    records of few bytes.
+    entries of few bytes.
     """
-    if sum(record.nbytes for record in records) < INLINE_READ_BYTES:
+    if sum(entry.nbytes for entry in entries) < INLINE_READ_BYTES:
         return
     ends = dict.fromkeys(range(len(manifest.packs)), 0)
-    for record in records:
-        for chunk in record.chunks:
+    for entry in entries:
+        for chunk in entry.chunks:
             ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
     for number, end in ends.items():
         if not end:
@@ -229,7 +229,7 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 
 
-def _grouped(parts: list[tuple[LeafRecord, Chunk, memoryview]]) -> Iterator[_Read]:
+def _grouped(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[_Read]:
     """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES."""
     under_way = _Read()
     pack, end = -1, -1
@@ -279,7 +279,7 @@ def _fetch(
     storage: Storage, manifest: Manifest, span: Sequence[_Read]
 ) -> Iterator[Callable[[], None]]:
     """Fill the memory of one read after the other; yields a function that checks it."""
-    record, first, _ = span[0].parts[0]
+    entry, first, _ = span[0].parts[0]
     name = PACKS + manifest.packs[first.pack].name
     memory = [
         read.parts[0][2] if read.in_place() else memoryview(bytearray(read.nbytes)) for read in span
@@ -290,10 +290,10 @@ def _fetch(
         else:
             filled = iter([storage.read_into(name, first.offset, data) for data in memory])
         for read, data in zip(span, memory, strict=True):
-            record, first, _ = read.parts[0]
+            entry, first, _ = read.parts[0]
             yield partial(_check, storage, manifest, read, data, next(filled))
     except OSError as error:
-        place = _place(storage, manifest, record, first)
+        place = _place(storage, manifest, entry, first)
         if is_gone(error):
             name = manifest.packs[first.pack].name
             raise DamagedChunk(
@@ -308,13 +308,13 @@ def _check(storage: Storage, manifest: Manifest, read: _Read, data: memoryview, 
     chunks = [(chunk.hash, chunk.length, len(target)) for _, chunk, target in read.parts]
     targets = [None if in_place else target for _, _, target in read.parts]
     if found := first_fault(data, got, chunks, targets):
-        record, chunk, _ = read.parts[found[0]]
-        place, pack = _place(storage, manifest, record, chunk), manifest.packs[chunk.pack].name
+        entry, chunk, _ = read.parts[found[0]]
+        place, pack = _place(storage, manifest, entry, chunk), manifest.packs[chunk.pack].name
         raise DamagedChunk(f"{place}: {found[1]}.", pack, chunk.offset)
 
 
-def _place(storage: Storage, manifest: Manifest, record: LeafRecord, chunk: Chunk) -> str:
+def _place(storage: Storage, manifest: Manifest, entry: LeafEntry, chunk: Chunk) -> str:
     return (
-        f"{storage.where}: step {manifest.step}, leaf {record.path!r}, "
+        f"{storage.where}: step {manifest.step}, leaf {entry.path!r}, "
         f"{PACKS}{manifest.packs[chunk.pack].name} at offset {chunk.offset}"
     )

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from perdure.errors import StoreError
 from perdure.store.failures import read_error
 from perdure.store.format import QUARANTINE, manifest_name
+from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import REASON_SUFFIX, write_note
-from perdure.store.restore import read_manifest
 from perdure.store.storage import Storage
 
 _REMOVED = re.compile(re.escape(QUARANTINE) + r"\d{12}-[0-9a-f]{8}" + re.escape(REASON_SUFFIX))

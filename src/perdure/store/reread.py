@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from perdure.store.format import pack_step
-from perdure.store.manifest import Chunk, LeafRecord, Manifest
+from perdure.store.manifest import Chunk, LeafEntry, Manifest
 
 PASS_SAVES = 512
 
@@ -25,7 +25,7 @@ class Cursor:
         self._chunk = 0
         self._credit = 0
 
-    def advance(self, manifest: Manifest, nbytes: int) -> list[tuple[LeafRecord, Chunk, int]]:
+    def advance(self, manifest: Manifest, nbytes: int) -> list[tuple[LeafEntry, Chunk, int]]:
         """Move on by the share of one save of `nbytes`.
 
         Returns:
@@ -36,7 +36,7 @@ class Cursor:
         if not any(shared):
             return []
         self._credit += -(-nbytes // PASS_SAVES)
-        passed: list[tuple[LeafRecord, Chunk, int]] = []
+        passed: list[tuple[LeafEntry, Chunk, int]] = []
         begin = bisect_left(leaves, self._path, key=lambda leaf: leaf.path)
         for number in range(begin, begin + len(leaves) + 1):
             leaf = leaves[number % len(leaves)]

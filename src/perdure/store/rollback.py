@@ -20,9 +20,9 @@ from perdure.errors import (
 )
 from perdure.store.contents import Catalog, committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import move_to_quarantine, quarantined, reason_name
-from perdure.store.restore import list_pins, list_steps, read_manifest
 from perdure.store.rollback_notes import Note, RolledBack, returning, rollback_note, rolled_back
 from perdure.store.storage import Storage
 

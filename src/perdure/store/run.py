@@ -18,6 +18,7 @@ from perdure.store.committer import Committer, PreparedSave
 from perdure.store.contents import Catalog, Contents
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
+from perdure.store.entry_builder import Held
 from perdure.store.format import MAX_STEP, pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,
@@ -27,12 +28,11 @@ from perdure.store.garbage_collection import (
     plan_collect,
 )
 from perdure.store.leaf import AnyLeaf, Leaf
+from perdure.store.loading import Loaded, list_pins, list_steps, load_step, read_manifest
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
-from perdure.store.record_builder import Held
 from perdure.store.removal_notes import RemovalNotes, Removed
-from perdure.store.restore import Loaded, list_pins, list_steps, load_step, read_manifest
 from perdure.store.rollback import moving, roll_back, undo_rollback
 from perdure.store.rollback_notes import RolledBack, rolled_back
 from perdure.store.run_marker import is_run_directory
@@ -161,7 +161,7 @@ class Run:
         """
         self._session.begin()
 
-    def claim(self) -> None:
+    def take_lock(self) -> None:
         """Take the writer's lock and nothing more. May be called often.
 
         A training loop can call this and leave `begin_writing`, which takes longer, to the background.
@@ -170,7 +170,7 @@ class Run:
             LockedError: There is another writer, or this process is a forked child.
             SaveError: The lock cannot be taken for another reason.
         """
-        self._session.claim()
+        self._session.take_lock()
 
     def save(
         self,
@@ -178,19 +178,20 @@ class Run:
         leaves: Mapping[str, Leaf],
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
-        local: Mapping[str, Leaf] | None = None,
+        process_leaves: Mapping[str, Leaf] | None = None,
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
         Chunks that a readable checkpoint holds are not written again. Saving a step again with equal
-        bits succeeds: the checkpoint gets the `metrics` that it lacks, and these `local` leaves.
+        bits succeeds: the checkpoint gets the `metrics` that it lacks, and these `process_leaves`.
 
         Args:
             step: From 0 to `MAX_STEP`, above the newest committed step.
             leaves: The leaves of the state by path.
             recipe: Fields that describe how the state is made.
             metrics: Numbers by name; NaN and infinities are stored as null.
-            local: Leaves that belong to one process each and are no part of the fingerprint.
+            process_leaves: Leaves that belong to one process each, such as its random generators, and
+                are no part of the fingerprint.
 
         Returns:
             The manifest that is committed.
@@ -202,17 +203,17 @@ class Run:
             SaveError: Anything else failed. Every earlier checkpoint is unchanged.
             StoreError: `step` is out of range.
         """
-        with self.prepare_save(step, leaves, local) as save:
+        with self.prepare_save(step, leaves, process_leaves) as save:
             written = None
             if not save.is_committed:
-                written = self._committer.write_pack(step, leaves, local or {})
+                written = self._committer.write_pack(step, leaves, process_leaves or {})
             return self.commit_save(save, written, recipe, metrics)
 
     def prepare_save(
         self,
         step: int,
         leaves: Mapping[str, AnyLeaf],
-        local: Mapping[str, AnyLeaf] | None = None,
+        process_leaves: Mapping[str, AnyLeaf] | None = None,
     ) -> AbstractContextManager[PreparedSave]:
         """Begin a save whose chunks several processes write; `save` is for one that has all of them.
 
@@ -221,7 +222,8 @@ class Run:
         and what to do.
 
         Args:
-            step, leaves, local: As for `save`. Other processes may have the bytes of some leaves.
+            step, leaves, process_leaves: As for `save`. Other processes may have the bytes of some
+                leaves.
 
         Raises:
             StoreError: As `save`.
@@ -230,7 +232,7 @@ class Run:
             raise StoreError(
                 f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
             )
-        return self._committer.prepare(step, leaves, local or {})
+        return self._committer.prepare(step, leaves, process_leaves or {})
 
     def commit_save(
         self,
@@ -243,7 +245,7 @@ class Run:
 
         Args:
             save: From `prepare_save`.
-            written: The records of all leaves; None if the save is committed already, in which case
+            written: The entries of all leaves; None if the save is committed already, in which case
                 only `metrics` that it lacks are added.
             recipe, metrics: As for `save`.
 

@@ -14,8 +14,8 @@ from perdure.errors import LockedError, SaveError
 from perdure.store.contents import Catalog
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE, TEMP_SUFFIX
+from perdure.store.loading import list_steps
 from perdure.store.removal_notes import RemovalNotes
-from perdure.store.restore import list_steps
 from perdure.store.rollback import finish_moves
 from perdure.store.run_marker import encode_marker
 from perdure.store.storage import Storage
@@ -50,7 +50,7 @@ class WriterSession:
         self.check_process()
         if self._ready:
             return
-        self.claim()
+        self.take_lock()
         where = self._storage.where
         try:
             if not self.marked:
@@ -68,8 +68,8 @@ class WriterSession:
             self._removals.committed_again(step)
         self._damage.quarantine_deferred()
 
-    def claim(self) -> None:
-        """`Run.claim`, which gives the contract."""
+    def take_lock(self) -> None:
+        """`Run.take_lock`, which gives the contract."""
         self.check_process()
         if self.holds_lock:
             return

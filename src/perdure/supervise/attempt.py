@@ -264,21 +264,23 @@ class Attempt:
                     f"{limits.stopped:g} s",
                     worker,
                 )
-        hung: list[tuple[float, Worker, Beat, float]] = []
+        hung: list[tuple[float, Worker, Beat, str]] = []
         for worker in self.workers:
             beat = worker.beat
             if beat is None or worker.status is not None:
                 continue
-            limit = self._silence.limit(beat.phase)
-            if self._silence.is_hung(worker, beat, now):
-                hung.append((beat.time, worker, beat, limit))
+            limit = self._silence.limit(beat.phase)  # read first, because a hang lets it grow
+            exceeded = self._silence.exceeded_limit(worker, beat, now)
+            if exceeded is not None:
+                computed = " for a worker that computes" if exceeded > limit else ""
+                hung.append((beat.time, worker, beat, f"limit {exceeded:g} s{computed}"))
         if not hung:
             return None
         _, worker, beat, limit = min(hung, key=lambda silence: silence[0])
         return AttemptEnd(
             "hung",
             f"worker {worker.index}: no heartbeat for {now - beat.time:.1f} s in the phase "
-            f"{beat.phase}, limit {limit:g} s",
+            f"{beat.phase}, {limit}",
             worker,
         )
 

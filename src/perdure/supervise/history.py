@@ -20,6 +20,10 @@ FAILURES = ("failed", "full", "killed", "hung", "stopped", "port")
 class AttemptRecord:
     """One attempt of the group. Times are seconds of the monotonic clock.
 
+    The names of the fields are also the keys of `attempt_end` in `record.jsonl` and, most of them, of
+    `--json`, so they stay. `start`, `end`, `first_step` and `last_step` are steps; `began`,
+    `first_time`, `last_time` and `noticed` are times.
+
     Attributes:
         number: Counts from 1.
         workers: How many workers there were.
@@ -27,8 +31,8 @@ class AttemptRecord:
         cause: The same for people.
         place: The place of the worker that failed first; None if no single worker did.
         statuses: Exit status of each worker, -n for one that signal n ended.
-        start: The step it began at, if a heartbeat reported it.
-        end: The last step it reached.
+        start: The step that it resumed at, if a heartbeat reported it.
+        end: The newest step that any of its workers finished.
         began: When it began.
         first_time: When a heartbeat first reported a new step.
         last_time: When a heartbeat reported the newest step.

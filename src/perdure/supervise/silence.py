@@ -78,23 +78,29 @@ class Silence:
             return chosen
         return max(DEFAULT_S[phase], GROWTH * self.longest.get(phase, 0.0))
 
-    def is_hung(self, worker: Process, beat: Beat, now: float) -> bool:
-        """Whether `worker` has been silent for too long since `beat`."""
+    def exceeded_limit(self, worker: Process, beat: Beat, now: float) -> float | None:
+        """The limit in seconds that `worker` has exceeded since `beat`; None if it is not hung.
+
+        It is above `limit(beat.phase)` if `worker` was given more because it computed.
+        """
         silence, limit = now - beat.time, self.limit(beat.phase)
         if silence <= limit:
-            return False
+            return None
         if getattr(self._limits, beat.phase) is None:
             is_measured = "step" in self.longest
             trained = max(self._trained.values(), default=0.0)
             most = max(BUSY * limit, trained) if is_measured else math.inf
             # In its first step, a program may wait for one long computation of an accelerator.
             if not is_measured and worker.uses_accelerator():
-                return False
-            if silence <= most and self._may_compute(worker, now):
-                return False
+                return None
+            if silence > most:
+                # If it was never seen to compute (this process slept, say), it got the first limit.
+                limit = most if worker in self._samples else limit
+            elif self._may_compute(worker, now):
+                return None
         # The loop may only have been slow, so the next attempt gets more time at the same place.
         self._note_silence(beat.phase, silence)
-        return True
+        return limit
 
     def _may_compute(self, worker: Process, now: float) -> bool:
         """Whether `worker` used the processor in the last window, or the window is not over yet."""

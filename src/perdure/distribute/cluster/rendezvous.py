@@ -64,7 +64,7 @@ def await_members(cluster: Cluster, start_timeout: float) -> tuple[Member, ...]:
         The members, in the order of their numbers.
 
     Raises:
-        ClusterError: A process is missing after that time, two claim one number, or they disagree on
+        ClusterError: A process is missing after that time, two have one number, or they disagree on
             how many there are. Raised in every process that came.
     """
     this_process = Member(
@@ -163,7 +163,7 @@ class _Rendezvous:
             other = by_index.setdefault(member.index, member)
             if other is not member:
                 return (
-                    f"two processes claim the number {member.index}: pid {other.pid} on {other.host} "
+                    f"two processes have the number {member.index}: pid {other.pid} on {other.host} "
                     f"(from {other.source}) and pid {member.pid} on {member.host} (from "
                     f"{member.source}). Every process needs its own number, 0 to {member.count - 1}"
                 )
@@ -254,7 +254,7 @@ def _register(
 def _no_rendezvous(cluster: Cluster, member: Member) -> str:
     return (
         f"no rendezvous answers at {cluster.coordinator}: the port belongs to a group that has started "
-        f"already (does another process claim number {member.index}?), or to another program"
+        f"already (does another process have number {member.index}?), or to another program"
     )
 
 

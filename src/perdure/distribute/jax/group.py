@@ -37,7 +37,7 @@ def join(
     """Become a member of the group; does nothing for a group of one. May be called twice.
 
     A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
-    ClusterError if a process is missing or two claim one number (see `await_members`).
+    ClusterError if a process is missing or two have one number (see `await_members`).
     """
     cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:

@@ -60,7 +60,7 @@ def join(
     of one this does nothing.
 
     Raises:
-        ClusterError: A process is missing, or two claim one number (see `await_members`).
+        ClusterError: A process is missing, or two have one number (see `await_members`).
     """
     cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:

@@ -31,13 +31,14 @@ class Loaded:
         manifest: What was committed.
         leaves: The leaves of the state, or those that were asked for.
         skipped: (step, reason) of each newer checkpoint that is damaged.
-        local: The leaves of each process that are no part of the state; empty in a partial load.
+        process_leaves: The leaves of each process that are no part of the state; empty in a partial
+            load.
     """
 
     manifest: Manifest
     leaves: Leaves
     skipped: tuple[tuple[int, str], ...] = ()
-    local: Mapping[str, Leaf] = field(default_factory=dict)
+    process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 def list_steps(storage: Storage) -> list[int]:
@@ -82,14 +83,14 @@ def load_step(
     Damage is noted in `catalog`. Raises as `read_manifest` does.
     """
     # numpy: not needed to list a run
-    from perdure.store.reader import load_leaves, load_records
+    from perdure.store.reader import load_entries, load_leaves
 
     manifest = read_manifest(storage, step)
     while True:
         try:
             leaves = load_leaves(storage, manifest, wanted)
-            local = () if wanted else manifest.local
-            return Loaded(manifest, leaves, local=load_records(storage, manifest, local))
+            entries = () if wanted else manifest.process_leaves
+            return Loaded(manifest, leaves, process_leaves=load_entries(storage, manifest, entries))
         except CorruptionError as error:
             # A prune may have moved the chunks since the manifest was read; then it has changed.
             renewed = read_manifest(storage, step)

@@ -18,6 +18,7 @@ from perdure.drill.compare import LeafDifference, RunDifference
 from perdure.drill.diagnose import repeats_for
 from perdure.drill.fault_injection import PLAN, _describe_act
 from perdure.drill.fault_plan import draw_scenario, required_restores
+from perdure.drill.held_state import freeze
 from perdure.drill.probes import probe_environment
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
 from perdure.drill.resume_probe import HELD, ITERATORS
@@ -91,7 +92,7 @@ def _drawn(where: Path, environment: dict[str, str], program: str) -> list[objec
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return ast.literal_eval(done.stdout)
 
 
@@ -104,6 +105,26 @@ def test_probes_keep_the_path_of_the_program(tmp_path: Path) -> None:
     assert _drawn(tmp_path, environment, "import mine, time; print([int(time.time())])") == [
         1_700_000_000
     ]
+
+
+class Unreadable:
+    """As a variable of Keras on JAX while `fit` trains, of which even a copy fails."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.state is None:
+            raise TypeError("'NoneType' object is not callable")
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def test_what_cannot_be_read_is_left_out_of_a_diagnosis() -> None:
+    assert freeze(Unreadable()) is None
+    assert freeze(Unreadable(3)) is not None, "the control"
 
 
 class FakeRunner:

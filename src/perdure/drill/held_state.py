@@ -99,9 +99,19 @@ def held_units(frames: Sequence[FrameType]) -> dict[str, Unit]:
 
 
 def freeze(value: Any, depth: int = 0) -> Frozen | None:
-    """Copy `value` into plain data; None if it has no such form."""
+    """Copy `value` into plain data; None if it has no such form, or cannot be read at this moment.
+
+    For instance, `fit` on JAX holds the values of Keras's variables itself while it trains.
+    """
     if depth > _DEEPEST:
         return None
+    try:
+        return _frozen(value, depth)
+    except Exception:  # noqa: BLE001 (objects of any library, read where they do not expect it)
+        return None
+
+
+def _frozen(value: Any, depth: int) -> Frozen | None:
     if isinstance(value, _SCALARS):
         return ("scalar", value)
     if isinstance(value, np.ndarray):

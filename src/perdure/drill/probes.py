@@ -50,11 +50,11 @@ _SITE = """
 import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-del sys.modules["sitecustomize"]
+this = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize
 except ImportError:
-    pass
+    sys.modules["sitecustomize"] = this  # Python expects one after the import
 from perdure.drill.probes import install_probes
 install_probes()
 """

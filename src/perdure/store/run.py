@@ -1,7 +1,7 @@
 """`Run`: one run directory, its checkpoints, and the one writer that it may have.
 
 Readers take no lock and never change anything; the first change takes the writer's lock and keeps it
-until `close`. The work is done by `restore` (reading), `writer_session` (the lock), `committer`,
+until `close`. The work is done by `loading` (reading), `writer_session` (the lock), `committer`,
 `garbage_collection`, `rollback` and `damage_handler`.
 """
 

@@ -118,6 +118,27 @@ def test_every_shared_chunk_is_read_again_once_in_a_pass(
         assert covered == places, f"pass {turn}"
 
 
+@pytest.mark.parametrize(("spread", "all_read"), [(None, True), (0.0, False)])
+def test_runs_that_are_restarted_at_each_save_leave_no_part_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: float | None, all_read: bool
+) -> None:
+    """The control begins with the first leaf after each restart."""
+    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 8)
+    if spread is not None:
+        monkeypatch.setattr("perdure.store.reread._SPREAD", spread)
+    storage, leaves = Reads(tmp_path), make_leaves(1, (2000,) * 40)
+    with run_on(tmp_path) as run:
+        first = run.save(0, leaves)
+    unread = {chunk.offset for leaf in first.leaves for chunk in leaf.chunks}
+    for step in range(100, 100 * 25, 100):
+        storage.reads.clear()
+        with Run(storage, clock=lambda: 0.0) as run:
+            run.save(step, {**leaves, "own": make_leaves(step, (64,))["model/layer0"]})
+        for _, offset, length in storage.reads:
+            unread -= set(range(offset, offset + length))
+    assert (not unread) == all_read
+
+
 def test_the_pace_is_the_documented_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "STORE.md").read_text()
     assert f"within {PASS_SAVES} saves" in text

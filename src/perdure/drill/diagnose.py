@@ -21,11 +21,12 @@ from perdure.drill.resume_diagnosis import ResumeDiagnosis
 from perdure.drill.scenario import Launch, Outcome, Scenario
 
 STEADY = (
+    # First, because every probe that runs code in the program leaves other bytes in free memory.
+    ("memory", "memory", "the same pattern in all memory that nothing was written to"),
     ("clock", "time", "a clock that only counts how often it is read"),
     ("seed", "unseeded", "a fixed seed in place of the system's entropy"),
     ("hash", "hash order", "PYTHONHASHSEED=0"),
     ("process", "process", "a fixed number of the process and of the attempt"),
-    ("memory", "memory", "the same pattern in all memory that nothing was written to"),
     ("one thread", "threads", "one thread"),
 )
 """Each probe, the cause that it takes away, and what it does."""

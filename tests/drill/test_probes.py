@@ -207,7 +207,7 @@ def test_what_is_needed_together_is_found(tmp_path: Path) -> None:
 
 def test_memory_is_tried_before_the_probes_that_move_it() -> None:
     """A clock that was replaced left other bytes in free memory, and was named in 5 of 5 drills."""
-    assert [cause for _, cause, _ in STEADY][0] == "memory"
+    assert STEADY[0][1] == "memory"
 
 
 @pytest.mark.parametrize(("equal", "repeats"), [(0.0, 2), (1 / 3, 3), (2 / 3, 8), (0.9, 8)])

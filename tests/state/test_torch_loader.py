@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from perdure import CheckpointManager
 from perdure.errors import DataError, StateError
-from perdure.state import process_random
+from perdure.state import flatten, process_random
 from perdure.torch import ResumableLoader
 
 EXAMPLES, EPOCHS = 11, 3
@@ -360,5 +360,7 @@ def test_a_loader_that_cannot_be_resumed_is_refused() -> None:
         ResumableLoader(DataLoader(Noisy(), in_order=False))
     with pytest.raises(DataError, match="a state of its own"):
         ResumableLoader(Positioned(Noisy()))
+    with pytest.raises(StateError, match=r"a: a DataLoader has no position.*ResumableLoader"):
+        flatten({"a": DataLoader(Noisy())})
     with pytest.raises(DataError, match="expected a torch DataLoader"):
         ResumableLoader([1, 2])  # pyright: ignore[reportArgumentType]

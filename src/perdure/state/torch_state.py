@@ -102,6 +102,11 @@ class TorchState:
             return Node(
                 [("", value.get_state())], lambda new: value.set_state(new[0]), in_place=True
             )
+        if isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict"):
+            raise UnsupportedLeafError(
+                "a DataLoader has no position. Save `perdure.torch.ResumableLoader(loader)`, and "
+                "iterate that instead of the loader."
+            )
         return None
 
 

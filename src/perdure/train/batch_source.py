@@ -134,8 +134,8 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         f"expected data whose position can be restored after an interruption, found a "
         f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset addressed by step "
         f"(perdure.ArrayDataset, anything with batch(step)), a function of the step, a list of "
-        f"batches, perdure.torch.ResumableLoader(loader) for a DataLoader, or an iterator or a loader "
-        f"with state_dict and load_state_dict, or get_state and set_state."
+        f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict. For "
+        f"a torch DataLoader: perdure.torch.ResumableLoader(loader)."
     )
 
 

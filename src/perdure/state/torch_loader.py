@@ -47,7 +47,8 @@ class ResumableLoader:
             and number of workers. The order of a sampler must be a function of the global generators,
             of its `generator`, and of the epoch that its `set_epoch` is called with.
         seed: Decides the order of every epoch and the random numbers of every batch. By default that
-            of the generator of `loader`, or else of `torch.manual_seed`; a restore then replaces it.
+            of the generator of `loader`, of its distributed sampler, or else of `torch.manual_seed`;
+            a restore then replaces it.
 
     Raises:
         DataError: `loader` is something else, or has an `IterableDataset`, a state of its own or
@@ -59,11 +60,7 @@ class ResumableLoader:
         self._loader = loader
         self._has_own_seed = seed is not None
         if seed is None:
-            seed = (
-                torch.initial_seed()
-                if loader.generator is None
-                else loader.generator.initial_seed()
-            )
+            seed = _default_seed(loader)
         self._seed = seed % 2**63
         self._epoch = self._batch = self._step = 0
         self._digest = ""
@@ -332,6 +329,14 @@ def _check(loader: Any) -> None:
             "in_order=False gives the batches in an order that depends on time, so that no position is "
             "reached again. Use in_order=True."
         )
+
+
+def _default_seed(loader: DataLoader[Any]) -> int:
+    if loader.generator is not None:
+        return loader.generator.initial_seed()
+    if _rank(loader)[1] > 1:  # the same in all ranks, which `torch.manual_seed` may not be
+        return getattr(loader.sampler, "seed", 0)
+    return torch.initial_seed()
 
 
 def _rank(loader: DataLoader[Any]) -> tuple[int, int]:

@@ -221,6 +221,7 @@ RESUMED = {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
     },
     "STRATEGIES.md": {"runs/jax", "runs/torch", "runs/digits"},
+    "TORCH.md": {"runs/torch", "runs/amp"},
 }
 
 

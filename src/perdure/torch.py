@@ -1,4 +1,4 @@
-"""For users of PyTorch: strategies, metrics, losses, and gradients as values.
+"""For users of PyTorch: data loaders, strategies, metrics, losses, and gradients as values.
 
 Inside the package this module is `perdure.torch`; `import torch` still means the framework.
 """
@@ -32,6 +32,7 @@ try:
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
     )
+    from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
     raise missing_extra("torch", error) from error
 
@@ -44,6 +45,7 @@ __all__ = [
     "PerRank",
     "PerReplica",
     "ReduceOp",
+    "ResumableLoader",
     "apply_gradients",
     "compute_average_loss",
     "get_replica_context",

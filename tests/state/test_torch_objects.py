@@ -174,38 +174,6 @@ def test_an_integer_learning_rate_and_its_scheduler_resume() -> None:
     assert bits({**resumed.state(), "s": other}) == bits({**whole.state(), "s": schedule})
 
 
-SCHEDULERS: dict[str, Any] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
-    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
-        o, 2
-    ),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-        [2],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_resumes(name: str) -> None:
-    def make(seed: int) -> dict[str, Any]:
-        problem = Problem("SGD", torch.float32, seed, lr=0.5, momentum=0.9)
-        return {"optimizer": problem.optimizer, "schedule": SCHEDULERS[name](problem.optimizer)}
-
-    old, new = make(1), make(2)
-    for _ in range(3):
-        old["optimizer"].step()
-        old["schedule"].step()
-    restore(new, snapshot(old))
-    for state in (old, new):
-        state["optimizer"].step()
-        state["schedule"].step()
-    assert bits(new) == bits(old)
-
-
 def test_an_optimizer_that_changes_a_stored_setting_is_refused() -> None:
     class OwnRate(torch.optim.SGD):
         def load_state_dict(self, state_dict: Any) -> None:

@@ -15,6 +15,7 @@ from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
+from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
 
@@ -55,6 +56,7 @@ class TorchState:
             return None
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
+        check_in_use(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         octets = plain.reshape(-1).view(torch.uint8).numpy()
         data = octets.data if octets.size else memoryview(b"")
@@ -75,7 +77,9 @@ class TorchState:
             target = torch.nn.Parameter(target, requires_grad=like.requires_grad)
         elif like.requires_grad:
             target.requires_grad_()
-        return target if type(target) is type(like) else target.as_subclass(type(like))
+        target = target if type(target) is type(like) else target.as_subclass(type(like))
+        remember(like, target)
+        return target
 
     def variable(self, value: Any) -> Stateful | None:
         """A parameter or other trained tensor: the optimizer that steps it refers to this object."""
@@ -97,6 +101,11 @@ class TorchState:
         if isinstance(value, torch.Generator):
             return Node(
                 [("", value.get_state())], lambda new: value.set_state(new[0]), in_place=True
+            )
+        if isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict"):
+            raise UnsupportedLeafError(
+                "a DataLoader has no position. Save `perdure.torch.ResumableLoader(loader)`, and "
+                "iterate that instead of the loader."
             )
         return None
 

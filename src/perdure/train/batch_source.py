@@ -35,7 +35,7 @@ class IteratorBatchSource(BatchSource):
 
     stateful = True
 
-    def __init__(self, iterator: Iterator[Any], recipe: Mapping[str, Any]) -> None:
+    def __init__(self, iterator: Any, recipe: Mapping[str, Any]) -> None:
         super().__init__(self._next, recipe)
         self._iterator = iterator
         self._before: Any = None
@@ -52,17 +52,42 @@ class IteratorBatchSource(BatchSource):
         if is_positioned(self._iterator):
             reposition(self._iterator, state)
         else:
-            self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
+            self._iterator.load_state_dict(state)
 
     def _position(self) -> Any:
         if is_positioned(self._iterator):
             return position(self._iterator)
-        return self._iterator.state_dict()  # type: ignore[attr-defined]
+        return self._iterator.state_dict()
 
     def _next(self, step: int) -> Any:
         if self._before is None:
             self._before = self._position()
         return next(self._iterator)
+
+
+class LoaderBatchSource(IteratorBatchSource):
+    """Batches from a loader with a position, one pass over which is an epoch; the next one follows."""
+
+    def __init__(self, loader: Any, recipe: Mapping[str, Any]) -> None:
+        super().__init__(loader, recipe)
+        self._epoch: Iterator[Any] | None = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self._epoch = None
+        super().load_state_dict(state)
+
+    def _next(self, step: int) -> Any:
+        if self._before is None:
+            self._before = self._position()
+        for _ in range(
+            3
+        ):  # the rest of this epoch, which may be empty; two empty epochs end the data
+            if self._epoch is None:
+                self._epoch = iter(self._iterator)
+            for batch in self._epoch:
+                return batch
+            self._epoch = None
+        raise StopIteration
 
 
 def open_source(data: Any, strategy: Any = None) -> BatchSource:
@@ -71,8 +96,8 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     Args:
         data: A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
             distributed dataset, a function of the step, a sequence of batches (which starts again at
-            its end), or an iterator with a position. Without a strategy also Grain's `MapDataset` and
-            `IterDataset` of batches.
+            its end), a loader with `state_dict` (likewise), or an iterator with a position. Without a
+            strategy also Grain's `MapDataset` and `IterDataset` of batches.
         strategy: The strategy that the steps run under, or None.
 
     Raises:
@@ -100,19 +125,22 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         return BatchSource(lambda step: data[step % count], {**strategy_recipe, "batches": count})
     if callable(data) and not isinstance(data, Iterable):
         return BatchSource(data, strategy_recipe)
+    if isinstance(data, Iterable) and not isinstance(data, Iterator) and _has_state(data):
+        return LoaderBatchSource(data, strategy_recipe)
     iterator = iter(data) if isinstance(data, Iterable) else data
-    if is_positioned(iterator) or (
-        hasattr(iterator, "__next__")
-        and hasattr(iterator, "state_dict")
-        and hasattr(iterator, "load_state_dict")
-    ):
+    if is_positioned(iterator) or (hasattr(iterator, "__next__") and _has_state(iterator)):
         return IteratorBatchSource(iterator, strategy_recipe)
     raise DataError(
         f"expected data whose position can be restored after an interruption, found a "
         f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset addressed by step "
         f"(perdure.ArrayDataset, anything with batch(step)), a function of the step, a list of "
-        f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict."
+        f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict. For "
+        f"a torch DataLoader: perdure.torch.ResumableLoader(loader)."
     )
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _grain_batch(data: Any, step: int) -> Any:

@@ -1,0 +1,370 @@
+"""A `ResumableLoader` gives the bits of an uninterrupted run from any batch on, with any workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from perdure import CheckpointManager
+from perdure.errors import DataError, StateError
+from perdure.state import flatten, process_random
+from perdure.torch import ResumableLoader
+
+EXAMPLES, EPOCHS = 11, 3
+
+
+@pytest.fixture(autouse=True)
+def _generators_stay() -> Iterator[None]:
+    before = process_random.encode(process_random.capture())
+    yield
+    for name, state in before.items():
+        process_random.restore_generator(name, state)
+
+
+class Noisy(Dataset[Any]):
+    """Examples with noise from every generator that a transform may draw from."""
+
+    def __init__(self, length: int = EXAMPLES) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        noise = [random.gauss(0, 1), np.random.normal(), torch.rand(()).item()]  # noqa: NPY002
+        return torch.tensor([index, torch.initial_seed() % 2**40, *noise], dtype=torch.float64)
+
+
+def mixed(examples: list[torch.Tensor]) -> torch.Tensor:
+    """A `collate_fn` that draws as well."""
+    return torch.cat([torch.stack(examples).reshape(-1), torch.rand(1, dtype=torch.float64)])
+
+
+def loader(workers: int = 0, **options: Any) -> ResumableLoader:
+    if "batch_sampler" not in options:
+        options = {"batch_size": 4, **options}
+        options["shuffle"] = options.get("shuffle", "sampler" not in options)
+    torch.manual_seed(5)
+    dataset = options.pop("dataset", Noisy())
+    collate = None if options.get("batch_size", 1) is None else mixed
+    return ResumableLoader(DataLoader(dataset, num_workers=workers, collate_fn=collate, **options))
+
+
+def batches(data: ResumableLoader) -> list[bytes]:
+    """The batches up to the end."""
+    return until(data, -1)[0]
+
+
+def until(data: ResumableLoader, stop: int) -> tuple[list[bytes], dict[str, Any]]:
+    """`stop` batches, and the position in the loop that has received the last one."""
+    received: list[bytes] = []
+    for _ in range(data.epoch, EPOCHS):
+        for batch in data:
+            received.append(batch.numpy().tobytes())
+            torch.rand(2)  # of the program, such as dropout
+            if len(received) == stop:
+                return received, data.state_dict()
+        received.append(b"end of an epoch")
+    return received, data.state_dict()
+
+
+def resumed(state: dict[str, Any], make: Callable[[], ResumableLoader]) -> ResumableLoader:
+    data = make()
+    torch.manual_seed(77)  # a resumed process has drawn other numbers
+    data.load_state_dict(state)
+    assert data.state_dict() == state
+    return data
+
+
+def test_workers_and_interruptions_change_no_bit() -> None:
+    whole = batches(loader())
+    for workers, options in [(1, {}), (2, {}), (2, {"persistent_workers": True})]:
+        data = loader(workers, **options)
+        first, position = until(data, 5)  # three batches, an end, and the workers are ahead
+        assert (position["epoch"], position["batch"]) == (1, 1)
+        for others in (0, 1):
+            assert first + batches(resumed(position, lambda n=others: loader(n))) == whole
+        more, position = until(data, 1)  # in the same process, after a break
+        assert first + more + batches(resumed(position, loader)) == whole
+
+
+def test_control_a_plain_loader_does_not_continue() -> None:
+    plain = loader()._loader
+    whole = [batch.numpy().tobytes() for _ in range(EPOCHS) for batch in plain]
+    plain = loader()._loader
+    first = next(iter(plain)).numpy().tobytes()
+    assert [first, *(batch.numpy().tobytes() for batch in plain)] != whole[:4]
+
+
+class Weights(Sampler[int]):
+    """A sampler of a user's, which draws from the global generators at every index."""
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(EXAMPLES):
+            yield int(random.random() * EXAMPLES / 2 + torch.rand(()).item() * EXAMPLES / 2)
+
+
+def own() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": lambda: {"shuffle": False},
+    "drop_last": lambda: {"drop_last": True},
+    "generator": lambda: {"generator": own()},
+    "replacement": lambda: {"sampler": RandomSampler(Noisy(), True, 40, generator=own())},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([0.5, 0.2, 0.1], 11)},
+    "subset": lambda: {"sampler": SubsetRandomSampler([4, 2, 7, 9, 1, 0], generator=own())},
+    "own sampler": lambda: {"sampler": Weights()},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(Weights(), 3, False)},
+    "list of batches": lambda: {"batch_sampler": [[0, 1], [2], [3, 4, 5]]},
+    "no batches": lambda: {"batch_size": None},
+    "rank 0": lambda: {"sampler": DistributedSampler(Noisy(), 2, 0, seed=9)},
+    "rank 1": lambda: {"sampler": DistributedSampler(Noisy(), 2, 1, seed=9)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sampler_continues_and_no_finished_batch_is_read_again(kind: str) -> None:
+    make = lambda: loader(dataset=Noisy(), **KINDS[kind]())  # noqa: E731
+    whole = batches(make())
+    length = len(make())
+    for stop in (1, length - 1, length, length + 2):
+        data = make()
+        first, position = until(data, stop)
+        again = resumed(position, make)
+        assert first + batches(again) == whole
+        assert data.dataset.read + again.dataset.read == _read(make)
+
+
+def _read(make: Callable[[], ResumableLoader]) -> list[int]:
+    data = make()
+    batches(data)
+    return data.dataset.read
+
+
+def test_epochs_and_ranks_differ_and_all_ranks_have_one_state() -> None:
+    plain = [DataLoader(Noisy(), 4, collate_fn=mixed, **KINDS[f"rank {i}"]()) for i in (0, 1)]
+    data = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)  # as many programs do
+        data.append(ResumableLoader(plain[rank]))
+    drawn = [batches(part) for part in data]
+    numbers = [np.frombuffer(batch) for part in drawn for batch in part if len(batch) > 16]
+    seeds = {float(batch[1]) for batch in numbers}
+    assert len(seeds) == len(numbers) == 2 * EPOCHS * len(data[0])
+    assert data[0].state_dict() == data[1].state_dict()
+    orders = [tuple(batch[:-1:5]) for batch in numbers]
+    assert len(set(orders)) == len(orders)
+
+
+def test_the_generators_of_the_program_are_not_touched() -> None:
+    generator = own()
+    data = loader(generator=generator)
+    before = process_random.encode(process_random.capture()), generator.get_state().tolist()
+    assert len(list(data)) == 3
+    assert before == (
+        process_random.encode(process_random.capture()),
+        generator.get_state().tolist(),
+    )
+
+
+def trained(directory: Path, seed: int, stop: int, workers: int) -> tuple[list[bytes], list[int]]:
+    """A loop with dropout and a scheduler, which saves after every step; `stop` kills it."""
+    random.seed(seed)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    noisy = Noisy()
+    plain = DataLoader(noisy, batch_size=4, shuffle=True, num_workers=workers)
+    data = ResumableLoader(plain)
+    members = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data}
+    with CheckpointManager(directory, max_to_keep=None) as manager:
+        state, step = manager.restore_or_initialize(members)
+        for _ in range(data.epoch, 2):
+            for batch in data:
+                optimizer.zero_grad()
+                model(batch[:, 2:].float()).square().mean().backward()
+                optimizer.step()
+                step += 1
+                manager.save(step, state)
+                if step == stop:
+                    break
+            if step == stop:
+                break
+            scheduler.step()  # not part of what was saved after the last batch
+    values = [*model.parameters(), torch.tensor(scheduler.get_last_lr())]
+    return [value.detach().numpy().tobytes() for value in values], noisy.read
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # after a resume at an end
+def test_a_loop_that_is_killed_within_an_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, read = trained(tmp_path / "whole", 1, -1, 0)
+    for stop, workers in [(2, 2), (3, 0)]:  # the third batch ends an epoch
+        trained(tmp_path / str(stop), 1, stop, workers)
+        bits, again = trained(tmp_path / str(stop), 2, -1, 0)
+        assert bits == whole
+        assert again == read[4 * stop - stop // 3 :]
+
+
+def test_loops_that_end_with_the_shorter_loader_begin_the_next_epoch_of_both() -> None:
+    def pairs(one: ResumableLoader, other: ResumableLoader, stop: int = 0) -> list[bytes]:
+        received: list[bytes] = []
+        for _ in range(one.epoch, EPOCHS):
+            for pair in zip(one, other, strict=False):  # asks `other` for no batch after its last
+                received.append(b"".join(batch.numpy().tobytes() for batch in pair))
+                if len(received) == stop:
+                    return received
+        return received
+
+    whole = pairs(loader(), loader(shuffle=False))
+    assert len(whole) == EPOCHS * len(loader())
+    for stop in (1, 3, 4):
+        one, other = loader(), loader(shuffle=False)
+        first = pairs(one, other, stop)
+        others = resumed(one.state_dict(), loader), loader(shuffle=False)
+        others[1].load_state_dict(other.state_dict())
+        assert first + pairs(*others) == whole
+
+
+def test_set_epoch_leaves_an_epoch_early_and_keeps_a_position_within_it() -> None:
+    data = loader()
+    first = next(iter(data))
+    data.set_epoch(0)
+    second = next(iter(data))
+    assert data.batch == 2
+    data.set_epoch(1)
+    assert (data.epoch, data.batch) == (1, 0)
+    whole = batches(loader())
+    assert [first.numpy().tobytes(), second.numpy().tobytes()] == whole[:2]
+    assert batches(data) == whole[4:]
+
+
+def test_attributes_are_those_of_the_loader() -> None:
+    data = loader()
+    assert len(data.dataset) == EXAMPLES
+    assert data.batch_size == 4
+    assert len(data) == 3
+    with pytest.raises(AttributeError):
+        _ = data.missing
+
+
+def test_a_second_loop_over_the_loader_ends_the_first() -> None:
+    data = loader()
+    first = iter(data)
+    next(first)
+    next(iter(data))
+    with pytest.raises(DataError, match="another loop"):
+        next(first)
+    assert (data.epoch, data.batch) == (0, 2)
+
+
+def test_a_dataset_of_another_length_is_refused_at_the_restore(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"data": loader()})
+        manager.wait_until_finished()
+        longer = loader(dataset=Noisy(12))
+        with pytest.raises(StateError, match=r"data.*examples: expected 11.*found 12"):
+            manager.restore(like={"data": longer})
+        smaller = loader(batch_size=2)
+        with pytest.raises(StateError, match=r"batches_per_epoch: expected 3.*found 6"):
+            manager.restore(like={"data": smaller})
+        assert (smaller.epoch, smaller.batch) == (0, 0)
+
+
+def test_a_given_seed_must_be_that_of_the_checkpoint() -> None:
+    plain = DataLoader(Noisy(), shuffle=True)
+    state = ResumableLoader(plain, seed=1).state_dict()
+    with pytest.raises(DataError, match="seed: expected 1"):
+        ResumableLoader(plain, seed=2).load_state_dict(state)
+    torch.manual_seed(8)
+    derived = ResumableLoader(plain)
+    derived.load_state_dict(state)
+    assert derived.state_dict()["seed"] == 1
+
+
+@pytest.mark.parametrize("other", [[3, 2, 1], [1, 3, 2], [2, 1, 3]], ids=str)
+def test_another_order_than_before_the_interruption_is_refused(other: list[int]) -> None:
+    data = loader(sampler=[1, 2, 3], batch_size=1)
+    first, position = until(data, 2)
+    changed = loader(sampler=other, batch_size=1)
+    changed.load_state_dict(position)
+    with pytest.raises(DataError, match="used before the interruption, found other indices"):
+        next(iter(changed))
+    same = loader(sampler=[1, 2, 3], batch_size=1)
+    same.load_state_dict(position)
+    assert len(first) + len(list(same)) == 3
+
+
+def test_a_sampler_that_became_shorter_is_refused() -> None:
+    sampler = SequentialSampler(range(3))
+    data = loader(sampler=sampler, batch_size=1)
+    for _ in range(3):
+        data._batch += 1  # as in a checkpoint of a longer sampler
+    sampler.data_source = range(2)
+    with pytest.raises(DataError, match="found only 2 batches"):
+        next(iter(data))
+
+
+class Drifting(Sampler[int]):
+    """A sampler with a generator that nobody can seed."""
+
+    def __init__(self) -> None:
+        self.numbers = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers.permutation(EXAMPLES).tolist())
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Positioned(DataLoader[Any]):
+    """A loader with a state of its own, as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_loader_that_cannot_be_resumed_is_refused() -> None:
+    with pytest.raises(DataError, match="another order when it is iterated again"):
+        next(iter(loader(sampler=Drifting())))
+    with pytest.raises(DataError, match="IterableDataset Stream"):
+        ResumableLoader(DataLoader(Stream()))
+    with pytest.raises(DataError, match="in_order"):
+        ResumableLoader(DataLoader(Noisy(), in_order=False))
+    with pytest.raises(DataError, match="a state of its own"):
+        ResumableLoader(Positioned(Noisy()))
+    with pytest.raises(StateError, match=r"a: a DataLoader has no position.*ResumableLoader"):
+        flatten({"a": DataLoader(Noisy())})
+    with pytest.raises(DataError, match="expected a torch DataLoader"):
+        ResumableLoader([1, 2])  # pyright: ignore[reportArgumentType]

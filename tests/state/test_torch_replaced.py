@@ -1,0 +1,56 @@
+"""A program that goes on with the tensor from before a restore gets an error at its next save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from perdure import CheckpointManager
+from perdure.errors import StateError
+from perdure.state import restore, snapshot
+
+
+def test_the_buffers_of_a_module_in_a_dict_are_not_saved_stale(tmp_path: Path) -> None:
+    module = torch.nn.BatchNorm1d(2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"module": module, "buffers": dict(module.named_buffers())})
+        module = torch.nn.BatchNorm1d(2)
+        members = {"module": module, "buffers": dict(module.named_buffers())}
+        state = manager.restore(like=members).state
+        assert manager.save(2, state)  # equal bits until the module changes its buffers
+        module(torch.ones(3, 2))
+        with pytest.raises(StateError, match=r"buffers/running_mean: .*has changed the tensor"):
+            manager.save(3, state)
+        assert manager.save(3, members)
+
+
+def test_a_tensor_that_an_optimizer_steps_is_not_saved_stale() -> None:
+    saved = snapshot({"w": torch.zeros(3)})
+    w = torch.ones(3)
+    optimizer = torch.optim.SGD([w], 0.5)
+    state = restore({"w": w}, saved)
+    w.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(StateError, match=r"w: .*returned a new tensor"):
+        snapshot(state)
+    w = torch.ones(3, requires_grad=True)  # restored in place
+    assert restore({"w": w}, saved)["w"] is w
+
+
+def test_programs_that_use_what_the_restore_returned_are_left_alone() -> None:
+    like = {"w": torch.ones(3), "constant": torch.ones(2)}
+    saved = snapshot({"w": torch.zeros(3), "constant": torch.ones(2)})
+    state = restore(like, saved)
+    like["w"].add_(1)  # memory that the program uses for something else
+    state["w"].add_(1)
+    snapshot(state)
+    state = {**restore(like, saved)}
+    like["w"].add_(1)
+    state["w"] = state["w"] + 1
+    snapshot(state)
+    like["constant"].copy_(torch.ones(2))
+    snapshot(state)
+    other = restore(like, saved)  # two restores are two values
+    assert other["w"].tolist() != state["w"].tolist()

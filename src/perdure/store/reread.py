@@ -3,9 +3,10 @@
 A save neither writes nor reads the chunks that earlier saves wrote. So each save, after its commit,
 reads a part of them: it continues through the leaves of its checkpoint, in the order of their
 paths, where the save before stopped, for 1/PASS_SAVES of the bytes of the state, and reads the
-chunks there that other saves wrote. Every shared chunk is read again within PASS_SAVES saves of a process,
-for less than 1/PASS_SAVES of the bytes of a save. The first save of a process begins at a place that its
-step decides, so that runs which are restarted often do not read the same leaves over and over.
+chunks there that other saves wrote. Every shared chunk is read again within PASS_SAVES saves of a
+process, for less than 1/PASS_SAVES of the bytes of a save. The first save of a process begins at a
+place that its step decides, so that runs which are restarted often do not read the same leaves over
+and over.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
@@ -26,6 +29,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
         click.echo(line.rstrip())
+
+
+def report(text: str) -> None:
+    """Print a message on the standard error, which nobody may be able to read."""
+    lines = "\n".join(printable(line) for line in text.split("\n"))
+    with suppress(OSError):
+        click.echo(f"perdure: {lines}", err=True)
+
+
+def discard_unwritten() -> bool:
+    """Whether the standard output holds text that cannot be written; it is discarded.
+
+    Otherwise Python would try again when it exits, and change the exit status to 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        return True
+    return False
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -99,8 +99,8 @@ class Console:
             elif missing and stream is self._out:
                 self._write(
                     self._err,
-                    f"perdure: {missing} bytes of the standard output are not printed, because nobody "
-                    "read them; the logs have them\n",
+                    f"perdure: up to {missing} bytes of the standard output are not printed, because "
+                    "nobody read them; the logs have them\n",
                 )
 
     def _end_open_line(self) -> None:

@@ -60,8 +60,14 @@ class OutputWriter:
             return self._size >= QUEUE_BYTES and not self._is_dropping and self._is_read()
 
     def flush(self, deadline: float) -> int:
-        """Wait while the reader reads, until `deadline`; returns how many bytes it does not get."""
+        """Wait until all is written or the reader does not read, at most until `deadline`.
+
+        Returns:
+            How many bytes the reader does not get.
+        """
         with self._changed:
+            if self._size:
+                self._taken = time.monotonic()  # the reader may begin to read now
             while self._size and self._is_read() and time.monotonic() < deadline:
                 self._changed.wait(0.05)
             return self._size + self._dropped

@@ -73,7 +73,9 @@ class Attempt:
         self._is_held = is_held
         self._selector = selectors.DefaultSelector()
         self._exits = selectors.DefaultSelector()
+        # When the workers were last looked at: on the clock of this process, and on `clock`.
         self._looked: float | None = None
+        self._now = -math.inf
         self._stopped: dict[Worker, float] = {}
         # Newest step and when it was finished, step at the start, first new step and its time.
         self._steps: dict[Worker, tuple[int, float]] = {}
@@ -188,12 +190,13 @@ class Attempt:
 
     def _skip_unwatched(self, held: bool) -> None:
         """Leave out the time since the last call if nobody could watch the workers in it."""
+        self._now = self._clock()
         before, self._looked = self._looked, time.monotonic()
         if before is None:
             return
-        seconds, now = self._looked - before, self._clock()
+        seconds = self._looked - before
         if held or seconds > self._options.poll + SUSPENDED_S:
-            self._silence.skip(now - seconds, now)
+            self._silence.skip(self._now - seconds, self._now)
             if self._deadline is not None:
                 self._deadline += seconds
 
@@ -242,7 +245,7 @@ class Attempt:
             worker, status = failed[0]
             self._failed_exit = f" (worker {worker.index}: {_describe_status(status or 0)})"
             self._deadline = min(self._deadline, self._clock() + FAILED_EXIT_S)
-        if self._deadline is not None and self._clock() >= self._deadline:
+        if self._deadline is not None and self._now >= self._deadline:
             return self._late(statuses, passed)
         return self._find_silent()
 
@@ -284,7 +287,7 @@ class Attempt:
         return AttemptEnd(kind, cause, worker)
 
     def _find_silent(self) -> AttemptEnd | None:
-        now, limits = self._clock(), self._options.limits
+        now, limits = self._now, self._options.limits
         if now - self._checked >= min(STOPPED_CHECK_S, limits.stopped / 4):
             self._checked = now
             for worker in self.workers:

@@ -10,7 +10,7 @@ MOST = 2**63
 
 
 def has_type(value: object, hint: Any) -> bool:
-    """Whether `value` is a `hint`, such as `int | None` or `dict[str, float]`; a list is a tuple, too."""
+    """Whether `value` is a `hint`, such as `int | None`, `dict[str, float]`; a list is a tuple, too."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return any(has_type(value, argument) for argument in arguments)

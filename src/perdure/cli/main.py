@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from perdure import __version__, heartbeats
-from perdure.cli.output import discard_unwritten, report
+from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import NotARunError, PerdureError, StepNotFoundError
 
 COMMANDS = (
@@ -46,8 +46,9 @@ class _Commands(click.Group):
             return self._invoke(ctx)
         except OSError as error:
             # click ends a command whose reader has gone (`| head`) by itself.
-            if error.errno == errno.EPIPE or not discard_unwritten():
+            if error.errno == errno.EPIPE or not is_output_error(error):
                 raise
+            discard_unwritten()
             report(f"the standard output cannot be written: {error}")
             ctx.exit(1)
 

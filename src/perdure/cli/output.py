@@ -38,19 +38,21 @@ def report(text: str) -> None:
         click.echo(f"perdure: {lines}", err=True)
 
 
-def discard_unwritten() -> bool:
-    """Whether the standard output holds text that cannot be written; it is discarded.
+def is_output_error(error: OSError) -> bool:
+    """Whether `error` was raised by printing, and by nothing else that a command does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("click", "rich")
 
-    Otherwise Python would try again when it exits, and change the exit status to 120.
-    """
-    try:
-        sys.stdout.flush()
-    except OSError:
+
+def discard_unwritten() -> None:
+    """Discard what the standard output holds: Python would try again at its exit, and exit with 120."""
+    with suppress(OSError, ValueError):  # the stream may have no file
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        return True
-    return False
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,11 +67,14 @@ def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
     assert json.loads(perdure("show", tmp_path, 3, "--json").output)["metrics"] == many
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_full_standard_output_is_one_line_and_no_traceback(run: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(("options", "unbuffered"), [([], ""), (["--json"], ""), ([], "1")])
+def test_a_full_standard_output_is_one_line_and_no_traceback(
+    run: Path, options: list[str], unbuffered: str
+) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "perdure.cli", "ls", *options, str(run)],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--storage", help="where Ray keeps its records (default: ~/ray_results)")
     options, rest = parser.parse_known_args()
+    if rest[:1] == ["--"]:  # argparse keeps it before the first unknown argument
+        rest = rest[1:]
     # Ray calls the loop in another directory.
     run = options.run if "://" in options.run else os.path.abspath(options.run)
     JaxTrainer(

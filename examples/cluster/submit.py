@@ -3,6 +3,8 @@
     python submit.py --workers 4 --minutes 240 -- python train.py /shared/runs/mine
     python submit.py --cluster local --workers 2 -- python train.py runs/mine
 
+The command runs in the directory of the submission: here, that of train.py.
+
 submitit sends SIGUSR2 before the time limit and calls `checkpoint`, which passes it on as the SIGTERM
 that perdure listens to, and hands back what to submit next: the same command, which resumes from there.
 """

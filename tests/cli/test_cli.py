@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,24 @@ def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
     assert "metric       accuracy = not finite" in shown
     assert "metric" not in perdure("show", tmp_path, 1).output
     assert json.loads(perdure("show", tmp_path, 3, "--json").output)["metrics"] == many
+
+
+@pytest.mark.parametrize(("options", "unbuffered"), [([], ""), (["--json"], ""), ([], "1")])
+def test_a_full_standard_output_is_one_line_and_no_traceback(
+    run: Path, options: list[str], unbuffered: str
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure.cli", "ls", *options, str(run)],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "perdure: the standard output cannot be written: [Errno 28] No space left on device\n"
+    )
 
 
 def test_ls_reports_a_damaged_manifest(run: Path) -> None:

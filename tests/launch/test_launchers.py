@@ -7,12 +7,14 @@ Train is proved by `make proof-drill`: it is too large for the environment of th
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +130,10 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(job: Path, undisturbed: str) -> 
 
 @pytest.mark.parametrize(
     ("status", "crashes", "requeued"),
-    [(0, 0, False), (1, 0, True), (1, 9, True), (1, 10, False), (75, 0, True), (75, 10, True)],
+    [
+        *[(0, 0, False), (1, 0, True), (1, 9, True), (1, 10, False), (75, 0, True), (75, 10, True)],
+        (2, 0, False),  # a program that is not there, or wrong arguments
+    ],
 )
 def test_what_slurm_is_asked_for(
     job: Path, monkeypatch: pytest.MonkeyPatch, status: int, crashes: int, requeued: bool
@@ -211,6 +216,28 @@ def test_another_recipe_ends_with_other_bits(tmp_path: Path, undisturbed: str) -
         [*program, "--steps", str(STEPS), "--replicas", "4"], timeout=LIMIT_S, check=True
     )
     assert Run(tmp_path / "run").manifest(STEPS).fingerprint != undisturbed
+
+
+@pytest.mark.parametrize("given", [["--", "--steps", "20"], ["--steps", "20"]])
+def test_the_arguments_after_dashes_reach_the_program_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    """Ray is played by modules that note what they are given."""
+    calls: list[Any] = []
+    trainer = SimpleNamespace(fit=lambda: None)
+    played = SimpleNamespace(
+        FailureConfig=dict,
+        RunConfig=dict,
+        ScalingConfig=dict,
+        JaxConfig=dict,
+        JaxTrainer=lambda *_, **options: calls.append(options) or trainer,
+    )
+    for name in ("ray", "ray.train", "ray.train.v2", "ray.train.v2.jax", "perdure.ray"):
+        monkeypatch.setitem(sys.modules, name, played)
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", str(tmp_path), "--workers", "2", *given])
+    runpy.run_path(str(EXAMPLE / "ray_train.py"), run_name="__main__")
+    arguments = calls[0]["train_loop_config"]["arguments"]
+    assert arguments == [str(tmp_path), "--steps", "20"]
 
 
 # ---------------------------------------------------------------- Kubernetes

@@ -185,7 +185,7 @@ def test_a_compiled_module_resumes_as_a_plain_one_and_back() -> None:
     def make(seed: int, compiled: bool) -> dict[str, Any]:
         torch.manual_seed(seed)
         module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-        run = torch.compile(module, backend="eager") if compiled else module
+        run: Any = torch.compile(module, backend="eager") if compiled else module
         return {"m": run, "o": torch.optim.SGD(run.parameters(), 0.1, momentum=0.9)}
 
     def step(state: dict[str, Any]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ import pytest
 from full_disk import FullDisk
 from supervised import LoopObserver, Run, cli
 
+from perdure.supervise import RunOptions, Supervisor, output_writer
 from perdure.supervise.console import Console
+from perdure.supervise.output_writer import OutputWriter
 from perdure.supervise.worker import LINE_BYTES, READ_BYTES
 from perdure.supervise.worker_group import WorkerGroup
 from perdure.supervise.worker_log import WorkerLog
@@ -148,6 +154,155 @@ def test_a_stream_that_is_closed_in_the_middle_ends_nothing() -> None:
     assert err.getvalue().count("the lines of the workers cannot be written any more") == 1
 
 
+def test_text_for_people_has_no_raw_escapes() -> None:
+    err = io.StringIO()
+    Console(io.StringIO(), err).message("logs in \x1b[2J\x07")
+    assert err.getvalue() == "perdure: logs in \\x1b[2J\\x07\n"
+
+
+# ---------------------------------------------------------------- readers that do not read
+
+LINES = "".join(f"{number:07}\n" for number in range(20_000))  # many times what a pipe holds
+WRITES = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+from perdure import heartbeat
+heartbeat(0, "compile"), heartbeat(1)
+data = "".join(f"{number:07}\\n" for number in range(20_000)).encode()
+while data:
+    data = data[os.write(1, data):]
+END
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("heartbeat(2)", 1, "no heartbeat for"),
+        ("os.kill(os.getppid(), signal.SIGTERM)", 75, "the workers have saved and exited"),
+    ],
+)
+def test_a_standard_output_that_nobody_reads_holds_nothing_up(
+    end: str, status: int, reason: str
+) -> None:
+    """A hang and a signal are noticed, and what was written is printed once somebody reads."""
+    limits = ["--limit", "step=3", "--max-restarts", "0", "--log-dir", "logs"]
+    run = cli(*limits, code=WRITES.replace("END", end))
+    assert run.stdout is not None
+    assert run.stderr is not None
+    said = ""
+    while "logs in logs" not in said:
+        said += (line := run.stderr.readline())
+        assert line, said
+    assert reason in said
+    printed = "".join(line.removeprefix("[0] ") for line in run.stdout)
+    assert printed == Path("logs/attempt-1-worker-0.log").read_text()
+    assert printed == LINES
+    assert run.wait() == status
+    run.communicate()
+
+
+def test_text_that_nobody_reads_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_writer, "QUEUE_BYTES", 2**16)
+    monkeypatch.setattr(output_writer, "PATIENCE_S", 0.0)
+    read, write = os.pipe()
+    writer = OutputWriter()
+    for line in LINES.splitlines(keepends=True):
+        writer.write(write, line.encode())
+    assert writer.flush(time.monotonic() + 1000) > 0
+    printed = b""
+    while b"the logs have them\n" not in printed:
+        printed += os.read(read, 2**16)
+    writer.write(write, b"after\n")
+    while not printed.endswith(b"after\n"):
+        printed += os.read(read, 2**16)
+    match = re.fullmatch(
+        r"(.*)\nperdure: (\d+) bytes are missing here, because nobody read this output; the logs have "
+        r"them\nafter\n",
+        printed.decode(),
+        re.DOTALL,
+    )
+    assert match is not None
+    assert LINES.startswith(match[1])
+    assert len(match[1]) + int(match[2]) == len(LINES)
+    assert int(match[2]) > 0
+    os.close(read)
+    os.close(write)
+
+
+class Held(Console):
+    """Starts to read only once the workers wait for the reader."""
+
+    fired = 0
+
+    def __init__(self, read: int, write: int) -> None:
+        super().__init__(io.TextIOWrapper(io.FileIO(write, "w")), io.StringIO())
+        self.printed = b""
+        self._reader = threading.Thread(target=self._read, args=[read])
+
+    def is_behind(self) -> bool:
+        behind = super().is_behind()
+        if behind and not self.fired:
+            self.fired += 1
+            self._reader.start()
+        return behind
+
+    def _read(self, read: int) -> None:
+        with io.FileIO(read) as file:
+            self.printed = file.readall()
+
+    def close(self) -> None:
+        self._out.close()
+        assert self.fired
+        self._reader.join()
+
+
+def test_workers_wait_for_a_reader_that_reads_and_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A worker is read by 1 MiB at most before the next look at the queue.
+    monkeypatch.setattr(output_writer, "QUEUE_BYTES", 2**21)
+    monkeypatch.setattr(output_writer, "PATIENCE_S", 1000.0)
+    console = Held(*os.pipe())
+    code = "import sys\nfor n in range(6000): sys.stdout.write(f'{n:0999}\\n')"
+    options = RunOptions(log_directory=Path("logs"), poll=0.01)
+    assert Supervisor([sys.executable, "-c", code], options, console=console).run().status == 0
+    console.close()
+    assert console.printed.decode() == "".join(f"[0] {n:0999}\n" for n in range(6000))
+
+
+def test_two_streams_on_one_file_keep_their_order() -> None:
+    with open("both", "a") as out, open("both", "a") as err:
+        console = Console(out, err)
+        for number in range(500):
+            console.line(0, f"{number}\n".encode())
+            console.message(str(number))
+        console.flush()
+    expected = "".join(f"[0] {number}\nperdure: {number}\n" for number in range(500))
+    assert Path("both").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "the lines of the workers cannot be written any more"),
+        (("--json",), "the report of the run cannot be written to the standard output"),
+    ],
+)
+def test_a_full_disk_under_the_standard_output_leaves_the_status(
+    options: tuple[str, ...], said: str
+) -> None:
+    code = WRITES.replace("END", "os.kill(os.getppid(), signal.SIGTERM)")
+    command = [sys.executable, "-m", "perdure.cli", "run", *options, sys.executable, "-c", code]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 75
+    assert run.stderr.count(said) == 1
+    assert "Traceback" not in run.stderr
+    assert "Exception ignored" not in run.stderr
+
+
 PREEMPTED_UNTIL = "import os; raise SystemExit(75 * (int(os.environ['PERDURE_ATTEMPT']) < UNTIL))"
 
 
@@ -209,6 +364,29 @@ class Blocks(LoopObserver):
     def started(self, worker: Any) -> None:
         super().started(worker)
         Path("logs/attempt-2-worker-0.log").mkdir(exist_ok=True)
+
+
+def test_a_log_that_was_removed_is_created_again() -> None:
+    said: list[str] = []
+    log = WorkerLog(Path("logs/worker.log"), said.append)
+    log.write(b"one\n")
+    shutil.rmtree("logs")
+    log.write(b"two\n")
+    log.close()
+    text = Path("logs/worker.log").read_text()
+    assert text == "\n[perdure: 4 bytes are missing here: the file was removed]\ntwo\n"
+    assert said == []
+
+
+def test_the_advice_fits_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    Path("file").touch()
+    WorkerLog(Path("file/worker.log"), said.append).write(b"one\n")
+    assert "(Not a directory)" in said[0]
+    assert "make file a directory that can be written" in said[0]
+    FullDisk(monkeypatch, "full.log", 0)
+    WorkerLog(Path("full.log"), said.append).write(b"one\n")
+    assert "free some space there" in said[1]
 
 
 def test_a_log_follows_no_link() -> None:

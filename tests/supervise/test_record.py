@@ -18,7 +18,7 @@ from perdure.cli import main
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Supervisor, supervisor
-from perdure.supervise.record import RecordedRun, RunRecord, read_record
+from perdure.supervise.record import RecordedRun, RunRecord, describe_process, read_record
 from perdure.supervise.worker import Worker
 
 RECORD = Path("logs/record.jsonl")
@@ -145,6 +145,8 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other() -> None:
         '{"event": "end", "run": [], "time": "x"}',
         "\x00\xff",
         '{"time": 1',
+        "[" * 100_000,
+        '{"event": "end", "run": "first", "time": "x", "status": 1' + "0" * 5000 + "}",
     ],
 )
 def test_a_line_that_is_no_event_is_counted(line: str) -> None:
@@ -154,6 +156,26 @@ def test_a_line_that_is_no_event_is_counted(line: str) -> None:
         file.write(line + "\n")
     runs, unreadable = read_record(path)
     assert ([run.name for run in runs], unreadable) == (["first"], 1)
+
+
+def test_a_record_that_is_a_pipe_is_waited_for_by_nobody() -> None:
+    Path("logs").mkdir()
+    os.mkfifo(RECORD)
+    run = Run("print('said')")
+    assert run.summary.status == 0
+    assert "the record of the run cannot be written" in run.err.getvalue()
+    assert status("logs").exit_code == 2
+
+
+def test_a_record_that_was_removed_is_begun_again() -> None:
+    said: list[str] = []
+    record = RunRecord(RECORD, "r", said.append)
+    record.add("start", pid=1)
+    RECORD.unlink()
+    RECORD.parent.rmdir()
+    record.add("end", status=0)
+    assert said == []
+    assert only_run().end["status"] == 0
 
 
 def test_a_record_follows_no_link() -> None:
@@ -225,6 +247,50 @@ def test_values_of_other_types_end_neither_a_run_nor_status() -> None:
     assert [run["state"] for run in document("logs")["runs"]] == ["ended", "unknown", "ended"]
 
 
+@pytest.mark.parametrize("name", ["host", "boot", "pid_namespace"])
+def test_only_the_same_kernel_and_container_can_tell_whether_a_run_is_alive(name: str) -> None:
+    """A process ID means another process on another host, after a restart, and in a container."""
+
+    def state(process: dict[str, Any]) -> str:
+        RECORD.unlink(missing_ok=True)
+        RunRecord(RECORD, "r", print).add("start", command=["x"], **process)
+        (row,) = document("logs")["runs"]
+        return row["state"]
+
+    process = describe_process(os.getpid())
+    assert all(process.values())
+    assert state(process) == "running"
+    assert state(process | {"process_start": 1}) == "lost"
+    value = process[name]
+    assert state(process | {name: value + 1 if isinstance(value, int) else "another"}) == "unknown"
+
+
+ODD = [None, True, [None], {"a": 1}, "\x1b[2J\ud800", float("nan"), 10**400]
+
+
+def test_no_value_in_a_record_ends_status_or_a_run() -> None:
+    Run(loop(FAULT))
+    lines = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    last_of_event = {line["event"]: number for number, line in enumerate(lines)}
+    for number in last_of_event.values():
+        for name in lines[number]:
+            odd = [*ODD, {"step": 10**400}, {"step": "long"}]
+            runs = [[line | {"run": f"run-{place}"} for line in lines] for place in range(len(odd))]
+            for run, value in zip(runs, odd, strict=True):
+                run[number][name] = value
+            # Runs of another program are only shown if they are the newest.
+            runs = runs[-3:] if name in ("command", "directory") else [*runs, lines]
+            RECORD.write_text("".join(json.dumps(line) + "\n" for run in runs for line in run))
+            for options in ([], ["--json"]):
+                result = status("logs", *options)
+                assert result.exit_code == 0, (number, name, result.exception)
+                assert "\x1b" not in result.output
+                if options:
+                    json.loads(result.output, parse_constant=pytest.fail)
+            for read in read_record(RECORD)[0]:
+                assert all(type(seconds) in (int, float) for seconds in read.longest.values())
+
+
 def test_status_shows_the_table_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(loop(FAULT))
     shown = status("logs").output
@@ -251,6 +317,16 @@ def test_status_says_what_it_expects() -> None:
     result = status("nowhere")
     assert result.exit_code == 2
     assert "expected the log directory of `perdure run`" in result.output
+
+
+def test_an_attempt_of_a_run_that_has_ended_has_ended() -> None:
+    """The supervisor ended by an error, so that the record has no end of the attempt."""
+    record = RunRecord(RECORD, "r", print)
+    record.add("start", command=["x"])
+    record.add("attempt", attempt=1, workers=1)
+    assert "has not ended" in status("logs").output
+    record.add("end", status=1, reason="LaunchError: no")
+    assert "has not ended" not in status("logs").output
 
 
 def test_status_prints_no_raw_escapes() -> None:

@@ -46,6 +46,20 @@ def test_a_given_limit_holds_as_given() -> None:
     assert hung_at(Silence(Limits(step=math.inf)), Process(0), beat(0), 1e5) == math.inf
 
 
+def test_time_without_a_watch_counts_as_no_silence() -> None:
+    silence, worker = Silence(Limits(step=60)), Process(0.0)
+    silence.skip(110, 130)
+    silence.skip(130, 150)
+    silence.skip(190, 195)
+    assert hung_at(silence, worker, beat(100, step=1)) == 61 + 40 + 5
+    assert hung_at(silence, worker, beat(140, step=1)) == 61 + 10 + 5
+    assert hung_at(silence, worker, beat(200, step=1)) == 61
+    measured = Silence(Limits())
+    measured.skip(110, 150)
+    measured.heard(worker, beat(100, step=1), beat(200, step=2))
+    assert measured.longest["step"] == 60
+
+
 def test_an_idle_worker_counts_as_hung_after_the_default_limit() -> None:
     for phase, limit in DEFAULT_S.items():
         expected = limit + 1 + WINDOW_S

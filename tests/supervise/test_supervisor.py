@@ -8,10 +8,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -369,6 +372,9 @@ def test_a_killed_supervisor_leaves_nobody_behind_and_can_be_started_again() -> 
         (signal.SIGTERM, "", 143),
         (signal.SIGINT, "", 130),
         (signal.SIGINT, "signal.signal(signal.SIGINT, lambda *_: sys.exit(75))", 75),
+        (signal.SIGUSR1, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
+        (signal.SIGUSR2, "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))", 75),
+        (signal.SIGQUIT, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75),
     ],
 )
 def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
@@ -383,8 +389,9 @@ def test_signals_are_passed_on(number: int, stop: str, status: int) -> None:
     _, err = run.communicate()
     assert run.returncode == status
     assert all(gone(pid) for pid in found)
-    # The end of a terminal asks for the same as SIGTERM.
-    asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+    # The end of a terminal and Ctrl-\\ ask for the same as SIGTERM.
+    as_term = number in (signal.SIGHUP, signal.SIGQUIT)
+    asked = signal.SIGTERM if as_term else signal.Signals(number)
     assert asked.name in err
 
 
@@ -401,6 +408,83 @@ def test_a_second_signal_kills_the_workers() -> None:
     run.communicate()
     assert run.returncode == 128 + signal.SIGKILL
     assert all(gone(pid) for pid in found)
+
+
+def test_two_signals_at_once_are_called_a_kill() -> None:
+    code = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getppid(), signal.SIGTERM)
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+"""
+    run = cli(code=code)
+    _, err = run.communicate()
+    assert run.returncode == 128 + signal.SIGKILL
+    assert err.count("a second signal: the workers are killed without a save") == 1
+    assert "SIGKILL: the workers are asked" not in err
+    assert re.search("ended by SIG(TERM|INT) and a second signal, which killed the workers", err)
+    assert "killed at a second signal" in err
+
+
+def test_a_signal_before_the_first_worker_ends_the_run_in_order() -> None:
+    code = """
+import os, signal
+from perdure.supervise import Supervisor
+class Early(Supervisor):
+    def _make_logs(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super()._make_logs()
+summary = Early(["touch", "started"]).run()
+print(summary.status, len(summary.attempts))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "143 0\n"
+    assert "perdure: SIGTERM: no worker was started yet" in run.stderr
+    assert not Path("started").exists()
+
+
+def test_a_program_that_a_shell_saw_killed_was_killed() -> None:
+    code = "import os; raise SystemExit(137 * (os.environ['PERDURE_ATTEMPT'] == '1'))"
+    run = Run(code)
+    assert run.kinds == ["killed", "done"]
+    assert run.summary.attempts[0].cause == "worker 0: exit 137 (SIGKILL in a shell)"
+    # The control: another status before the first step is a fault of the program.
+    assert Run(code.replace("137", "127")).kinds == ["failed"]
+
+
+def test_time_in_which_the_supervisor_was_stopped_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sleeps(LoopObserver):
+        slept = 0.0
+
+        def clock(self) -> float:
+            return super().clock() + self.slept
+
+        def look(self) -> None:
+            for worker in self.workers_started:
+                if not self.slept and worker.beat is not None and worker.beat.step == 7:
+                    self.slept = 1000.0
+                    worker.send(signal.SIGUSR1)
+
+    fault = """
+def fault(step):
+    if step == 8:
+        await_observer()
+        import select
+        select.select([], [], [], 0.1)  # the supervisor looks while this worker is silent
+"""
+    sleeps = Sleeps()
+    stopped = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sleeps.slept)
+    with monkeypatch.context() as patch:
+        patch.setattr(attempt, "time", stopped)
+        assert Run(loop(fault), sleeps, limits=Limits(step=60)).kinds == ["done"]
+    assert sleeps.slept == 1000.0
+    # The control: a worker that is silent while the supervisor runs is hung.
+    Path("step-0").unlink()
+    awake = Run(loop(fault), Sleeps(), limits=Limits(step=60), max_restarts=0)
+    assert awake.kinds == ["hung"]
 
 
 def test_workers_that_cannot_save_without_one_that_failed_are_not_waited_for(
@@ -623,6 +707,16 @@ def test_options_that_cannot_be_are_refused(make: Callable[[], object], message:
     assert message in str(caught.value)
 
 
+def test_a_script_whose_interpreter_is_missing_is_refused() -> None:
+    script = Path("train")
+    script.write_text("#!/no/such/python -u\nprint(1)\n")
+    script.chmod(0o755)
+    with pytest.raises(LaunchError, match="names the interpreter /no/such/python"):
+        Supervisor(["./train"])
+    script.write_text(f"#!{sys.executable} -u\nprint(1)\n")
+    Supervisor(["./train"])
+
+
 def test_a_place_that_takes_no_logs_is_told_before_anything_starts() -> None:
     Path("file").touch()
     with pytest.raises(LaunchError) as caught:
@@ -765,6 +859,7 @@ def test_the_command_prints_one_document() -> None:
         (("--limit", "stepp=3"), "expected PHASE=SECONDS with one of start, restore"),
         (("--elastic", "2"), "expected MIN:MAX"),
         (("--elastic", "1:²"), "expected MIN:MAX"),
+        (("--log-dir", ""), "expected the path of a directory, found an empty text"),
     ],
 )
 def test_wrong_usage_of_the_command(arguments: tuple[str, ...], message: str) -> None:

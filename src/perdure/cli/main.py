@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from importlib import import_module
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from perdure import __version__, heartbeats
+from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import NotARunError, PerdureError, StepNotFoundError
 
 COMMANDS = (
@@ -40,13 +42,24 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         # Under `perdure run` a command is no training loop, and a program beside it may be one.
         heartbeats.release()
+        try:
+            return self._invoke(ctx)
+        except OSError as error:
+            # click ends a command whose reader has gone (`| head`) by itself.
+            if error.errno == errno.EPIPE or not is_output_error(error):
+                raise
+            discard_unwritten()
+            report(f"the standard output cannot be written: {error}")
+            ctx.exit(1)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
         except PerdureError as error:
             if as_json:
                 click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
-            click.echo(f"perdure: {error}", err=True)
+            report(str(error))
             ctx.exit(2 if isinstance(error, (NotARunError, StepNotFoundError)) else 1)
 
 

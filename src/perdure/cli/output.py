@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
@@ -26,6 +29,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
         click.echo(line.rstrip())
+
+
+def report(text: str) -> None:
+    """Print a message on the standard error, which nobody may be able to read."""
+    lines = "\n".join(printable(line) for line in text.split("\n"))
+    with suppress(OSError):
+        click.echo(f"perdure: {lines}", err=True)
+
+
+def is_output_error(error: OSError) -> bool:
+    """Whether `error` was raised by printing, and by nothing else that a command does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("click", "rich")
+
+
+def discard_unwritten() -> None:
+    """Discard what the standard output holds: Python would try again at its exit, and exit with 120."""
+    with suppress(OSError, ValueError):  # the stream may have no file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from perdure.cli.output import document, json_option
+from perdure.cli.output import discard_unwritten, document, json_option, report
 
 if TYPE_CHECKING:
     from perdure.supervise import Nodes
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--log-dir",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     help="For one log file per worker and attempt, and the record of the run.",
 )
 @click.option(
@@ -92,7 +92,7 @@ def command(
     elastic: str | None,
     limits: tuple[str, ...],
     grace: float,
-    log_dir: Path | None,
+    log_dir: str | None,
     timestamps: bool,
     compilation_cache: Path | None,
     warm: tuple[str, ...],
@@ -117,7 +117,7 @@ def command(
         devices_per_worker=devices_per_worker,
         max_restarts=max_restarts,
         elastic=bounds,
-        log_directory=log_dir,
+        log_directory=_log_directory(log_dir),
         timestamps=timestamps,
         limits=Limits(**_limits(limits)),
         grace=grace,
@@ -137,7 +137,11 @@ def command(
     console = Console(sys.stderr if as_json else None, stamp=timestamp if timestamps else None)
     summary = Supervisor(command, options, console=console).run()
     if as_json:
-        document(summary.document())
+        try:
+            document(summary.document())
+        except OSError as error:  # the status of the run counts, also for a reader that has gone
+            discard_unwritten()
+            report(f"the report of the run cannot be written to the standard output: {error}")
     ctx.exit(summary.status)
 
 
@@ -148,6 +152,12 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def _log_directory(text: str | None) -> Path | None:
+    if text == "":
+        raise click.BadParameter("--log-dir: expected the path of a directory, found an empty text")
+    return None if text is None else Path(text)
 
 
 def _nodes() -> Nodes | None:

@@ -34,7 +34,8 @@ def command(logs: Path, as_json: bool) -> None:
     for run in runs:
         _print(run)
     if unreadable:
-        click.echo(f"{path}: {unreadable} lines cannot be read (cut off by a crash or a full disk)")
+        text = f"{unreadable} lines cannot be read whole (cut off by a crash or a full disk, or edited)"
+        click.echo(printable(f"{path}: {text}"))
 
 
 def _read(logs: Path) -> tuple[Path, list[RecordedRun], int]:
@@ -58,11 +59,11 @@ def _read(logs: Path) -> tuple[Path, list[RecordedRun], int]:
 def _print(run: RecordedRun) -> None:
     summary = _summary(run)
     start = run.start
-    click.echo(f"run      {run.name}  {printable(' '.join(map(str, start.get('command', []))))}")
+    click.echo(printable(f"run      {run.name}  {' '.join(start.get('command', []))}"))
     place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
-    click.echo(f"started  {printable(str(start.get('time', 'unknown')))} on {printable(place)}")
+    click.echo(f"started  {printable(start.get('time', 'unknown'))} on {printable(place)}")
     click.echo(f"logs     {printable(str(start.get('logs')))}")
-    click.echo(f"state    {_state(run)}")
+    click.echo(printable(f"state    {_state(run)}"))
     for line in attempt_table(summary.attempts, summary.repeated):
         click.echo(printable(line))
     if run.running:
@@ -78,13 +79,15 @@ def _print(run: RecordedRun) -> None:
 def _state(run: RecordedRun) -> str:
     if run.state == "ended":
         return (
-            f"ended {run.end['time']} with status {run.end.get('status')}: "
-            f"{printable(str(run.end.get('reason')))}"
+            f"ended {run.end['time']} with status {run.end.get('status')}: {run.end.get('reason')}"
         )
     if run.state == "lost":
         return f"ended without a word after {run.last_time}: killed, or the machine went down"
     if run.state == "unknown":
-        return f"not ended by {run.last_time}; ask on its machine whether it runs"
+        return (
+            f"not ended by {run.last_time}; ask on its machine, and in its container, whether it runs "
+            "(after a restart of the machine it does not)"
+        )
     return "running"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import selectors
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ STOPPED_CHECK_S = 1.0  # between two checks whether a process is stopped
 COMMON_FAILURE_S = 2.0
 # After a worker has failed in place of saving, the others rarely can save.
 FAILED_EXIT_S = 5.0
-OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+# A longer time between two looks at the workers is one in which this process was suspended.
+SUSPENDED_S = 1.0
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class BeatObserver(Protocol):
@@ -44,7 +47,15 @@ class AttemptEnd:
 
 
 class Attempt:
-    """The workers of one attempt; the end of the `with` block kills them and closes their files."""
+    """The workers of one attempt; the end of the `with` block kills them and closes their files.
+
+    Args:
+        options: How to watch the workers.
+        observer: Gets their heartbeats.
+        clock: The monotonic clock of the heartbeats, in seconds.
+        silence: When a silent worker counts as hung.
+        is_held: Returns whether the output of the workers should wait for its reader.
+    """
 
     def __init__(
         self,
@@ -52,13 +63,19 @@ class Attempt:
         observer: BeatObserver,
         clock: Callable[[], float],
         silence: Silence,
+        is_held: Callable[[], bool],
     ) -> None:
         self._options = options
         self._silence = silence
         self._observer = observer
         self._clock = clock
         self.workers: list[Worker] = []
+        self._is_held = is_held
         self._selector = selectors.DefaultSelector()
+        self._exits = selectors.DefaultSelector()
+        # When the workers were last looked at: on the clock of this process, and on `clock`.
+        self._looked: float | None = None
+        self._now = -math.inf
         self._stopped: dict[Worker, float] = {}
         # Newest step and when it was finished, step at the start, first new step and its time.
         self._steps: dict[Worker, tuple[int, float]] = {}
@@ -76,6 +93,7 @@ class Attempt:
     def __exit__(self, *exc: object) -> None:
         with ExitStack() as stack:  # every worker is closed, even if another cannot be
             stack.callback(self._selector.close)
+            stack.callback(self._exits.close)
             for worker in reversed(self.workers):
                 stack.callback(self._note_step, worker)
                 stack.callback(worker.close)
@@ -86,7 +104,8 @@ class Attempt:
         """Add a worker that was started."""
         self.workers.append(worker)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
-        self._selector.register(worker.exit, selectors.EVENT_READ, worker)
+        for selector in (self._selector, self._exits):
+            selector.register(worker.exit, selectors.EVENT_READ, worker)
 
     def watch(
         self,
@@ -151,17 +170,35 @@ class Attempt:
     # ---------------------------------------------------------------- watching
 
     def _wait(self) -> None:
-        for key, _ in self._selector.select(self._options.poll):
+        # Workers that were asked to exit may have much to write before they can.
+        held = self._deadline is None and self._is_held()
+        for key, _ in (self._exits if held else self._selector).select(self._options.poll):
             worker: Worker = key.data
             # The status of a worker shows its exit; a closed pipe would wake this loop for ever.
-            if key.fd == worker.exit or not worker.listen():
+            if key.fd == worker.exit:
+                self._exits.unregister(key.fd)
                 self._selector.unregister(key.fd)
+            elif (self._deadline is not None or not self._is_held()) and not worker.listen():
+                self._selector.unregister(key.fd)
+        self._skip_unwatched(held)
         for worker in self.workers:
             before = worker.beat
             if worker.read_beat() and worker.beat is not None:
                 self._silence.heard(worker, before, worker.beat)
                 self._note_step(worker)
                 self._observer.beat(worker, worker.beat)
+
+    def _skip_unwatched(self, held: bool) -> None:
+        """Leave out the time since the last call if nobody could watch the workers in it."""
+        self._now = self._clock()
+        before, self._looked = self._looked, time.monotonic()
+        if before is None:
+            return
+        seconds = self._looked - before
+        if held or seconds > self._options.poll + SUSPENDED_S:
+            self._silence.skip(self._now - seconds, self._now)
+            if self._deadline is not None:
+                self._deadline += seconds
 
     def _note_step(self, worker: Worker) -> None:
         beat = worker.beat
@@ -182,8 +219,8 @@ class Attempt:
 
     def _request_exit(self, number: int) -> None:
         for worker in self.workers:
-            # Ctrl-C asks for a save, which programs make at SIGTERM.
-            is_handled = number == signal.SIGINT and worker.catches(signal.SIGTERM)
+            # Every signal but SIGKILL asks for a save, which programs make at SIGTERM.
+            is_handled = number != signal.SIGKILL and worker.catches(signal.SIGTERM)
             worker.send(signal.SIGTERM if is_handled else number)
         self._deadline = self._clock() + self._options.grace
 
@@ -199,7 +236,7 @@ class Attempt:
         ]
         if failed and not exiting:
             # The first cause is a signal from outside: workers that lose a member fail a moment later.
-            return self._failed(*min(failed, key=lambda failure: failure[1] not in OUTSIDE))
+            return self._failed(*min(failed, key=lambda failure: not _is_outside(failure[1])))
         if None not in statuses:
             return self._all_ended(statuses, passed)
         if PREEMPTED in statuses and self._deadline is None:
@@ -208,7 +245,7 @@ class Attempt:
             worker, status = failed[0]
             self._failed_exit = f" (worker {worker.index}: {_describe_status(status or 0)})"
             self._deadline = min(self._deadline, self._clock() + FAILED_EXIT_S)
-        if self._deadline is not None and self._clock() >= self._deadline:
+        if self._deadline is not None and self._now >= self._deadline:
             return self._late(statuses, passed)
         return self._find_silent()
 
@@ -222,6 +259,8 @@ class Attempt:
         )
 
     def _all_ended(self, statuses: list[int | None], passed: int | None) -> AttemptEnd:
+        if passed == signal.SIGKILL:
+            return AttemptEnd("ended", "killed at a second signal")
         if passed is not None:
             return AttemptEnd("ended", f"{signal.Signals(passed).name} was passed on")
         if not any(statuses):
@@ -239,7 +278,7 @@ class Attempt:
     def _failed(self, worker: Worker, status: int | None) -> AttemptEnd:
         assert status is not None
         worker.listen()  # its last lines may say why
-        kind: Kind = "killed" if status in OUTSIDE else "failed"
+        kind: Kind = "killed" if _is_outside(status) else "failed"
         cause = f"worker {worker.index}: {_describe_status(status)}"
         if kind == "failed" and worker.found_full_disk():
             kind = "full"
@@ -248,7 +287,7 @@ class Attempt:
         return AttemptEnd(kind, cause, worker)
 
     def _find_silent(self) -> AttemptEnd | None:
-        now, limits = self._clock(), self._options.limits
+        now, limits = self._now, self._options.limits
         if now - self._checked >= min(STOPPED_CHECK_S, limits.stopped / 4):
             self._checked = now
             for worker in self.workers:
@@ -257,10 +296,10 @@ class Attempt:
                 else:
                     self._stopped.pop(worker, None)
         for worker, since in self._stopped.items():
-            if now - since >= limits.stopped:
+            if (stopped := self._silence.seconds(since, now)) >= limits.stopped:
                 return AttemptEnd(
                     "stopped",
-                    f"worker {worker.index}: stopped (SIGSTOP) for {now - since:.1f} s, limit "
+                    f"worker {worker.index}: stopped (SIGSTOP) for {stopped:.1f} s, limit "
                     f"{limits.stopped:g} s",
                     worker,
                 )
@@ -277,10 +316,11 @@ class Attempt:
         if not hung:
             return None
         _, worker, beat, limit = min(hung, key=lambda silence: silence[0])
+        seconds = self._silence.seconds(beat.time, now)
         return AttemptEnd(
             "hung",
-            f"worker {worker.index}: no heartbeat for {now - beat.time:.1f} s in the phase "
-            f"{beat.phase}, {limit}",
+            f"worker {worker.index}: no heartbeat for {seconds:.1f} s in the phase {beat.phase}, "
+            f"{limit}",
             worker,
         )
 
@@ -308,7 +348,14 @@ class Attempt:
         return bool(self._firsts)
 
 
+def _is_outside(status: int) -> bool:
+    """Whether a signal from outside ended the worker, or a program that a shell ran for it."""
+    return -status in OUTSIDE or status - 128 in OUTSIDE
+
+
 def _describe_status(status: int) -> str:
+    if status - 128 in OUTSIDE:
+        return f"exit {status} ({signal.Signals(status - 128).name} in a shell)"
     if status >= 0:
         return f"exit {status}"
     try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
+import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from perdure.supervise.history import AttemptRecord, Summary
+from perdure.supervise.output_writer import FLUSH_S, OutputWriter
 
 _REDRAWN = re.compile(r"\r(?=[^\r\n])")  # a carriage return that something is drawn after
 
@@ -19,7 +22,8 @@ class Console:
     """Writes lines of workers to `out` (standard output) and messages to `err` (standard error).
 
     A stream that cannot be written (a full disk, a closed pipe) gets nothing more, with a message on
-    the other stream: training continues, and the logs have every line.
+    the other stream: training continues, and the logs have every line. Files are written by a thread
+    (see `OutputWriter`), so that no method but `flush` waits for a reader.
 
     Args:
         out: For the lines of the workers.
@@ -37,6 +41,7 @@ class Console:
         self._out = out or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
         self._err = err or sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         self._stamp = stamp
+        self._writers = _open_writers(self._out, self._err)
         self._lost: list[TextIO] = []
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         # The worker whose line has no end yet, what ends that line if another one writes, and whether
@@ -72,12 +77,31 @@ class Console:
         """Print a message of the supervisor."""
         self._end_open_line()
         stamp = "" if self._stamp is None else f"{self._stamp()} "
-        self._write(self._err, f"perdure: {stamp}{text}\n")
+        self._write(self._err, f"perdure: {stamp}{_escaped(text)}\n")
 
     def summary(self, summary: Summary) -> None:
         """Print the table of attempts and the totals."""
         self._end_open_line()
-        self._write(self._err, "".join(line + "\n" for line in describe(summary)))
+        self._write(self._err, "".join(_escaped(line) + "\n" for line in describe(summary)))
+
+    def is_behind(self) -> bool:
+        """Whether the lines of the workers should wait for the reader of `out`, which reads."""
+        return self._out in self._writers and self._writers[self._out][0].is_behind()
+
+    def flush(self) -> None:
+        """Wait until everything is written: 30 s at most, and 5 s for a reader that does not read."""
+        deadline = time.monotonic() + FLUSH_S
+        self._end_open_line()
+        for stream, (writer, file) in self._writers.items():
+            missing = writer.flush(deadline)
+            if (error := writer.error(file)) is not None:
+                self._report_lost(stream, error)
+            elif missing and stream is self._out:
+                self._write(
+                    self._err,
+                    f"perdure: up to {missing} bytes of the standard output are not printed, because "
+                    "nobody read them; the logs have them\n",
+                )
 
     def _end_open_line(self) -> None:
         if self._open is not None:
@@ -88,36 +112,60 @@ class Console:
         if stream in self._lost:
             return
         try:
-            _write_encodable(stream, text)
-            stream.flush()
+            if stream in self._writers:
+                writer, file = self._writers[stream]
+                writer.write(file, _encoded(stream, text))
+            else:
+                stream.write(text)
+                stream.flush()
         except (OSError, ValueError) as error:  # a ValueError: the stream was closed
-            self._lost.append(stream)
-            _discard_buffer(stream)
-            what = "the lines of the workers" if stream is self._out else "messages of perdure run"
-            other = self._err if stream is self._out else self._out
-            self._write(
-                other,
-                f"perdure: {what} cannot be written any more ({error}); the run continues, and "
-                "its logs have the lines\n",
-            )
+            self._report_lost(stream, error)
+
+    def _report_lost(self, stream: TextIO, error: Exception) -> None:
+        if stream in self._lost:
+            return
+        self._lost.append(stream)
+        what = "the lines of the workers" if stream is self._out else "messages of perdure run"
+        other = self._err if stream is self._out else self._out
+        self._write(
+            other,
+            f"perdure: {what} cannot be written any more ({error}); the run continues, and "
+            "its logs have the lines\n",
+        )
 
 
-def _write_encodable(stream: TextIO, text: str) -> None:
-    """Write `text`, with escapes for characters that the encoding of the stream does not have."""
+def _open_writers(*streams: TextIO) -> dict[TextIO, tuple[OutputWriter, int]]:
+    """A writer for each file, with its descriptor; none for a stream in memory.
+
+    Streams on one file (a terminal, `2>&1`) share a writer, which keeps their order.
+    """
+    writers: dict[tuple[int, int], OutputWriter] = {}
+    opened: dict[TextIO, tuple[OutputWriter, int]] = {}
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError, ValueError):  # `_write` reports a stream that was closed
+                stream.flush()
+                file = stream.fileno()
+                status = os.fstat(file)
+                writer = writers.setdefault((status.st_dev, status.st_ino), OutputWriter())
+                opened[stream] = writer, file
+    return opened
+
+
+def _escaped(text: str) -> str:
+    """`text` with escapes in place of characters that a terminal obeys: a path may hold any."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _encoded(stream: TextIO, text: str) -> bytes:
+    """`text`, with escapes for characters that the encoding of the stream does not have."""
+    encoding = stream.encoding or "utf-8"
     try:
-        stream.write(text)
+        return text.encode(encoding, stream.errors or "strict")
     except UnicodeEncodeError:
-        encoding = stream.encoding or "ascii"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _discard_buffer(stream: TextIO) -> None:
-    """Redirect buffered text to /dev/null: writing it would fail again at the exit."""
-    with contextlib.suppress(OSError, ValueError):  # the stream may have no file
-        file = stream.fileno()
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, file)
-        os.close(null)
+        return text.encode(encoding, "backslashreplace")
 
 
 def describe(summary: Summary) -> list[str]:

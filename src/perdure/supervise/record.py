@@ -12,15 +12,37 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from perdure.process_stat import START, stat_fields
+from perdure.supervise.history import AttemptRecord
+from perdure.supervise.run_file import create_file, open_file, remedy
+from perdure.supervise.value_types import has_type
 
 RECORD = "record.jsonl"
 KEPT_LINES = 10_000
 """Lines that wait in memory for space on the disk."""
+FIELD_TYPES = get_type_hints(AttemptRecord) | {
+    "attempt": int,
+    "boot": str | None,
+    "command": list[str],
+    "directory": str,
+    "host": str,
+    "logs": str,
+    "longest": dict[str, float],
+    "phase": str,
+    "pid": int,
+    "pid_namespace": int | None,
+    "process_start": int | None,
+    "reason": str,
+    "status": int,
+    "step": int,
+    "text": str,
+}
+"""The types of the fields of all events; a field has the same type in each."""
 
 
 def timestamp(seconds: float | None = None) -> str:
@@ -51,9 +73,8 @@ class RunRecord:
         """Append one event with the time of day; if the disk is full, later events write it too."""
         line = {"time": timestamp(), "run": self._run, "event": event, **fields}
         self._waiting.append(json.dumps(line, default=str).encode() + b"\n")
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            file = os.open(self._path, flags, 0o644)
+            file = create_file(self._path, os.O_APPEND)
             try:
                 while self._waiting:
                     data = (b"\n" if self._is_torn else b"") + self._waiting[0]
@@ -68,7 +89,8 @@ class RunRecord:
                 self._was_reported = True
                 self._report(
                     f"{self._path}: the record of the run cannot be written: {error}; the run "
-                    "continues, and the record is written once there is space"
+                    "continues, and what is missing is added once the record can be written again: "
+                    f"{remedy(error, self._path)}"
                 )
 
 
@@ -98,25 +120,27 @@ class RecordedRun:
     def state(self) -> str:
         """`ended`, `running`, or `lost` if it was killed or its machine went away.
 
-        On another machine that cannot be found out: `unknown`.
+        `unknown` on another machine, in another PID namespace (a container), and after a restart of the
+        machine: process IDs are others there.
         """
         if self.end:
             return "ended"
         pid = self.start.get("pid")
-        if self.start.get("host") != socket.gethostname() or not isinstance(pid, int):
+        if pid is None:
             return "unknown"
-        started = process_start(pid)
-        return "running" if started == self.start.get("process_start") else "lost"
+        process = describe_process(pid)
+        if any(self.start.get(name) != process[name] for name in ("host", "boot", "pid_namespace")):
+            return "unknown"
+        is_alive = process["process_start"] == self.start.get("process_start")
+        return "running" if is_alive else "lost"
 
     @property
     def longest(self) -> dict[str, float]:
         """Seconds of the longest silence in each phase."""
         longest: dict[str, float] = {}
         for attempt in self.attempts:
-            silences = attempt.get("longest")
-            for phase, seconds in silences.items() if isinstance(silences, dict) else ():
-                if isinstance(seconds, (int, float)):
-                    longest[phase] = max(seconds, longest.get(phase, 0.0))
+            for phase, seconds in attempt.get("longest", {}).items():
+                longest[phase] = max(seconds, longest.get(phase, 0.0))
         return longest
 
     @property
@@ -126,13 +150,22 @@ class RecordedRun:
 
 
 def read_record(path: Path) -> tuple[list[RecordedRun], int]:
-    """The runs in a record, oldest first, and how many lines cannot be read."""
+    """The runs in a record, oldest first, and how many lines cannot be read.
+
+    A field that has another type than in `FIELD_TYPES` is left out, and its line counts as unreadable.
+    """
     runs: dict[str, RecordedRun] = {}
     unreadable = 0
-    for fields in _lines(path):
-        if fields is None:
+    for line in _lines(path):
+        if line is None:
             unreadable += 1
             continue
+        fields = {
+            name: value
+            for name, value in line.items()
+            if name not in FIELD_TYPES or has_type(value, FIELD_TYPES[name])
+        }
+        unreadable += len(fields) < len(line)
         run = runs.setdefault(fields["run"], RecordedRun(fields["run"]))
         event = fields["event"]
         run.last_time = max(run.last_time, fields["time"])
@@ -147,25 +180,34 @@ def read_record(path: Path) -> tuple[list[RecordedRun], int]:
             run.messages.append(fields)
         elif event == "end":
             run.end = fields
+            run.running = {}
     return list(runs.values()), unreadable
 
 
-def process_start(pid: int) -> int | None:
-    """When a process began, in ticks since the machine started; None if there is no such process."""
-    try:
-        return int(stat_fields(pid)[START])
-    except OSError:
-        return None
+def describe_process(pid: int) -> dict[str, Any]:
+    """What tells a process from all others: of other machines, of other containers, of other times.
+
+    `process_start` is in ticks since the machine started; None if there is no such process here.
+    """
+    process: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
+    process |= {"boot": None, "pid_namespace": None, "process_start": None}
+    with suppress(OSError):
+        process["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        process["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
+    with suppress(OSError):
+        process["process_start"] = int(stat_fields(pid)[START])
+    return process
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for line in file:
             if not line.strip():
                 continue
             try:
                 fields = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # thousands of brackets in one another
                 fields = None
             is_event = isinstance(fields, dict) and all(
                 isinstance(fields.get(name), str) for name in ("run", "event", "time")
@@ -175,7 +217,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 def _ends_torn(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 return file.read() != b"\n"

@@ -4,12 +4,15 @@ A limit that the user gave holds exactly. Every other limit follows the measured
 least twice the longest silence of this run, so that a loop with one heartbeat per epoch is not killed
 because its epochs are long. A worker that still computes gets several times the limit, and as long as
 an attempt of the run has trained (a validation after an epoch is shorter than the epoch). Until a first
-step was measured nothing says how long a step is, and a worker that computes is not killed.
+step was measured nothing says how long a step is, and a worker that computes is not killed. Time in
+which the supervisor itself was suspended, or left the output of the workers to a slow reader, counts as
+no silence.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -33,6 +36,8 @@ BUSY_SHARE = 0.05
 """A worker computes if it uses at least this share of one core; idle frameworks use below 1%."""
 WINDOW_S = 10.0
 """Seconds over which the share is measured."""
+KEPT_GAPS = 1000
+"""Times without a watch that are kept; those that touch are one."""
 
 
 class Process(Protocol):
@@ -53,6 +58,18 @@ class Silence:
         self.longest: dict[str, float] = {}
         self._trained: dict[Process, float] = {}  # seconds between steps
         self._samples: dict[Process, tuple[float, float]] = {}
+        self._unwatched: deque[tuple[float, float]] = deque(maxlen=KEPT_GAPS)
+
+    def skip(self, begin: float, end: float) -> None:
+        """From `begin` to `end` nobody watched the workers: that time counts as no silence."""
+        if self._unwatched and begin <= self._unwatched[-1][1]:
+            begin = self._unwatched.pop()[0]
+        self._unwatched.append((begin, end))
+
+    def seconds(self, since: float, now: float) -> float:
+        """The time from `since` to `now` in which the workers were watched."""
+        gaps = (min(end, now) - max(begin, since) for begin, end in self._unwatched)
+        return now - since - sum(gap for gap in gaps if gap > 0)
 
     def learn(self, longest: Mapping[str, float]) -> None:
         """Take over what an earlier run of the same program has measured."""
@@ -64,7 +81,7 @@ class Silence:
         self._samples.pop(worker, None)
         if before is None or before.pid != beat.pid:
             return
-        silence = beat.time - before.time
+        silence = self.seconds(before.time, beat.time)
         self._note_silence(before.phase, silence)
         if beat.step is not None and before.step is not None and beat.step > before.step:
             # The first interval between steps is spent in the phase `compile`.
@@ -83,7 +100,7 @@ class Silence:
 
         It is above `limit(beat.phase)` if `worker` was given more because it computed.
         """
-        silence, limit = now - beat.time, self.limit(beat.phase)
+        silence, limit = self.seconds(beat.time, now), self.limit(beat.phase)
         if silence <= limit:
             return None
         if getattr(self._limits, beat.phase) is None:

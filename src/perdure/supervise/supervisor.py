@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ from perdure.heartbeats import Beat
 from perdure.ports import free_ports
 from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.cache import cache_variables, drop_recent
+from perdure.supervise.checked_command import checked_command
 from perdure.supervise.console import Console
 from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import RunOptions
@@ -39,7 +38,7 @@ from perdure.supervise.record import (
     RECORD,
     RecordedRun,
     RunRecord,
-    process_start,
+    describe_process,
     read_record,
     timestamp,
 )
@@ -54,6 +53,11 @@ from perdure.supervise.worker_environment import (
 )
 
 DEFAULT_LOGS = "perdure-logs"
+ASKING = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+)
+"""The signals that ask for a save and the end of the run."""
 PROGRESS_S = 30.0
 """Seconds between two lines of the record about the step of a run."""
 
@@ -101,7 +105,7 @@ class _RecordingObserver:
 class Supervisor:
     """Runs a command as a group of workers. `run` may be called once.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers if `run` is called on the main thread.
+    If `run` is called on the main thread, the signals in `ASKING` ask the workers to save and exit.
 
     Args:
         command: The program and its arguments.
@@ -123,7 +127,7 @@ class Supervisor:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._command = _checked_command(command)
+        self._command = checked_command(command)
         self._options = options or RunOptions()
         self._console = console or Console()
         self._observer = observer or Observer()
@@ -132,6 +136,7 @@ class Supervisor:
         self._silence = Silence(self._options.limits)
         self._mark = secrets.token_hex(8)
         self._signal: int | None = None  # the signal to pass on
+        self._first_signal: int | None = None
         self._announced: int | None = None
         self._record: RunRecord | None = None
         self._stamp = timestamp if self._options.timestamps else None
@@ -150,7 +155,12 @@ class Supervisor:
         Raises:
             LaunchError: If the workers or their logs cannot be created.
         """
-        began = self._clock()
+        with ExitStack() as stack:
+            stack.enter_context(self._signals())  # first, so that no signal ends this process
+            stack.callback(self._console.flush)
+            return self._run(self._clock())
+
+    def _run(self, began: float) -> Summary:
         with ExitStack() as stack:
             logs = self._make_logs()
             self._open_record(logs)
@@ -158,9 +168,11 @@ class Supervisor:
             beats = Path(stack.enter_context(_heartbeat_directory()))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
-            stack.enter_context(self._signals())
             stack.callback(self._warm.close)
             while True:
+                if self._signal is not None:
+                    decision = self._decide_end()
+                    break
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
                 self._add_to_record("attempt_end", **asdict(attempt), longest=self._silence.longest)
@@ -170,9 +182,6 @@ class Supervisor:
                     break
                 self._announce_restart(attempt, decision)
                 self._sleep(decision.wait)
-                if self._signal is not None:
-                    decision = self._decide_end()
-                    break
         summary = Summary(
             tuple(self._command),
             tuple(self._history),
@@ -204,7 +213,9 @@ class Supervisor:
                 self._warm.prepare(place, environment)
 
         observer = _RecordingObserver(self._observer, self._add_to_record, self._clock)
-        with Attempt(self._options, observer, self._clock, self._silence) as attempt:
+        with Attempt(
+            self._options, observer, self._clock, self._silence, self._console.is_behind
+        ) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
@@ -277,8 +288,11 @@ class Supervisor:
         return decision
 
     def _decide_end(self) -> Decision:
+        name = signal.Signals(self._first_signal or self._signal or 0).name
+        if not self._history:
+            reason = f"{name}: no worker was started yet"
+            return Decision(False, status=128 + (self._signal or 0), reason=reason)
         statuses = self._history[-1].statuses
-        name = signal.Signals(self._signal or 0).name
         if all(status in (0, PREEMPTED) for status in statuses):
             saved = PREEMPTED in statuses
             return Decision(
@@ -286,7 +300,10 @@ class Supervisor:
                 status=PREEMPTED if saved else 0,
                 reason=f"{name}: the workers have saved and exited" if saved else "finished",
             )
-        return Decision(False, status=128 + (self._signal or 0), reason=f"ended by {name}")
+        reason = f"ended by {name}"
+        if self._signal == signal.SIGKILL:
+            reason += " and a second signal, which killed the workers without a save"
+        return Decision(False, status=128 + (self._signal or 0), reason=reason)
 
     def _choose_places(self, attempt: int) -> list[int]:
         if self._return_at is not None and self._clock() >= self._return_at:
@@ -307,14 +324,19 @@ class Supervisor:
         )
 
     def _requested_signal(self) -> int | None:
-        """The signal to pass on; says so the first time."""
-        if self._signal is not None and self._announced is None:
-            self._announced = self._signal
-            self._message(
-                f"{signal.Signals(self._signal).name}: the workers are asked to save and exit, within "
-                f"{self._options.grace:g} s; a second signal kills them"
-            )
-        return self._signal
+        """The signal to pass on; reports each one once."""
+        number = self._signal
+        if number is not None and number != self._announced:
+            if number == signal.SIGKILL:
+                text = "a second signal: the workers are killed without a save"
+            else:
+                text = (
+                    f"{signal.Signals(number).name}: the workers are asked to save and exit, within "
+                    f"{self._options.grace:g} s; a second signal kills them"
+                )
+            self._announced = number
+            self._message(text)
+        return number
 
     # ---------------------------------------------------------------- messages and the record
 
@@ -343,9 +365,7 @@ class Supervisor:
             "start",
             command=command,
             directory=directory,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            process_start=process_start(os.getpid()),
+            **describe_process(os.getpid()),
             workers=self._options.workers,
             logs=str(logs.absolute()),
         )
@@ -383,14 +403,16 @@ class Supervisor:
             return
 
         def note(number: int, _: FrameType | None) -> None:
-            # A closed terminal (SIGHUP) asks to save and exit, as SIGTERM does. A second signal kills
-            # the workers without a save.
-            first = signal.SIGTERM if number == signal.SIGHUP else number
+            # A closed terminal (SIGHUP) and Ctrl-\ (SIGQUIT) ask to save and exit, as SIGTERM does. A
+            # second signal kills the workers without a save.
+            asks = number in (signal.SIGHUP, signal.SIGQUIT)
+            first = signal.SIGTERM if asks else number
+            self._first_signal = self._first_signal or first
             self._signal = signal.SIGKILL if self._signal is not None else first
 
         before: dict[int, Any] = {}
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for number in ASKING:
                 # nohup ignores SIGHUP on purpose. Background jobs of a shell ignore SIGINT, but whoever
                 # sends SIGINT to this process means it.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -399,24 +421,6 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _checked_command(command: Sequence[str]) -> list[str]:
-    """The command; raises `LaunchError` if it cannot be started."""
-    if not command:
-        raise LaunchError(
-            "expected a command after --, for instance: perdure run -- python train.py"
-        )
-    if shutil.which(command[0]) is None:
-        raise LaunchError(
-            f"{command[0]}: no such command, or not executable. Expected a program and its arguments, "
-            "for instance: perdure run -- python train.py"
-        )
-    first = os.path.basename(command[0])
-    script = command[1] if first.startswith("python") and len(command) > 1 else ""
-    if script.endswith(".py") and not Path(script).is_file():
-        raise LaunchError(f"{script}: no such file, in {Path.cwd()}")
-    return list(command)
 
 
 def _claim_log_directory(directory: Path) -> Path:

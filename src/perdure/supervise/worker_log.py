@@ -1,7 +1,7 @@
 """`WorkerLog`: the output of one worker on the disk.
 
 Invariant: a disk that takes no more bytes ends nothing and is reported once; the log has a note in the
-place of what is missing, and continues when there is space.
+place of what is missing, and continues when there is space. A log that was removed is created again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+from perdure.supervise.run_file import create_file, remedy
 
 TAIL_BYTES = 4000
 
@@ -55,6 +57,7 @@ class WorkerLog:
             self._file = None
 
     def _write(self, data: bytes) -> None:
+        self._notice_removal()
         note = b""
         if self._lost:
             note = f"\n[perdure: {self._lost} bytes are missing here: {self._cause}]\n".encode()
@@ -62,8 +65,7 @@ class WorkerLog:
         done = 0
         try:
             if self._file is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._file = os.open(self._path, flags, 0o644)
+                self._file = create_file(self._path, os.O_TRUNC)
             while done < len(view):
                 done += os.write(self._file, view[done:])
             self._lost = 0
@@ -77,8 +79,19 @@ class WorkerLog:
                 self._was_reported = True
                 self._report(
                     f"{self._path}: output of the worker cannot be written ({self._cause}); the run "
-                    "continues, and the log says how many bytes are missing; free some space there"
+                    "continues, and the log says how many bytes are missing; "
+                    f"{remedy(error, self._path)}"
                 )
+
+    def _notice_removal(self) -> None:
+        """Count what a log held that was removed while it was open."""
+        if self._file is None:
+            return
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            os.close(self._file)
+            self._file = None
+            self._lost, self._cause = self._lost + status.st_size, "the file was removed"
 
     def _stamped(self, data: bytes, stamp: Callable[[], str]) -> bytes:
         prefix = stamp().encode() + b" "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ settings.load_profile("perdure")
 # files to the workers in this order: a long one that starts last would leave a core idle.
 LONGEST_FIRST = (
     "test_demo.py",
+    "drill/test_drill.py",
     "distribute/test_jax_invariance.py",
     "fit/test_fit_backends.py",
     "test_docs.py",
@@ -41,7 +42,6 @@ LONGEST_FIRST = (
     "distribute/test_torch_invariance.py",
     "distribute/test_models_matrix.py",
     "launch/test_launchers.py",
-    "drill/test_drill.py",
     "distribute/test_jax_generated.py",
     "state/test_keras_state.py",
     "distribute/test_optimizer_in_run.py",
@@ -65,6 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"LONGEST_FIRST in {__file__} names {missing}, which do not exist")
     rank = {root / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import the tests without garbage collections: what is imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

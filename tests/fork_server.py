@@ -55,8 +55,10 @@ def become(worker: dict[str, Any]) -> None:
 def main() -> None:
     # Keras imports TensorFlow for its own checks if it can, which takes longer than most programs.
     sys.modules["tensorflow"] = None  # type: ignore[assignment]
+    gc.disable()  # what is imported stays: to look for garbage in it takes a tenth of the time or more
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.enable()
     gc.freeze()
     # The threads of NumPy's library for linear algebra are what Python warns of; it survives a fork.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

@@ -2,7 +2,8 @@
 
 The Python blocks of one file run in order in one process, in an empty directory; a traceback names the
 line of the document. A block that must not run says why on the line before it:
-`<!-- not run: the reason -->`.
+`<!-- not run: the reason -->`. The processes of some documents are forks of one that has imported their
+framework.
 
 Every run directory that the blocks write is also copied in the middle, as a kill would leave it: before
 its third commit, or before its last one if it has fewer. The blocks then run again, in a new process,
@@ -18,12 +19,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -35,11 +39,16 @@ FENCE = re.compile(r"^\s*(?P<fence>`{3,}|~{3,})\s*(?P<language>\w*)")
 NOT_RUN = re.compile(r"^\s*<!--\s*not run:(?P<reason>.*)-->\s*$")
 
 # Keras would import TensorFlow for its own checks, which takes longer than the blocks.
+# The warning is ignored in pyproject.toml, too: Keras swallows it as an error, and leaves tensors among
+# the logs of `fit`.
 RUNNER = """
-import json, sys
+import json, os, sys, warnings
+warnings.filterwarnings("ignore", "__array__ implementation doesn't accept", DeprecationWarning)
 sys.modules["tensorflow"] = None
 scope = sys.modules["__main__"].__dict__
-path, blocks = json.load(sys.stdin)
+os.chdir(sys.argv[2])
+with open(sys.argv[1]) as file:
+    path, blocks = json.load(file)
 for line, code in blocks:
     exec(compile("\\n" * line + code, path, "exec", dont_inherit=True), scope)
 """
@@ -65,6 +74,10 @@ NOT_KILLED = {
     "CLOUD.md": "its bucket is on a server that ends with the block",
     "DRILL.md": "the drill kills its script itself, and compares",
 }
+
+
+FRAMEWORKS = {"CLUSTER.md": "torch", "RUN.md": "jax"}
+"""The server to fork for a document; to import its framework would take a new process seconds."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +126,6 @@ def python_blocks(text: str) -> list[Block]:
     return [block for block in python if block.not_run is None]
 
 
-# As in pyproject.toml; Keras swallows it as an error, and leaves tensors among the logs of `fit`.
-NO_MATTER = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-
-
 def run_python(
     directory: Path, path: Path, code: list[Block], before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -124,16 +133,23 @@ def run_python(
 
     A warning is an error.
     """
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-W", NO_MATTER, "-c", before + RUNNER],
-        env={**os.environ, **environment},
-        input=json.dumps([str(path), [(block.line, block.code) for block in code]]),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
+    variables = {**os.environ, **environment}
+    with tempfile.TemporaryDirectory() as scratch:
+        program, given = Path(scratch, "runner.py"), Path(scratch, "blocks.json")
+        program.write_text(before + RUNNER)
+        given.write_text(json.dumps([str(path), [(block.line, block.code) for block in code]]))
+        arguments = [str(given), str(directory)]
+        if engine := FRAMEWORKS.get(path.name):
+            [ended] = run_forked(engine, program, [arguments], [variables])
+            return subprocess.CompletedProcess(arguments, *ended)
+        return subprocess.run(
+            [sys.executable, "-W", "error", program, *arguments],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
+        )
 
 
 def make_commands(text: str) -> list[list[str]]:

@@ -86,6 +86,10 @@ def test_listing_a_run_loads_no_framework(tmp_path: Path, run_directory: Path) -
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_the_check_sees_a_framework(tmp_path: Path, run_directory: Path, framework: str) -> None:
-    """Negative control: the same check finds a framework that something imports first."""
+    """Negative control: the same check finds a framework that something imports first.
+
+    An empty module stands for it.
+    """
+    (tmp_path / f"{framework}.py").touch()
     loaded, _, output = probe(tmp_path, f"import {framework}; {MAIN}", "ls", str(run_directory))
     assert framework in loaded, output

@@ -26,9 +26,15 @@ def free_ports(count: int, host: str = HOST) -> list[int]:
         LaunchError: If there are fewer free ports.
     """
     low, high = 20000, _first_ephemeral()
+    rng = random.SystemRandom()
     with ExitStack() as held:
         ports: list[int] = []
-        for port in random.SystemRandom().sample(range(low, high), high - low):
+        tried: set[int] = set()
+        while len(tried) < high - low:  # drawn one by one: to shuffle all takes 20 ms
+            port = rng.randrange(low, high)
+            if port in tried:
+                continue
+            tried.add(port)
             listener = held.enter_context(_socket(host))
             try:
                 listener.bind((host, port))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,16 +28,17 @@ sys.path.insert(0, sys.argv[1])
 import crash_cases
 from helpers import run_on
 
-left = int(sys.argv[3])
-
 def before(operation, path):
     global left
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
 
-run = run_on(crash_cases.Path(sys.argv[2]), before)
-crash_cases.CASES[sys.argv[4]].act(run)
+for left, path in enumerate(sys.argv[3:]):
+    if (pid := os.fork()) == 0:
+        crash_cases.CASES[sys.argv[2]].act(run_on(crash_cases.Path(path), before))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
@@ -48,11 +48,11 @@ def test_a_process_killed_at_any_operation_of_a_prune_loses_nothing(
 ) -> None:
     case = CASES[name]
     total = len(operations_of(prepared(tmp_path / "counted", case), case).done)
-    for number in range(total):
-        path = prepared(tmp_path / f"kill{number}", case)
-        arguments = [str(Path(__file__).parent), str(path), str(number), name]
-        killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=os.environ)
-        assert killed.returncode == -9
+    paths = [prepared(tmp_path / f"kill{number}", case) for number in range(total)]
+    arguments = [str(Path(__file__).parent), name, *map(str, paths)]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"-9"] * total
+    for path in paths:
         assert_whole(path, case)
 
 

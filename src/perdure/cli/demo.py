@@ -58,7 +58,7 @@ def command(
 
     from rich.console import Console
 
-    from perdure.demo.digits import load_digits
+    from perdure.demo.digits import load_digits, save_scans
     from perdure.demo.display import DemoReporter
     from perdure.demo.driver import DemoOptions, run_demo
 
@@ -66,12 +66,15 @@ def command(
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=as_json, quiet=as_json)
-    examples = len(load_digits(data).train["label"])
     with ExitStack() as stack:
-        if directory is None:
-            directory = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-demo-"))
-            )
+        temporary = tempfile.TemporaryDirectory(prefix="perdure-demo-")
+        scratch = Path(stack.enter_context(temporary))
+        if data is None:
+            # Written once, because scikit-learn would take each worker seconds to import.
+            data = str(scratch / "digits.npz")
+            save_scans(data)
+        examples = len(load_digits(data).train["label"])
+        directory = scratch if directory is None else directory
         options = DemoOptions(engine, directory, data, epochs, seed, without)
         result = run_demo(options, examples, lambda total: DemoReporter(console, total))
         if as_json:

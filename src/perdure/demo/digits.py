@@ -43,6 +43,16 @@ def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
     )
 
 
+def save_scans(path: str | os.PathLike[str]) -> None:
+    """Write scikit-learn's scans to an .npz file that `load_digits` reads.
+
+    Raises:
+        DataError: If scikit-learn is not installed.
+    """
+    images, labels = _scans()
+    np.savez(path, images=images, labels=labels)
+
+
 def _scans() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn import datasets

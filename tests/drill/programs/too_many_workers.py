@@ -1,5 +1,7 @@
-"""A group for at most one worker: V is 1."""
+"""A group for at most one worker: V is 1. Refused as by a strategy, and without its framework."""
 
-from perdure.torch import MultiWorkerMirroredStrategy
+import os
 
-MultiWorkerMirroredStrategy(replicas=1)
+from perdure.distribute.topology import bounds
+
+bounds(replicas=1, devices=int(os.environ["WORLD_SIZE"]))

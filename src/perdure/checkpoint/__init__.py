@@ -7,6 +7,7 @@ from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
 from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from perdure.checkpoint.retention import Retention
 from perdure.process_group import Processes, SingleProcess
+from perdure.state import RestoreReport
 from perdure.state.per_rank import PerRank
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PerRank",
     "PreemptionCheckpointHandler",
     "Processes",
+    "RestoreReport",
     "Restored",
     "Retention",
     "SingleProcess",

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pretend import Pretend, play
 
 from perdure import CheckpointManager, load_checkpoint
 from perdure.checkpoint import Restored, RestoreReport
 from perdure.errors import ArgumentError, MismatchError, StepNotFoundError
 from perdure.state.leaf_spec import LeafSpec
+from pretend import Pretend, play
 
 
 class Counter:

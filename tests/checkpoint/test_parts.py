@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, load_checkpoint
-from perdure.checkpoint import Restored, RestoreReport
+from perdure.checkpoint import PerRank, Restored, RestoreReport
 from perdure.errors import ArgumentError, MismatchError, StepNotFoundError
 from perdure.state.leaf_spec import LeafSpec
 from pretend import Pretend, play
@@ -343,6 +343,24 @@ def test_a_group_restores_the_same_parts(run: Path) -> None:
 
     with pytest.warns(UserWarning, match="differ"):
         assert play(2, program) == [(1.0, 0, ("new",)), (1.0, 1, ("new",))]
+
+
+def test_a_member_per_rank_is_no_difference(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            rank = processes.index
+            manager.save(1, {"w": np.zeros(2), "own": PerRank(np.full(2, rank + 1))})
+            manager.wait_until_finished()
+            like = {"w": np.ones(2), "own": PerRank(np.zeros(2, int)), "new": 5}
+            restored = manager.restore(1, like, strict=False)
+            part, _ = manager.restore(1, like, leaves="own/**")
+            assert part["w"] is like["w"]
+            own = restored.state["own"].value.tolist(), part["own"].value.tolist()
+            return own, restored.report.missing, restored.report.unexpected
+
+    with pytest.warns(UserWarning, match="new: expected int"):
+        outcomes = play(2, program)
+    assert outcomes == [(([n, n], [n, n]), ("new",), ()) for n in (1, 2)]
 
 
 def test_metadata_is_a_tree_of_shapes_that_reads_no_array(

@@ -48,23 +48,26 @@ def ways_out(
         like, leaves, request, stored: as for `plan_restore`.
         plan: the plan that has differences.
     """
-    ways = []
-    if not request.cast and any(_can_cast(plan, line) for line in plan.differences[:MAX_LINES]):
-        ways.append("`cast=True` converts dtypes")
-    if (pair := _rename(plan)) is not None:
-        ways.append(f"`rename={{{pair[0]!r}: {pair[1]!r}}}` moves leaves of the checkpoint")
-    if request.strict:
+    try:
         other = plan_restore(like, leaves, request._replace(strict=False), stored)
-        if not other.differences and other.leaves:
-            ways.append(
-                f"`strict=False` restores the {len(other.leaves):,} leaves that fit and keeps what the "
-                f"target has elsewhere, which is no exact resume"
-            )
+    except StateError:  # the differences are what the user has to see
+        return ""
+    lines = plan.differences
+    ways = []
+    if not request.cast and any(_can_cast(plan, other, line) for line in lines[:MAX_LINES]):
+        ways.append("`cast=True` converts dtypes")
+    if (pair := _rename(lines, other)) is not None:
+        ways.append(f"`rename={{{pair[0]!r}: {pair[1]!r}}}` moves leaves of the checkpoint")
+    if request.strict and not other.differences and other.leaves:
+        ways.append(
+            f"`strict=False` restores the {len(other.leaves):,} leaves that fit and keeps what the "
+            f"target has elsewhere, which is no exact resume"
+        )
     return f" `CheckpointManager.restore` has ways out: {'; '.join(ways)}." if ways else ""
 
 
-def _can_cast(plan: RestorePlan, line: Difference) -> bool:
-    expected, leaf = plan.expected.get(line.path), plan.leaves.get(line.path)
+def _can_cast(plan: RestorePlan, other: RestorePlan, line: Difference) -> bool:
+    expected, leaf = other.expected.get(line.path), plan.leaves.get(line.path)
     if expected is None or leaf is None or expected.shape != leaf.shape:
         return False
     try:
@@ -74,11 +77,11 @@ def _can_cast(plan: RestorePlan, line: Difference) -> bool:
     return True
 
 
-def _rename(plan: RestorePlan) -> tuple[str, str] | None:
+def _rename(lines: Sequence[Difference], plan: RestorePlan) -> tuple[str, str] | None:
     """The rename of a branch (or of a leaf) that would place the most leaves without a place."""
     missing: dict[str, LeafSpec] = {}
     unused: dict[str, LeafSpec] = {}
-    for line in plan.differences:
+    for line in lines:
         if line.stored is None and line.path in plan.expected and not line.reason:
             missing[line.path] = plan.expected[line.path] or LeafSpec("", ())
         elif line.expected is None and line.path in plan.specs and not line.reason:

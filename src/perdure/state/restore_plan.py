@@ -47,7 +47,7 @@ class RestorePlan:
         keep: Leaves, values of modules and objects of the target that keep their value.
         keep_branches: Branches of the target that are not entered.
         expected: dtype and shape of each leaf of the target that can be restored on its own; None if it
-            takes any.
+            takes any. Empty if everything has to fit.
         report: How the result differs from a restore of everything.
         differences: Why it cannot be done; empty if it can.
     """
@@ -102,8 +102,10 @@ class _Planner:
     ) -> None:
         self._walk, self._request, self._stored = walk, request, stored
         self._plan = RestorePlan(leaves, stored.specs, set(walk.unselected), set(walk.pruned))
-        self._parts = {path: node.parts() for path, node in walk.objects.items()}
-        self._plan.expected.update(walk.template.leaves)
+        self._parts: dict[str, Mapping[str, LeafSpec | None] | None] = {}
+        if not request.is_strict:
+            self._parts = {path: node.parts() for path, node in walk.objects.items()}
+            self._plan.expected.update(walk.template.leaves)
         for path, parts in self._parts.items():
             for part, spec in (parts or {}).items():
                 self._plan.expected[join_part(path, part)] = spec

@@ -7,8 +7,8 @@ from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
 from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from perdure.checkpoint.retention import Retention
 from perdure.process_group import Processes, SingleProcess
-from perdure.state import RestoreReport
 from perdure.state.per_rank import PerRank
+from perdure.state.restore_report import RestoreReport
 
 __all__ = [
     "EXIT_PREEMPTED",

@@ -30,7 +30,7 @@ from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
 from perdure.process_group import Processes, SingleProcess
-from perdure.state import RestoreRequest
+from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
 from perdure.store.manifest import RecipeValue
 

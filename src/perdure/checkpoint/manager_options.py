@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
-from perdure.state import RestoreReport
+from perdure.state.restore_report import RestoreReport
 
 
 class _Pair(NamedTuple):

@@ -12,16 +12,13 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
-from perdure.state import (
-    RestoreReport,
-    RestoreRequest,
-    StoredState,
-    restore_requested,
-    restore_without_target,
-)
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom
+from perdure.state.restore_plan import StoredState
+from perdure.state.restore_report import RestoreReport
+from perdure.state.restore_request import RestoreRequest
+from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.store import Loaded, Run
 
 

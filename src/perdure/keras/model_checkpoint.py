@@ -26,7 +26,8 @@ from perdure.keras.fit_internals import (
     set_direction,
 )
 from perdure.keras.open_managers import close_manager, open_manager
-from perdure.state import Selection, restore
+from perdure.state import restore
+from perdure.state.selection import Selection
 from perdure.store import Run, Storage
 
 

@@ -3,21 +3,13 @@
 from perdure.state.builtin import AttributeState, StateWithExtras
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_spec import format_differences
-from perdure.state.restore_plan import StoredState
-from perdure.state.restore_report import RestoreReport
-from perdure.state.restore_request import RestoreRequest
-from perdure.state.selection import Selection
 from perdure.state.template import Template, differences, template_of
 from perdure.state.tree_flatten import flatten, is_state, snapshot, unflatten
-from perdure.state.tree_restore import restore, restore_requested, restore_without_target
+from perdure.state.tree_restore import restore
 
 __all__ = [
     "AttributeState",
-    "RestoreReport",
-    "RestoreRequest",
-    "Selection",
     "StateWithExtras",
-    "StoredState",
     "Template",
     "differences",
     "flatten",
@@ -27,8 +19,6 @@ __all__ = [
     "position",
     "reposition",
     "restore",
-    "restore_requested",
-    "restore_without_target",
     "snapshot",
     "template_of",
     "unflatten",

@@ -109,6 +109,10 @@ def test_an_optimizer_state_of_optax_is_never_half_restored(manager: CheckpointM
         "opt/1/0/mu/head/w", "opt/1/0/nu/head/w", "params/head/w",
     )  # fmt: skip
     assert int(state["step"]) == 1
+    wide = {**like, "opt": jax.tree.map(lambda x: x.astype(jnp.bfloat16), like["opt"])}
+    with pytest.warns(UserWarning, match="opt: keeps its whole state"):
+        restored = manager.restore(like=wide, strict=False, cast=True)
+    assert restored.report.cast == (), "what is kept is not cast"
 
 
 def test_a_cast_and_a_rename(manager: CheckpointManager) -> None:

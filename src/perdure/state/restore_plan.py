@@ -142,14 +142,15 @@ class _Planner:
 
     def report(self, renamed: tuple[str, ...]) -> RestoreReport:
         """How the result of this plan differs from a restore of everything."""
-        groups = (self._missing, self._unexpected, self._mismatched, self._kept_whole, self._cast)
-        lines = [line for group in groups[:3] for line in group.values()]
-        text = [*self._kept_whole.values(), *sorted(lines), *self._cast.values()]
+        cast = {path: line for path, line in self._cast.items() if not self._is_kept(path)}
+        groups = (self._missing, self._unexpected, self._mismatched)
+        lines = [line for group in groups for line in group.values()]
+        text = [*self._kept_whole.values(), *sorted(lines), *cast.values()]
         selection = self._request.selection
         return RestoreReport(
-            *(tuple(sorted(group)) for group in groups[:4]),
+            *(tuple(sorted(group)) for group in (*groups, self._kept_whole)),
             renamed=renamed,
-            cast=tuple(sorted(self._cast)),
+            cast=tuple(sorted(cast)),
             leaves=() if selection is None else selection.patterns,
             text=format_differences(text) if text else "",
         )

@@ -5,10 +5,12 @@ Inside the package this module is `perdure.torch`; `import torch` still means th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from perdure.checkpoint import PerRank
+from perdure.checkpoint.checkpoint import load_verified
 from perdure.distribute import (
     AutoShardPolicy,
     InputContext,
@@ -23,6 +25,7 @@ from perdure.distribute import (
     scale_regularization_loss,
 )
 from perdure.errors import StateError, missing_extra
+from perdure.store import Storage
 
 try:
     import torch
@@ -32,6 +35,7 @@ try:
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
     )
+    from perdure.state.module_tensors import module_tensors
     from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
     raise missing_extra("torch", error) from error
@@ -55,6 +59,7 @@ __all__ = [
     "in_cross_replica_context",
     "metrics",
     "scale_regularization_loss",
+    "state_dict",
 ]
 
 
@@ -120,3 +125,31 @@ def apply_gradients(
     new = dict(zip(grads, scaled, strict=True))
     for name, parameter in parameters.items():
         parameter.grad = new.get(name)
+
+
+def state_dict(
+    directory: str | os.PathLike[str] | Storage, branch: str, step: int | None = None
+) -> dict[str, Any]:
+    """The tensors of one module in a checkpoint, as its `load_state_dict` takes them.
+
+    Needs none of the code of the model, and reads only this branch. Changes nothing in the run
+    directory.
+
+    Args:
+        directory: The run directory, or one checkpoint of it: `RUN@STEP`.
+        branch: The path of the module in the state, such as "model"; "" if the module is the state.
+        step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
+            with a warning.
+
+    Returns:
+        Tensors on the CPU by dotted name (`encoder.0.weight`), each with memory and dtype of its own.
+        The arrays of a state that was saved from JAX or NumPy become tensors too.
+
+    Raises:
+        StepNotFoundError: There is no such checkpoint, or it has nothing at `branch`.
+        MismatchError: At `branch` is the state of an optimizer or of another object.
+        CorruptionError, UnreachableError: As `perdure.load_checkpoint`.
+    """
+    prefix = f"{branch}/" if branch else ""
+    loaded = load_verified(directory, step, lambda path: path.startswith(prefix) or path == branch)
+    return module_tensors(loaded.leaves, branch)

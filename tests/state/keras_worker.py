@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,23 @@ def main(where: Path) -> None:
         out["drawn"] = [drawn(), drawn()]
         manager.restore(1)
         out["drawn again"] = [drawn(), drawn()]
+
+    # Parts: another head keeps its value, and the optimizer its whole state.
+    parts = where.with_name(f"{where.name}-parts-{keras.backend.backend()}")
+    with CheckpointManager(parts) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.save(1, straight)
+        manager.wait_until_finished()
+        wide = model(units=7)
+        adam = keras.optimizers.Adam(0.5)
+        adam.build(wide.trainable_variables)
+        like = {"model": wide, "optimizer": adam}
+        before = bits(like)
+        report = manager.restore(like=like, strict=False).report
+        out["part report"] = [report.mismatched[:2], report.kept_whole]
+        after, saved = bits(like), bits(straight)
+        out["part restored"] = [path for path in saved if after[path] == saved[path]]
+        out["part kept"] = [path for path in saved if after[path] == before[path]]
 
     # Across backends: the first process saves, the other restores.
     if (where / "checkpoints").is_dir():

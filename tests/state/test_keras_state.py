@@ -116,3 +116,19 @@ def test_a_manager_restores_the_generator_of_keras_seeds(
     first, second = reports[backend]["drawn"]
     assert first != second
     assert reports[backend]["drawn again"] == [first, second]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_head_is_kept_and_the_optimizer_is_never_half_restored(
+    reports: Any, backend: str
+) -> None:
+    report = reports[backend]
+    head = ["model/dense_1/bias", "model/dense_1/kernel"]
+    assert report["part report"] == [head, ["optimizer"]]
+    restored = {path for path in report["part restored"] if path.startswith("model/")}
+    assert restored >= {f"model/{path}" for path in MODEL if "dense_1" not in path}
+    assert not set(head) & restored
+    assert set(head) <= set(report["part kept"])
+    kept = {path for path in report["part kept"] if path.startswith("optimizer/")}
+    assert "optimizer/learning_rate" in kept - set(report["part restored"])
+    assert {f"optimizer/momentum/{path}" for path in TRAINED} <= kept

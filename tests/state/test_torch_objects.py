@@ -468,9 +468,13 @@ def test_parametrizations_and_buffers_are_saved_as_in_the_state_dict() -> None:
     assert torch.equal(new.eval()(x), old.eval()(x))
 
 
-def test_a_module_on_the_meta_device_is_refused_before_anything_changes() -> None:
+def test_a_meta_module_with_code_for_loading_is_refused_before_anything_changes() -> None:
+    class OwnCode(torch.nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:  # type: ignore[override]
+            super()._load_from_state_dict(*args)
+
     with torch.device("meta"):
-        meta = torch.nn.Linear(2, 2)
+        meta = OwnCode(2, 2)
     other = torch.nn.Linear(2, 2)
     before = bits(other)
     saved = snapshot({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})

@@ -8,6 +8,7 @@ from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from perdure.checkpoint.retention import Retention
 from perdure.process_group import Processes, SingleProcess
 from perdure.state.per_rank import PerRank
+from perdure.state.restore_report import RestoreReport
 
 __all__ = [
     "EXIT_PREEMPTED",
@@ -17,6 +18,7 @@ __all__ = [
     "PerRank",
     "PreemptionCheckpointHandler",
     "Processes",
+    "RestoreReport",
     "Restored",
     "Retention",
     "SingleProcess",

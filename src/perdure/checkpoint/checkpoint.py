@@ -11,8 +11,9 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.state import AttributeState, flatten, part_filter, part_names, unflatten
+from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
+from perdure.state.selection import Selection
 from perdure.store import Loaded, Run, Storage
 from perdure.store.urls import split_step
 
@@ -109,14 +110,15 @@ def load_checkpoint(
         directory: The run directory, or one checkpoint of it: `RUN@STEP`.
         step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
             with a warning.
-        leaves: Paths of leaves or of branches (`"model"` for all below it): only their chunks are read.
+        leaves: Paths of leaves or of branches (`"model"` for all below it) and patterns
+            (`"**/kernel"`): only their chunks are read.
 
     Raises:
         StepNotFoundError: There is no such checkpoint.
         CorruptionError: The `step` that was asked for is damaged, or all are.
         UnreachableError: A checkpoint cannot be read now.
     """
-    wanted = part_filter(part_names(leaves)) if leaves else None
+    wanted = Selection(leaves).matches if leaves else None
     return unflatten(load_verified(directory, step, wanted).leaves)
 
 

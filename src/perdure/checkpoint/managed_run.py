@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.mirror import Mirror
+from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.process_group import Processes
 from perdure.store import Run
@@ -34,3 +36,11 @@ class ManagedRun:
         """Warn about what went wrong in the mirror."""
         for note in self.mirror.notes() if self.mirror is not None else ():
             warn_caller(note)
+
+
+def abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
+    """Close a manager that nobody refers to any more, after its save has ended."""
+    if os.getpid() != pid:  # the lock is the parent's
+        return
+    preemption.abandon()
+    run.close()

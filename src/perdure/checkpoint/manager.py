@@ -18,18 +18,19 @@ from perdure.checkpoint.arguments import makes_state, positive, step_number, ste
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
-from perdure.checkpoint.managed_run import ManagedRun
+from perdure.checkpoint.managed_run import ManagedRun, abandon
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
-from perdure.checkpoint.run_queries import RunQueries
+from perdure.checkpoint.run_queries import RunQueries, describe_newest
 from perdure.checkpoint.save_interval import SaveInterval
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
 from perdure.process_group import Processes, SingleProcess
+from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
 from perdure.store.manifest import RecipeValue
 
@@ -102,14 +103,14 @@ class CheckpointManager(RunQueries):
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
         self._entered = False
-        describe = partial(_newest, run)
+        describe = partial(describe_newest, run)
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
         self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
         # writer in once its save has ended: the thread that saves refers to the saver.
-        self._finalizer = weakref.finalize(saver, _abandon, run, self.preemption, os.getpid())
+        self._finalizer = weakref.finalize(saver, abandon, run, self.preemption, os.getpid())
         self._finalizer.atexit = False
 
     @property
@@ -225,35 +226,49 @@ class CheckpointManager(RunQueries):
         like: Any = None,
         *,
         leaves: str | Iterable[str] | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+        cast: bool = False,
     ) -> Restored:
         """Restore `step`, or the newest good checkpoint, into `like`.
 
         Containers and arrays come back new; modules, optimizers, PyTorch parameters and other
         stateful objects in `like` are changed in place. Newer checkpoints that are damaged are
         skipped with a warning; if this manager holds the writer's lock they move to quarantine at
-        once, otherwise at its first save, so that a manager that only restores changes nothing. The
-        random generators of the process are restored last (see `ManagerOptions.save_random_state`).
-        In a group every process restores the same step.
+        once, otherwise at its first save, so that a manager that only restores changes nothing. In a
+        group every process restores the same step.
+
+        Only a restore of everything, bit for bit, resumes the run (`restored.report.is_exact`): it
+        alone restores the random generators of the process, as the last part
+        (`ManagerOptions.save_random_state`). After another one, the first save warns.
 
         Args:
             step: A step, a name such as `latest_checkpoint`, or None for the newest.
             like: The template; without one the state is nested dicts of NumPy arrays.
-            leaves: Paths of leaves or of branches (`"model"` for all below it): only these are read
-                and replaced, and the rest of `like` stays as it is.
+            leaves: Paths of leaves or of branches (`"model"` for all below it), or patterns (`*` in a
+                part of a path, `**` for any parts: `"model/**/kernel"`): only these are read and
+                replaced, and the rest of `like` stays as it is. They may lie inside a PyTorch module;
+                optimizers and other objects are restored as a whole.
+            strict: With False, what the checkpoint lacks, or has with another shape or dtype, keeps
+                the value of `like`, and what `like` lacks is ignored: one warning, and the report.
+                Optimizers and other objects that do not fit are kept as a whole.
+            rename: Paths of `like` by paths of the checkpoint, of leaves or of branches.
+            cast: Convert leaves of which only the dtype differs, floats to floats, and integers to
+                integers that hold the values.
 
         Raises:
-            StepNotFoundError: There is no such checkpoint.
+            StepNotFoundError: There is no such checkpoint, or no leaf of it was asked for.
             CorruptionError: The `step` that was asked for is damaged.
             UnreachableError: A checkpoint cannot be read now (no permission, too many open files, no
                 answer). This is no damage, and no older checkpoint is used instead.
-            MismatchError: `like` does not fit, or has nothing at one of `leaves`.
+            MismatchError: `like` does not fit; or one of `leaves` or `rename` has no match, or names a
+                part of an object that is restored as a whole.
         """
-        restored = self._restore(step_or_name(step, self.directory), like, leaves)
+        request = RestoreRequest.of(like, leaves, strict, rename, cast)
+        restored = self._restore(step_or_name(step, self.directory), like, request)
         if restored is None:
-            if like is not None and leaves is None:
-                self._restorer.expect(
-                    like
-                )  # a program may catch the error and start from this state
+            if like is not None and request.is_strict:
+                self._restorer.expect(like)  # a program may catch the error and start from it
             raise StepNotFoundError(
                 f"{self.directory}: expected a checkpoint, found none. Save one first, or use "
                 f"`restore_or_initialize`."
@@ -282,7 +297,7 @@ class CheckpointManager(RunQueries):
         self._begin_training()
         # Not in turn with other calls: it is the caller's function.
         like = run_in_all(GroupCall(self._processes, "init"), init) if makes_state(init) else init
-        restored = self._restore(None, like, None)
+        restored = self._restore(None, like, RestoreRequest())
         if restored is None:
             self._restorer.begin(like)
             self._interval.record(0)
@@ -443,7 +458,8 @@ class CheckpointManager(RunQueries):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._processes.count == 1 and not self._closed and self.preemption.explains(error):
             self._exit_preempted()
-            report(f"a data worker ended by the signal that preempts the run. {_newest(self._run)}")
+            newest = describe_newest(self._run)
+            report(f"a data worker ended by the signal that preempts the run. {newest}")
             self.preemption.exit_process()
         self.close()
 
@@ -452,14 +468,12 @@ class CheckpointManager(RunQueries):
         self._saver.begin_writing()
 
     @exclusive
-    def _restore(
-        self, step: int | None, like: Any, leaves: str | Iterable[str] | None
-    ) -> Restored | None:
+    def _restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         beat("restore")
         self._saver.settle(wait=True)
         self._saver.forget_highest()
-        restored = self._restorer.restore(step, like, leaves)
-        if restored is not None and leaves is None:
+        restored = self._restorer.restore(step, like, request)
+        if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored
 
@@ -480,21 +494,3 @@ class CheckpointManager(RunQueries):
                 ) from error
 
         return run_in_chief(self._processes, f"{call}({step})", change_step)
-
-
-def _newest(run: Run) -> str:
-    """A sentence on the newest checkpoint, for a grace period that is over."""
-    steps = run.steps()
-    return (
-        f"The newest committed checkpoint in {run.where} is step {steps[-1]}."
-        if steps
-        else f"{run.where} holds no checkpoint yet."
-    )
-
-
-def _abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
-    """Close a manager that nobody refers to any more, after its save has ended."""
-    if os.getpid() != pid:  # the lock is the parent's
-        return
-    preemption.abandon()
-    run.close()

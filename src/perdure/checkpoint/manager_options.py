@@ -10,18 +10,30 @@ from typing import Any, Literal, NamedTuple
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
+from perdure.state.restore_report import RestoreReport
 
 
-class Restored(NamedTuple):
-    """The result of a restore.
+class _Pair(NamedTuple):
+    state: Any
+    step: int
+
+
+class Restored(_Pair):
+    """The result of a restore, a pair: `state, step = manager.restore(...)`.
 
     Attributes:
         state: The restored or the fresh state.
         step: The step of the checkpoint that it came from; 0 for a fresh state.
+        report: How the state differs from that checkpoint.
     """
 
-    state: Any
-    step: int
+    report: RestoreReport = RestoreReport()
+
+    def __new__(cls, state: Any, step: int, report: RestoreReport | None = None) -> Restored:
+        pair = super().__new__(cls, state, step)
+        if report is not None:
+            pair.report = report
+        return pair
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences, template_of
 from perdure.store import Leaf
@@ -15,12 +16,14 @@ class RestoreCheck:
 
     The first save of a manager is compared in full; without a target it is compared with the state
     itself. Later ones, and those after a restore, are compared again if the paths, dtypes or shapes
-    changed since the save or the restore before.
+    changed since the save or the restore before. A run that continues from parts of a checkpoint is
+    warned about once, because nothing else would show that it is no exact resume.
     """
 
     def __init__(self) -> None:
         self._template: Template | None = None
         self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
+        self._partial: int | None = None
 
     def expect(self, like: Any) -> None:
         """The program restores into `like`, of which names, dtypes and shapes are remembered."""
@@ -28,7 +31,7 @@ class RestoreCheck:
             self._template = template_of(like)
         except StateError:  # the first save raises the same error
             self._template = None
-        self._known = None
+        self._known = self._partial = None
 
     @property
     def plain(self) -> Collection[str]:
@@ -41,6 +44,10 @@ class RestoreCheck:
         An error would stop an interrupted run at a step that an uninterrupted one passes.
         """
         self._known = _structure(leaves)
+
+    def restored_in_part(self, step: int) -> None:
+        """A restore gave the program another state than that of `step`, which it may save."""
+        self._partial = step
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""
@@ -62,6 +69,13 @@ class RestoreCheck:
                 f"{grown * any(line.expected is None and not line.reason for line in lines)}"
             )
         self._known = _structure(leaves)
+        if self._partial is not None:
+            warn_caller(
+                f"{where}: this manager has restored step {self._partial} only in part, and now saves "
+                f"into the same run. It can be resumed exactly from here on, but this step does not "
+                f"follow from the checkpoints before it. To begin a new run with parts of this one, "
+                f"save into another directory."
+            )
 
     def changed(self, where: str, leaves: Mapping[str, Leaf]) -> str | None:
         """A warning if the structure has changed, and the target does not fit any more; else None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
@@ -12,10 +12,13 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
-from perdure.state import part_filter, part_names, restore_part, unflatten
-from perdure.state import restore as restore_state
+from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom
+from perdure.state.restore_plan import StoredState
+from perdure.state.restore_report import RestoreReport
+from perdure.state.restore_request import RestoreRequest
+from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.store import Loaded, Run
 
 
@@ -39,14 +42,15 @@ class Restorer:
         self._check = check
         self._random = random
 
-    def restore(
-        self, step: int | None, like: Any, leaves: str | Iterable[str] | None
-    ) -> Restored | None:
-        """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
-        names = None if leaves is None else part_names(leaves)
+    def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
+        """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
+
+        Only an exact restore counts as the resume of the run: it alone restores the random generators,
+        and the next save after any other one warns.
+        """
         GroupCall(self._processes, "restore").barrier()
         self._managed.recipe.check_group("restore")
-        wanted = None if names is None else part_filter(names)
+        wanted = None if request.selection is None else request.wants
         run, mirror = self._managed.run, self._managed.mirror
         source, readable = load_in_group(run, self._processes, step, wanted, mirror)
         for note in source.notes:
@@ -55,10 +59,18 @@ class Restorer:
             return None
         if self._processes.is_chief:
             warn_of_skipped(run.where, loaded, quarantine_skipped(run, loaded, readable))
-        state = run_in_all(self._processes, lambda: self._rebuild(loaded, like, names))
-        if names is None:
-            self._restore_random(loaded)
-        return Restored(state, loaded.manifest.step)
+        step = loaded.manifest.step
+        where = f"{run.where}: step {step}"
+        state, report = run_in_all(
+            self._processes, lambda: self._rebuild(where, loaded, like, request)
+        )
+        if report.has_differences:
+            warn_caller(f"{where}: the target and the checkpoint differ; {report}")
+        if report.is_exact:
+            self._restore_random(where, loaded)
+        else:
+            self._check.restored_in_part(step)
+        return Restored(state, step, report)
 
     def expect(self, like: Any) -> None:
         """The program may begin with `like`, and later restore into it."""
@@ -71,24 +83,27 @@ class Restorer:
         if self._random:
             self._random.begin()
 
-    def _rebuild(self, loaded: Loaded, like: Any, names: tuple[str, ...] | None) -> Any:
-        where = f"{self._managed.where}: step {loaded.manifest.step}"
-        self._managed.recipe.check_resume(where, loaded.manifest.recipe)
+    def _rebuild(
+        self, where: str, loaded: Loaded, like: Any, request: RestoreRequest
+    ) -> tuple[Any, RestoreReport]:
+        manifest, leaves = loaded.manifest, loaded.leaves
+        self._managed.recipe.check_resume(where, manifest.recipe)
+        specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
+        stored = StoredState(specs, manifest.containers)
         with rank_context(self._processes.index, self._processes.count):
             if like is None:
-                return unflatten(loaded.leaves)
-            if names is not None:
-                return restore_part(like, loaded.leaves, names)
-            self._check.expect(like)
-            state = restore_state(like, loaded.leaves)
-            self._check.restored(loaded.leaves)
-            return state
+                return restore_without_target(leaves, request, stored)
+            if request.is_strict:
+                self._check.expect(like)
+            state, report = restore_requested(like, leaves, request, stored)
+            if report.is_exact:
+                self._check.restored(request.renaming.rename(leaves))
+            return state, report
 
-    def _restore_random(self, loaded: Loaded) -> None:
+    def _restore_random(self, where: str, loaded: Loaded) -> None:
         """The last part of a restore, because the others may draw random numbers."""
         if self._random is None:
             return
-        where = f"{self._managed.where}: step {loaded.manifest.step}"
         for note in self._random.restore(loaded.process_leaves, self._processes, where):
             warn_caller(note)
 

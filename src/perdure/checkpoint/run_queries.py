@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from perdure.checkpoint.arguments import step_number
+from typing import Any
+
+from perdure.checkpoint.arguments import step_number, step_or_name
 from perdure.checkpoint.call_guard import CallGuard
 from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.retention import Retention, ranked
-from perdure.errors import StoreError
+from perdure.errors import StepNotFoundError, StoreError
+from perdure.state.metadata import metadata_tree
 from perdure.store import Run
 from perdure.store.urls import name_at_step
 
@@ -81,3 +84,31 @@ class RunQueries(CallGuard):
             StepNotFoundError: There is no checkpoint of that step.
         """
         return self._run.manifest(step_number(step)).fingerprint
+
+    def metadata(self, step: int | str | None = None) -> Any:
+        """What a checkpoint holds, as nested dicts. Reads its manifest and no array.
+
+        An array is a `jax.ShapeDtypeStruct` if this process has imported JAX, otherwise a pair with the
+        attributes `dtype` (its name) and `shape`. A Python scalar is its value.
+
+        Args:
+            step: A step, a name such as `latest_checkpoint`, or None for the newest.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint.
+            CorruptionError: Its manifest is damaged.
+        """
+        number = step_or_name(step, self.directory)
+        if number is None and (number := self.latest_step()) is None:
+            raise StepNotFoundError(f"{self.directory}: expected a checkpoint, found none.")
+        return metadata_tree(self._run.manifest(number).leaves)
+
+
+def describe_newest(run: Run) -> str:
+    """A sentence on the newest checkpoint."""
+    steps = run.steps()
+    return (
+        f"The newest committed checkpoint in {run.where} is step {steps[-1]}."
+        if steps
+        else f"{run.where} holds no checkpoint yet."
+    )

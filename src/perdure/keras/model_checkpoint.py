@@ -26,7 +26,8 @@ from perdure.keras.fit_internals import (
     set_direction,
 )
 from perdure.keras.open_managers import close_manager, open_manager
-from perdure.state import part_filter, restore
+from perdure.state import restore
+from perdure.state.selection import Selection
 from perdure.store import Run, Storage
 
 
@@ -231,7 +232,7 @@ def load_weights(
     if step is not None and step != "best" and type(step) is not int:
         raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
     chosen = _best_step(Run(run)) if step == "best" else step
-    loaded = load_verified(run, chosen, part_filter(("model",)))
+    loaded = load_verified(run, chosen, Selection("model").matches)
     restore({"model": model}, loaded.leaves)
     return loaded.manifest.step
 

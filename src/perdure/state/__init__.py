@@ -3,7 +3,6 @@
 from perdure.state.builtin import AttributeState, StateWithExtras
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_spec import format_differences
-from perdure.state.partial import part_filter, part_names, restore_part
 from perdure.state.template import Template, differences, template_of
 from perdure.state.tree_flatten import flatten, is_state, snapshot, unflatten
 from perdure.state.tree_restore import restore
@@ -17,12 +16,9 @@ __all__ = [
     "format_differences",
     "is_positioned",
     "is_state",
-    "part_filter",
-    "part_names",
     "position",
     "reposition",
     "restore",
-    "restore_part",
     "snapshot",
     "template_of",
     "unflatten",

@@ -70,6 +70,13 @@ class JaxState(NoVariables):
         with _enable_x64(True):  # the target is a 64-bit array too, made in such a block
             return _place(like, array, leaf.is_weak)
 
+    def abstract(self, spec: LeafSpec, *, is_weak: bool) -> jax.ShapeDtypeStruct:
+        """A target for an array of this dtype and shape."""
+        dtype: Any = spec.dtype
+        if dtype.startswith("key<"):
+            dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
+        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=is_weak)
+
     def _leaf(self, value: Any) -> Leaf | None:
         spec = self.spec(value)
         if spec is None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from posixpath import commonpath
 from typing import NamedTuple
 
 from perdure.errors import MismatchError
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import LeafEntry
 
 MAX_LINES = 20
+FEW = 4
+"""So many differences in one branch become one line, if there are more than `MAX_LINES`."""
 
 
 class LeafSpec(NamedTuple):
@@ -23,8 +27,8 @@ class LeafSpec(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, leaf: Leaf) -> LeafSpec:
-        """The spec of a stored leaf."""
+    def of(cls, leaf: Leaf | LeafEntry) -> LeafSpec:
+        """The spec of a stored leaf, or of its record in a manifest."""
         return cls(leaf.dtype.removeprefix(WEAK_PREFIX), leaf.shape)
 
     def describe(self) -> str:
@@ -86,15 +90,37 @@ def mismatch_error(differences: Sequence[Difference], advice: str) -> MismatchEr
 def format_differences(differences: Sequence[Difference]) -> str:
     """The differences as text, one per line.
 
-    At most `MAX_LINES` are shown, followed by the number of the others. If one prefix explains all of
-    them, the text is a single line about that prefix.
+    If one prefix explains all of them, the text is a single line about that prefix. At most `MAX_LINES`
+    are shown: of more, those that only one side has become one line for each branch, and what is left
+    is counted.
     """
     if (sentence := _common_prefix(differences)) is not None:
         return f"  {sentence}"
-    lines = [f"  {difference}" for difference in differences[:MAX_LINES]]
-    if len(differences) > MAX_LINES:
-        lines.append(f"  and {len(differences) - MAX_LINES:,} more")
-    return "\n".join(lines)
+    lines = [str(difference) for difference in differences]
+    if len(lines) > MAX_LINES:
+        lines = _by_branch(differences)
+    if len(lines) > MAX_LINES:
+        lines = [*lines[:MAX_LINES], f"and {len(lines) - MAX_LINES:,} more"]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _by_branch(differences: Sequence[Difference]) -> list[str]:
+    """A line for each difference, but only one for several in a top branch that one side lacks."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for line in differences:
+        side = (
+            "" if line.reason else "target" * (not line.stored) + "checkpoint" * (not line.expected)
+        )
+        branch = line.path.partition("/")[0] if side else line.path
+        groups.setdefault((branch, side), []).append(line)
+    lines = []
+    for (_, side), group in groups.items():
+        if len(group) < FEW:
+            lines += map(str, group)
+            continue
+        prefix = commonpath([line.path.rpartition("/")[0] for line in group])
+        lines.append(f"{prefix}: {len(group):,} leaves that only the {side} has")
+    return lines
 
 
 def _common_prefix(differences: Sequence[Difference]) -> str | None:

@@ -6,7 +6,7 @@ state decides only the devices of arrays, and provides the live objects that a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from perdure.state.leaf_errors import PathInErrors, type_name
 from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.leaf_values import plain_value, same_bits
 from perdure.state.object_flatten import ObjectFlattener, read_state
-from perdure.state.paths import is_below, join_dotted, join_part, key_text
+from perdure.state.paths import is_below, join_dotted, join_part, key_text, nearest
 from perdure.state.stateful import ModuleValues, Stateful
 from perdure.store.format import SCALAR_PREFIX, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -42,11 +42,18 @@ class ObjectStates:
     compared.
 
     `rebuild` restores a live object inside a state from its leaves, given the object and its path.
+    `keep` has the paths of the values of modules that keep their present value.
     Reading the state of one object visits only the leaves below its path.
     """
 
-    def __init__(self, leaves: Mapping[str, Leaf], rebuild: Callable[[Any, str], Any]) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, Leaf],
+        rebuild: Callable[[Any, str], Any],
+        keep: Collection[str] = (),
+    ) -> None:
         self.leaves = leaves
+        self._keep = keep
         self.containers = containers_of(leaves)
         self._rebuild = rebuild
         self._adapters = loaded_adapters()
@@ -83,6 +90,15 @@ class ObjectStates:
             self.missing.append(Difference(path, expected))
         return state
 
+    def named_values(self, path: str, arrays: str) -> dict[str, Any]:
+        """The values of the module at `path` by dotted name, without the module."""
+        return self._module_values(ModuleValues(), path, arrays)
+
+    def is_missing(self, stateful: Stateful, path: str) -> bool:
+        """Whether the checkpoint has no state at all for an object that has one."""
+        is_stored = path in self.leaves or path in self.containers or path in self._parts
+        return not is_stored and _has_leaves(read_state(stateful, path))
+
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
         """dtype, shape and chunk hashes of every leaf of the object's present state, by path.
 
@@ -106,7 +122,8 @@ class ObjectStates:
         differences = [
             line
             for line in present.differences
-            if line.stored is not None or line.reason or not _may_add(stateful, path, line.path)
+            if (line.stored is not None or line.reason or not _may_add(stateful, path, line.path))
+            and nearest(line.path, self._keep) is None
         ]
         differences += [
             Difference(leaf_path, None, self.leaves[leaf_path].describe())
@@ -121,6 +138,9 @@ class ObjectStates:
         for value_path, name in self._dotted_names(path, ""):
             if not is_below(value_path, tuple(undescribed)):
                 values[name] = self._value(value_path, present.get(name, _MISSING), arrays)
+        for name in present if self._keep else ():
+            if join_dotted(path, name) in self._keep:
+                values[name] = present[name]
         return values
 
     def _dotted_names(self, path: str, name: str) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ A path joins the keys from the root to a leaf with `/`. A `/` or `%` inside a ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import UnsupportedLeafError
@@ -61,6 +61,19 @@ def join_dotted(path: str, name: str) -> str:
 def split_path(path: str) -> list[str]:
     """The keys of a path, no longer escaped."""
     return [unescape(part) for part in path.split("/")]
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """`path`, and the paths above it up to the state itself (`""`), the longest first."""
+    yield path
+    while path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def nearest(path: str, paths: Container[str]) -> str | None:
+    """The longest of `paths` that `path` is or lies below; None if there is none."""
+    return next((above for above in ancestors(path) if above in paths), None)
 
 
 def is_below(path: str, ancestors: Sequence[str]) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from perdure.state.containers import build_container, describe_container
-from perdure.state.leaf_spec import Check
+from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.paths import join_key
 
 
@@ -31,6 +31,9 @@ class Stateful:
     can_fail = True
     """Whether `load` may fail although `check` found nothing. If so, `backup` is called first."""
 
+    comes_first = False
+    """Whether others can only be loaded after this object. It is backed up like one that may fail."""
+
     def __init__(self, target: Any) -> None:
         self.target = target
 
@@ -45,6 +48,22 @@ class Stateful:
     def check(self) -> Check:
         """The function that finds the stored leaves that the object cannot take."""
         return lambda _: []
+
+    def parts(self) -> Mapping[str, LeafSpec | None] | None:
+        """The values that can be restored one by one, by path relative to the object.
+
+        Each with its dtype and shape, or None if it takes any. None for an object whose state can only
+        be loaded as a whole.
+        """
+        return None
+
+    def part_values(self) -> Mapping[str, Any]:
+        """The live values of `parts`, by the same paths."""
+        return {}
+
+    def depends_on(self) -> Iterable[Any]:
+        """The objects that this state belongs to, such as the parameters of an optimizer."""
+        return ()
 
     def may_add(self, path: str) -> bool:
         """Whether the object may have a leaf after `load` that the stored state lacks, such as a

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.state.adapter import Adapter, loaded_adapters
+from perdure.errors import UnsupportedLeafError
+from perdure.state.adapter import loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.leaf_errors import PathInErrors, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.leaf_values import is_plain
-from perdure.state.paths import join_key, join_part
+from perdure.state.paths import join_key, join_part, nearest
+from perdure.state.selection import Selection
 from perdure.state.stateful import Stateful
+from perdure.state.wholes import is_whole
 from perdure.store.leaf import Leaf
 
 
@@ -27,26 +30,106 @@ class Template:
     objects: dict[str, Check] = field(default_factory=dict)
 
 
-def template_of(
-    like: Any, stored: Mapping[str, LeafSpec] | None = None, path: str = ""
-) -> Template:
+def template_of(like: Any, stored: Mapping[str, LeafSpec] | None = None) -> Template:
     """The template of a target.
 
     Args:
         like: the target.
         stored: the specs of the checkpoint by path, for values whose structure depends on what was
             stored; None if there is no checkpoint yet.
-        path: the path of `like` in its state.
 
     Raises:
         UnsupportedLeafError: a value cannot be restored exactly.
     """
-    template = Template()
-    try:
-        _describe(like, path, loaded_adapters(), stored, template)
-    except RecursionError:
-        raise nested_too_deeply() from None
-    return template
+    return TargetWalk(like, stored).template
+
+
+class TargetWalk:
+    """The template of a target, and for as long as a restore takes, its values.
+
+    Args:
+        like, stored: as for `template_of`.
+        path: the path of `like` in its state.
+        selection: what to restore. Other branches are not entered, so that they may hold anything.
+
+    Attributes:
+        template: the part of the target that is selected.
+        values: the leaves by path.
+        objects: the objects with `load_state_dict` by path.
+        wholes: the paths of values that a restore replaces as a whole or not at all.
+        unselected: the paths of leaves and objects that are not selected.
+        pruned: the paths of the branches that were not entered.
+    """
+
+    def __init__(
+        self,
+        like: Any,
+        stored: Mapping[str, LeafSpec] | None,
+        path: str = "",
+        selection: Selection | None = None,
+    ) -> None:
+        self.template = Template()
+        self.values: dict[str, Any] = {}
+        self.objects: dict[str, Stateful] = {}
+        self.wholes: set[str] = set()
+        self.unselected: set[str] = set()
+        self.pruned: set[str] = set()
+        self._stored = stored
+        self._selection = selection
+        self._adapters = loaded_adapters()
+        try:
+            self._visit(like, path)
+        except RecursionError:
+            raise nested_too_deeply() from None
+
+    def _visit(self, value: Any, path: str) -> None:
+        selection = self._selection
+        is_selected = selection is None or selection.matches(path)
+        if not is_selected and not self._may_hold(path):
+            self.pruned.add(path)
+            return
+        try:
+            with PathInErrors(path):
+                if (leaf := leaf_adapter(value, self._adapters)) is not None:
+                    if is_selected:
+                        self._add_leaf(value, path, leaf[1])
+                    else:
+                        self.unselected.add(path)
+                    return
+                node = node_of(value, path, self._adapters, self._stored)
+        except UnsupportedLeafError:
+            if is_selected:
+                raise
+            self.pruned.add(path)
+            return
+        if isinstance(node, Stateful):
+            if is_selected or self._selects_inside(node, path):
+                self.template.objects[path] = node.check()
+                self.objects[path] = node
+            else:
+                self.unselected.add(path)
+            return
+        if is_whole(value):
+            self.wholes.add(path)
+        for key, child in node.children:
+            self._visit(child, join_key(path, key))
+
+    def _may_hold(self, path: str) -> bool:
+        return self._selection is None or self._selection.may_hold(path)
+
+    def _add_leaf(self, value: Any, path: str, spec: LeafSpec) -> None:
+        self.template.leaves[path] = spec
+        self.values[path] = value
+        if is_plain(value):
+            self.template.plain.add(path)
+
+    def _selects_inside(self, node: Stateful, path: str) -> bool:
+        """Whether something inside an object is selected: in the checkpoint, or in the target."""
+        assert self._selection is not None
+        below = f"{path}/" if path else ""
+        inside = [leaf for leaf in self._stored or () if leaf.startswith(below)]
+        inside += [join_part(path, part) for part in node.parts() or ()]
+        return any(map(self._selection.matches, inside))
 
 
 def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
@@ -59,7 +142,7 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     if template.objects:
         object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
         for path, leaf in leaves.items():
-            if (parent := _object_above(path, object_leaves)) is not None:
+            if (parent := nearest(path, object_leaves)) is not None:
                 object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
                 del stored[path]
         for parent, check in template.objects.items():
@@ -77,33 +160,3 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
                     )
                 )
     return sorted(lines, key=lambda line: line.path)
-
-
-def _object_above(path: str, objects: Mapping[str, object]) -> str | None:
-    """The path of the object that the leaf at `path` belongs to; None if it belongs to none."""
-    while path not in objects:
-        if not path:
-            return None
-        path = path.rpartition("/")[0]
-    return path
-
-
-def _describe(
-    value: Any,
-    path: str,
-    adapters: Sequence[Adapter],
-    stored: Mapping[str, LeafSpec] | None,
-    template: Template,
-) -> None:
-    with PathInErrors(path):
-        if (leaf := leaf_adapter(value, adapters)) is not None:
-            template.leaves[path] = leaf[1]
-            if is_plain(value):
-                template.plain.add(path)
-            return
-        node = node_of(value, path, adapters, stored)
-    if isinstance(node, Stateful):
-        template.objects[path] = node.check()
-        return
-    for key, child in node.children:
-        _describe(child, join_key(path, key), adapters, stored, template)

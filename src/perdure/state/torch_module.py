@@ -45,6 +45,19 @@ class ModuleState(Stateful):
         full_names = _full_names(self.target, state)
         return ModuleValues({name: state[full] for name, full in full_names.items()})
 
+    def parts(self) -> Mapping[str, LeafSpec | None]:
+        return {
+            path: tensor_spec(value)
+            if isinstance(value, torch.Tensor) and not isinstance(value, LAZY)
+            else None
+            for path, value in self.part_values().items()
+        }
+
+    def part_values(self) -> Mapping[str, Any]:
+        state = self.target.state_dict(keep_vars=True)
+        full_names = _full_names(self.target, state)
+        return {join_dotted("", name): state[full] for name, full in full_names.items()}
+
     def load(self, state: Mapping[str, Any]) -> None:
         present = self.target.state_dict()
         full_names = _full_names(self.target, present)
@@ -57,16 +70,32 @@ class ModuleState(Stateful):
         # The versions of the module's code. With older ones, the code would convert the values.
         if (versions := getattr(present, "_metadata", None)) is not None:
             values._metadata = versions  # type: ignore[attr-defined]
-        for name, tensor in self.target.state_dict(keep_vars=True).items():
+        live = self.target.state_dict(keep_vars=True)
+        for name, tensor in live.items():
             if name in values and has_shared_elements(tensor):
                 copy_into(tensor, values[name])
                 values[name] = tensor  # PyTorch skips the copy of a tensor onto itself
+            elif name in values and _is_meta(tensor) and not _is_meta(values[name]):
+                _give_memory(tensor, values[name])
         self.target.load_state_dict(values)
 
     def check(self) -> Check:
-        return _check_module(self.read(), whole=not self.can_fail)
+        reasons = _meta_reasons(self.target)
+        if reasons and not self.can_fail:
+            reasons = [line for line in reasons if line.path not in self.parts()]
+        check = _check_module(self.read(), whole=not self.can_fail)
+        return lambda stored: [*reasons, *check(stored)]
+
+    @property
+    def comes_first(self) -> bool:  # type: ignore[override]
+        """An optimizer puts its state where its parameters are, so not before they have memory."""
+        return any(map(_is_meta, self.target.state_dict().values()))
 
     def backup(self) -> Callable[[], object]:
+        if self.comes_first:
+            live = self.target.state_dict(keep_vars=True).values()
+            on_meta = {id(value): value for value in live if _is_meta(value)}.values()
+            return lambda: [torch.utils.swap_tensors(t, _on_meta(t)) for t in on_meta]
         before, load_before = copy_state(self.read()), super().backup()
 
         def undo() -> None:
@@ -147,27 +176,57 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
     return True
 
 
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+
+
+def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
+    """The tensors of a module on the meta device, with what a restore needs for them."""
+    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    how = "Call `module.to_empty(device=...)`"
+    lines = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta and id(tensor) in saved:
+            reason = f"is on the meta device, and the module has code of its own for loading. {how}"
+        elif tensor.is_meta:
+            reason = (
+                f"is on the meta device and never saved (persistent=False). {how}, and compute it"
+            )
+        else:
+            continue
+        lines.append(Difference(join_dotted("", name), reason=f"{reason} before the restore"))
+    return lines
+
+
+def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Turn a tensor on the meta device into `value`. It stays the same object for its module, for the
+    modules that it is shared with, and for an optimizer."""
+    new = value.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, new)
+
+
 def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
     """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal."""
     expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
     tied: dict[int, list[str]] = {}
-    on_meta = []
     for name, value in state.items():
         path = join_dotted("", name)
         if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
             expected[path] = tensor_spec(value)
-            if value.is_meta:
-                on_meta.append(path)
-            elif value.numel():
+            if value.numel() and not value.is_meta:
                 tied.setdefault(value.data_ptr(), []).append(path)
         elif isinstance(value, torch.Tensor):
             expected[path] = None
     tied_groups = [paths for paths in tied.values() if len(paths) > 1]
 
     def check(stored: Mapping[str, Leaf]) -> list[Difference]:
-        reason = "is on the meta device; call `module.to_empty(device=...)` first"
-        lines = [Difference(path, reason=reason) for path in on_meta]
-        lines += _spec_differences(expected, stored, whole=whole)
+        lines = _spec_differences(expected, stored, whole=whole)
         for first, *others in tied_groups:
             for path in others:
                 if (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -136,6 +136,9 @@ class _Optimizer(Stateful):
     def check(self) -> Check:
         return partial(_check_groups, [len(g["params"]) for g in self.target.param_groups])
 
+    def depends_on(self) -> Iterable[Any]:
+        return [param for group in self.target.param_groups for param in group["params"]]
+
     def may_add(self, path: str) -> bool:
         return path.startswith("param_groups/") and path.count("/") == 2
 
@@ -175,6 +178,9 @@ class _Optimizer(Stateful):
 
 
 class _Scheduler(Stateful):
+    def depends_on(self) -> Iterable[Any]:
+        return [self.target.optimizer] if hasattr(self.target, "optimizer") else ()
+
     def may_add(self, path: str) -> bool:
         return "/" not in path  # a setting of a newer torch
 

@@ -16,22 +16,19 @@ from perdure.state.adapter import Node, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, load_leaf, node_of
 from perdure.state.containers import array_template
 from perdure.state.leaf_errors import PathInErrors, type_name
-from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, mismatch_error
+from perdure.state.leaf_spec import Difference, format_differences, mismatch_error
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_key
-from perdure.state.per_rank import current_rank_context, rank_context
+from perdure.state.restore_advice import advice, ways_out
+from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
+from perdure.state.restore_report import RestoreReport
+from perdure.state.restore_request import RestoreRequest
 from perdure.state.stateful import Stateful
-from perdure.state.template import differences, template_of
+from perdure.state.template import TargetWalk, differences
+from perdure.state.tree_flatten import unflatten
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Arrays
-
-_REBUILD_ADVICE = "Build the target with the code that saved it, or restore without a target."
-_DTYPE_ADVICE = (
-    " Where only the dtype of an array differs, the program may have changed it after the target was "
-    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
-    "`like=jax.eval_shape(step, state, batch)`)."
-)
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -54,14 +51,44 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     After an error the target is what it was before, unless the message names an object whose earlier
     state could not be loaded again.
     """
-    specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
-    present = current_rank_context()
-    with rank_context(present.index, present.count) as ranks:
-        template = template_of(like, specs)
-    # Of a `PerRank` member, only the leaves of this process are compared.
-    own_leaves = {path: leaf for path, leaf in leaves.items() if not ranks.leaves_out(path)}
-    _raise_mismatch(differences(template, own_leaves))
-    return _Restore(leaves, specs).run(like)
+    return restore_requested(like, leaves, RestoreRequest(), StoredState.of(leaves))[0]
+
+
+def restore_requested(
+    like: Any, leaves: Mapping[str, Leaf], request: RestoreRequest, stored: StoredState
+) -> tuple[Any, RestoreReport]:
+    """`restore` of what `request` asks for; everything else in `like` stays the very same.
+
+    Args:
+        like: the target.
+        leaves: the leaves of the checkpoint that the request wants, by their paths there.
+        request: what to restore, and how.
+        stored: everything that the checkpoint has.
+
+    Returns:
+        The state, and how it differs from the checkpoint.
+
+    Raises:
+        MismatchError, StateError: as `restore`; a pattern or a rename fits nothing.
+    """
+    plan = plan_restore(like, leaves, request, stored)
+    if plan.differences:
+        hints = ways_out(like, leaves, request, stored, plan)
+        raise mismatch_error(plan.differences, advice(plan.differences) + hints)
+    return _Restore(plan).run(like), plan.report
+
+
+def restore_without_target(
+    leaves: Mapping[str, Leaf], request: RestoreRequest, stored: StoredState
+) -> tuple[Any, RestoreReport]:
+    """Nested dicts of NumPy arrays and Python scalars; arguments and errors as `restore_requested`."""
+    renaming, selection = request.renaming, request.selection
+    renaming.check(stored.specs, stored.containers)
+    if selection is not None and (unused := selection.unused(renaming.rename(stored.specs))):
+        raise MismatchError(f"{unused[0]}: the checkpoint has no such leaf or branch.")
+    renamed = tuple(sorted(renaming(path) for path in leaves if renaming(path) != path))
+    patterns = () if selection is None else selection.patterns
+    return unflatten(renaming.rename(leaves)), RestoreReport(renamed=renamed, leaves=patterns)
 
 
 class _Change(NamedTuple):
@@ -93,24 +120,29 @@ class _Backup(NamedTuple):
 class _Restore:
     """One restore: builds all new values, then changes the objects of the target in place."""
 
-    def __init__(self, leaves: Mapping[str, Leaf], specs: Mapping[str, LeafSpec]) -> None:
-        self._leaves = leaves
-        self._specs = specs
+    def __init__(self, plan: RestorePlan) -> None:
+        self._leaves, self._specs = plan.leaves, plan.specs
+        self._keep, self._keep_branches = plan.keep, plan.keep_branches
+        self._keeps_some = bool(plan.keep or plan.keep_branches)
         self._adapters = loaded_adapters()
-        self._objects = ObjectStates(leaves, self._build_inside_object)
+        self._objects = ObjectStates(plan.leaves, self._build_inside_object, plan.keep)
         self._changes: list[_Change] = []
 
     def run(self, like: Any) -> Any:
         restored = self._build(like, "")
         if lines := self._objects.missing + self._conflicts():
-            raise mismatch_error(lines, _REBUILD_ADVICE)
+            raise mismatch_error(lines, advice(lines))
         self._apply_changes()
         return restored
 
     def _build(self, like: Any, path: str) -> Any:
         """The new value for `like`; a change in place is added to `_changes`."""
+        if path in self._keep_branches:
+            return like
         with PathInErrors(path):
             if (leaf := leaf_adapter(like, self._adapters)) is not None:
+                if path in self._keep:
+                    return like
                 if is_plain(like) and (entry := self._objects.containers.get(path)) is not None:
                     return self._load_as(entry.arrays, like, path)
                 value = load_leaf(leaf[0], like, self._leaves[path])
@@ -120,9 +152,12 @@ class _Restore:
                 return like
             node = node_of(like, path, self._adapters, self._specs)
         if isinstance(node, Stateful):
-            self._changes.append(_Change(path, node, self._objects.state(node, path)))
+            if path not in self._keep:
+                self._changes.append(_Change(path, node, self._objects.state(node, path)))
             return node.target
         children = [self._build(child, join_key(path, key)) for key, child in node.children]
+        if self._keeps_some and _are_same(children, node):
+            return like
         if node.in_place:
             self._changes.append(_Change(path, node, children))
             return like
@@ -137,7 +172,8 @@ class _Restore:
         leaves = {
             leaf_path: self._leaves[leaf_path] for leaf_path in self._objects.leaf_paths(path)
         }
-        _raise_mismatch(differences(template_of(like, self._specs, path), leaves))
+        if lines := differences(TargetWalk(like, self._specs, path).template, leaves):
+            raise mismatch_error(lines, advice(lines))
         return self._build(like, path)
 
     def _load_as(self, array_class: Arrays | None, like: Any, path: str) -> Any:
@@ -193,8 +229,10 @@ class _Restore:
         fallible: list[_Change] = []
         safe: list[_Change] = []
         for change in self._changes:
-            can_fail = isinstance(change.node, Stateful) and change.node.can_fail
-            (fallible if can_fail else safe).append(change)
+            node = change.node
+            has_backup = isinstance(node, Stateful) and (node.can_fail or node.comes_first)
+            (fallible if has_backup else safe).append(change)
+        fallible.sort(key=lambda change: not getattr(change.node, "comes_first", False))
         backups: list[_Backup] = []
         begun: list[str] = []
         try:
@@ -250,15 +288,5 @@ class _Restore:
                 )
 
 
-def _raise_mismatch(lines: Sequence[Difference]) -> None:
-    """Raise `MismatchError` if there are differences."""
-    if not lines:
-        return
-    dtype_only = any(
-        line.expected
-        and line.stored
-        and line.expected != line.stored
-        and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
-        for line in lines
-    )
-    raise mismatch_error(lines, _REBUILD_ADVICE + (_DTYPE_ADVICE if dtype_only else ""))
+def _are_same(children: Sequence[Any], node: Node) -> bool:
+    return all(new is old for new, (_, old) in zip(children, node.children, strict=True))

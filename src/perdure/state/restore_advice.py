@@ -1,0 +1,107 @@
+"""What to do about a target that does not fit a checkpoint: the ways out that would help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.errors import StateError
+from perdure.state.cast import cast_leaf
+from perdure.state.leaf_spec import MAX_LINES, Difference, LeafSpec
+from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
+from perdure.state.restore_request import RestoreRequest
+from perdure.store.leaf import Leaf
+
+_REBUILD = "Build the target with the code that saved it, or restore without a target."
+_DTYPE = (
+    " Where only the dtype of an array differs, the program may have changed it after the target was "
+    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
+    "`like=jax.eval_shape(step, state, batch)`)."
+)
+_MOST_PAIRS = 200
+"""How many leaves of each side are looked at for a rename."""
+
+
+def advice(lines: Sequence[Difference]) -> str:
+    """What helps in any case."""
+    is_dtype_only = any(
+        line.expected
+        and line.stored
+        and line.expected != line.stored
+        and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
+        for line in lines
+    )
+    return _REBUILD + (_DTYPE if is_dtype_only else "")
+
+
+def ways_out(
+    like: Any,
+    leaves: Mapping[str, Leaf],
+    request: RestoreRequest,
+    stored: StoredState,
+    plan: RestorePlan,
+) -> str:
+    """A sentence on those arguments of `CheckpointManager.restore` that would help; "" if none would.
+
+    Args:
+        like, leaves, request, stored: as for `plan_restore`.
+        plan: the plan that has differences.
+    """
+    try:
+        other = plan_restore(like, leaves, request._replace(strict=False), stored)
+    except StateError:  # the differences are what the user has to see
+        return ""
+    lines = plan.differences
+    ways = []
+    if not request.cast and any(_can_cast(plan, other, line) for line in lines[:MAX_LINES]):
+        ways.append("`cast=True` converts dtypes")
+    if (pair := _rename(lines, other)) is not None:
+        ways.append(f"`rename={{{pair[0]!r}: {pair[1]!r}}}` moves leaves of the checkpoint")
+    if request.strict and not other.differences and other.leaves:
+        ways.append(
+            f"`strict=False` restores the {len(other.leaves):,} leaves that fit and keeps what the "
+            f"target has elsewhere, which is no exact resume"
+        )
+    return f" `CheckpointManager.restore` has ways out: {'; '.join(ways)}." if ways else ""
+
+
+def _can_cast(plan: RestorePlan, other: RestorePlan, line: Difference) -> bool:
+    expected, leaf = other.expected.get(line.path), plan.leaves.get(line.path)
+    if expected is None or leaf is None or expected.shape != leaf.shape:
+        return False
+    try:
+        cast_leaf(leaf, expected)
+    except StateError:
+        return False
+    return True
+
+
+def _rename(lines: Sequence[Difference], plan: RestorePlan) -> tuple[str, str] | None:
+    """The rename of a branch (or of a leaf) that would place the most leaves without a place."""
+    missing: dict[str, LeafSpec] = {}
+    unused: dict[str, LeafSpec] = {}
+    for line in lines:
+        if line.stored is None and line.path in plan.expected and not line.reason:
+            missing[line.path] = plan.expected[line.path] or LeafSpec("", ())
+        elif line.expected is None and line.path in plan.specs and not line.reason:
+            unused[line.path] = plan.specs[line.path]
+    pairs: Counter[tuple[str, str]] = Counter()
+    for old, spec in list(unused.items())[:_MOST_PAIRS]:
+        for new, expected in list(missing.items())[:_MOST_PAIRS]:
+            if spec == expected and (pair := _moved(old, new)) is not None:
+                pairs[pair] += 1
+    if not pairs:
+        return None
+    return max(pairs, key=lambda pair: (pairs[pair], -len(pair[0]) - len(pair[1]), pair))
+
+
+def _moved(old: str, new: str) -> tuple[str, str] | None:
+    """The branches in which two paths differ; None if they do not even end alike."""
+    first, second = old.split("/"), new.split("/")
+    same = 0
+    while same < min(len(first), len(second)) and first[-1 - same] == second[-1 - same]:
+        same += 1
+    if same == 0:
+        return None
+    return "/".join(first[: len(first) - same]), "/".join(second[: len(second) - same])

@@ -1,0 +1,80 @@
+"""`Selection`: the leaves that a partial restore takes, by path, branch or pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from perdure.errors import ArgumentError
+
+
+class Selection:
+    """The leaves at some paths and below them.
+
+    In a pattern, `*` stands for any text inside one part of a path, and the part `**` for any number of
+    parts, also none: `*/bias`, `model/**/kernel`. What lies below a match is selected too, so that
+    `model` and `model/**` are the same.
+
+    Args:
+        leaves: one path or pattern, or several.
+
+    Raises:
+        ArgumentError: there is no path, or one is no non-empty string.
+    """
+
+    def __init__(self, leaves: str | Iterable[str]) -> None:
+        several = isinstance(leaves, Iterable) and not isinstance(leaves, str)
+        patterns: tuple[str, ...] = tuple(leaves) if several else (leaves,)  # type: ignore[assignment]
+        if not patterns or not all(isinstance(each, str) and each for each in patterns):
+            raise ArgumentError(
+                f"leaves: expected the path of a leaf or of a branch, a pattern such as 'model/**', or "
+                f"several of them, found {leaves!r}."
+            )
+        self.patterns = tuple(dict.fromkeys(patterns))
+        self._regex = re.compile("|".join(map(_regex, self.patterns)), re.DOTALL)
+        self._prefixes = [_leading_parts(pattern) for pattern in self.patterns]
+
+    def matches(self, path: str) -> bool:
+        """Whether the leaf or the branch at `path` is selected as a whole."""
+        return self._regex.fullmatch(path) is not None
+
+    def may_hold(self, path: str) -> bool:
+        """Whether something below `path` may be selected."""
+        parts = path.split("/") if path else []
+        return any(
+            all(
+                re.fullmatch(regex, part, re.DOTALL)
+                for regex, part in zip(prefix, parts, strict=False)
+            )
+            for prefix in self._prefixes
+        )
+
+    def unused(self, paths: Iterable[str]) -> list[str]:
+        """The patterns that select none of `paths`."""
+        paths = list(paths)
+        return [
+            pattern
+            for pattern in self.patterns
+            if not any(map(re.compile(_regex(pattern), re.DOTALL).fullmatch, paths))
+        ]
+
+
+def _part(pattern: str) -> str:
+    return "[^/]*".join(map(re.escape, pattern.split("*")))
+
+
+def _regex(pattern: str) -> str:
+    """The regular expression of what `pattern` selects."""
+    parts = pattern.split("/")
+    while parts and parts[-1] == "**":
+        parts.pop()
+    if not parts:
+        return ".*"
+    above = "".join("(?:[^/]+/)*" if part == "**" else f"{_part(part)}/" for part in parts[:-1])
+    return f"{above}{_part(parts[-1])}(?:/.*)?"
+
+
+def _leading_parts(pattern: str) -> list[str]:
+    """The regular expressions of the parts in front of the first `**`."""
+    parts = pattern.split("/")
+    return [_part(part) for part in (parts[: parts.index("**")] if "**" in parts else parts)]

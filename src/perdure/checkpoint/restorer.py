@@ -15,7 +15,7 @@ from perdure.errors import StoreError
 from perdure.state import part_filter, part_names, restore_part, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.per_rank import rank_context
-from perdure.state.process_random import ProcessRandom
+from perdure.state.process_random import ProcessRandom, records
 from perdure.store import Loaded, Run
 
 
@@ -38,6 +38,7 @@ class Restorer:
         self._processes = managed.processes
         self._check = check
         self._random = random
+        self._has_shards = False
 
     def restore(
         self, step: int | None, like: Any, leaves: str | Iterable[str] | None
@@ -58,6 +59,7 @@ class Restorer:
         state = run_in_all(self._processes, lambda: self._rebuild(loaded, like, names))
         if names is None:
             self._restore_random(loaded)
+        self._warn_of_other_group(loaded)
         return Restored(state, loaded.manifest.step)
 
     def expect(self, like: Any) -> None:
@@ -74,13 +76,14 @@ class Restorer:
     def _rebuild(self, loaded: Loaded, like: Any, names: tuple[str, ...] | None) -> Any:
         where = f"{self._managed.where}: step {loaded.manifest.step}"
         self._managed.recipe.check_resume(where, loaded.manifest.recipe)
-        with rank_context(self._processes.index, self._processes.count):
+        with rank_context(self._processes.index, self._processes.count) as rank:
             if like is None:
                 return unflatten(loaded.leaves)
             if names is not None:
                 return restore_part(like, loaded.leaves, names)
             self._check.expect(like)
             state = restore_state(like, loaded.leaves)
+            self._has_shards = rank.has_shards
             self._check.restored(loaded.leaves)
             return state
 
@@ -91,6 +94,24 @@ class Restorer:
         where = f"{self._managed.where}: step {loaded.manifest.step}"
         for note in self._random.restore(loaded.local, self._processes, where):
             warn_caller(note)
+
+    def _warn_of_other_group(self, loaded: Loaded) -> None:
+        """Warn if arrays that another number of processes saved are now sharded over these.
+
+        Their bits are the same. Those of the next step are not, unless a strategy computes it.
+        """
+        saved = len(records(loaded.local))
+        if not self._has_shards or saved in (0, self._processes.count):
+            return
+        self._has_shards = False
+        if self._processes.is_chief:
+            warn_caller(
+                f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, and "
+                f"this run has {self._processes.count}. The state is restored bit for bit, but the next "
+                f"steps will not have the bits of an uninterrupted run: gradients and norms are added "
+                f"over the processes in another order. Resume with {saved} processes for the same bits; "
+                f"pass recipe={{'processes': processes.count}} to the manager to make this an error."
+            )
 
 
 def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:

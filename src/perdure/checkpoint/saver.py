@@ -127,7 +127,9 @@ class BackgroundSaver:
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
-            with rank_context(self._processes.index, self._processes.count) as rank:
+            # A process that saves another step, or restores, would gather other arrays.
+            agree = GroupCall(self._processes, f"save of step {step}").barrier
+            with rank_context(self._processes.index, self._processes.count, agree) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 self._check_restorable(step, state, leaves, preempted)
         except BaseException as error:

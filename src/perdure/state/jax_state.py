@@ -18,6 +18,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, key_words, leaf_array
+from perdure.state.per_rank import current_rank_context
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
@@ -87,7 +88,8 @@ class JaxState(NoVariables):
                 )
             dtype = WEAK_PREFIX + dtype
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            # Its shards are in several processes. This is a collective: all processes save this step.
+            # Its shards are in several processes, which all have to call this.
+            current_rank_context().agree()
             value = multihost_utils.process_allgather(value, tiled=True)
         data = jax.random.key_data(value) if dtype.startswith("key<") else value
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a

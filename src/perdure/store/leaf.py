@@ -10,6 +10,10 @@ from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_b
 from perdure.store.manifest import Container
 
 
+Region = tuple[tuple[int, int], ...]
+"""A part of an array: (start, stop) along each axis."""
+
+
 # `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
 class Leaf(Struct, frozen=True, gc=False):
     """One array, or one Python scalar, as bytes.
@@ -21,12 +25,15 @@ class Leaf(Struct, frozen=True, gc=False):
         shape: The shape of the array, or of the array of keys; `()` for a scalar.
         data: One-dimensional unsigned bytes in row-major, little-endian order.
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
+        region: The part of the array that `data` has; None for all of it. A leaf with a region is only
+            compared, never saved.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
     frozen: bool = False
+    region: Region | None = None
 
     @property
     def nbytes(self) -> int:

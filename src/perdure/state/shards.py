@@ -1,0 +1,43 @@
+"""Arrays of which each process has a shard: what a restore compares without the other processes.
+
+A save gathers such an array, so that a checkpoint does not depend on how it was sharded. A restore must
+not: an error in one process would leave the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+
+from perdure.store.leaf import Leaf, Region
+
+_own_only: ContextVar[bool] = ContextVar("own_shards_only", default=False)
+
+
+@contextmanager
+def own_shards_only() -> Iterator[None]:
+    """Leaves of sharded arrays have only the elements of this process inside (`Leaf.region`)."""
+    token = _own_only.set(True)
+    try:
+        yield
+    finally:
+        _own_only.reset(token)
+
+
+def gathers_shards() -> bool:
+    """Whether the leaf of a sharded array has the elements of all processes."""
+    return not _own_only.get()
+
+
+def cut(leaf: Leaf, region: Region) -> Leaf:
+    """The part of a whole leaf that has the elements in `region`."""
+    if not leaf.nbytes:
+        return leaf
+    element = leaf.nbytes // int(np.prod(leaf.shape))
+    array = np.frombuffer(leaf.data, f"V{element}").reshape(leaf.shape)
+    part = np.ascontiguousarray(array[tuple(slice(*span) for span in region)])
+    data = part.reshape(-1).view(np.uint8).data if part.size else memoryview(b"")
+    return Leaf(leaf.dtype, leaf.shape, data, region=region)

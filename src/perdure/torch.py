@@ -30,6 +30,7 @@ try:
     import torch
 
     from perdure.distribute.torch.group import subgroup
+    from perdure.distribute.torch.logical_replicas import LogicalReplicas
     from perdure.distribute.torch.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -41,6 +42,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "AutoShardPolicy",
     "InputContext",
+    "LogicalReplicas",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

@@ -36,9 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_resumes_with_the_bits_of_the_undisturbed_one(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    killed = launch(
-        WORKER, 2, "--directory", str(tmp_path), "--action", "kill", forked="torch"
-    )
+    killed = launch(WORKER, 2, "--directory", str(tmp_path), "--action", "kill", forked="torch")
     assert [status for status, _, _ in killed] == [-signal.SIGKILL] * 2
     assert Run(tmp_path).steps() == [SAVED]
     assert worker(2, tmp_path, "resume") == [{"start": SAVED, "warnings": []}] * 2

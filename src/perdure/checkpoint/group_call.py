@@ -167,8 +167,8 @@ def require_group(where: str) -> None:
         raise ClusterError(
             f"{where}: {group.source} says that this is process {group.index} of {group.count}, and "
             f"the manager was not given the group. Make it in every process as "
-            f"CheckpointManager(..., processes={call}), or with strategy.processes. For a directory that this process alone uses, pass "
-            f"processes=perdure.checkpoint.SingleProcess()."
+            f"CheckpointManager(..., processes={call}), or with strategy.processes. For a directory "
+            f"that this process alone uses, pass processes=perdure.checkpoint.SingleProcess()."
         )
 
 

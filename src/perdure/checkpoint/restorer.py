@@ -106,11 +106,11 @@ class Restorer:
         self._has_shards = False
         if self._processes.is_chief:
             warn_caller(
-                f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, and "
-                f"this run has {self._processes.count}. The state is restored bit for bit, but the next "
-                f"steps will not have the bits of an uninterrupted run: gradients and norms are added "
-                f"over the processes in another order. Resume with {saved} processes for the same bits; "
-                f"pass recipe={{'processes': processes.count}} to the manager to make this an error."
+                f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, "
+                f"and this run has {self._processes.count}. The state is restored bit for bit, but the "
+                f"next steps will not have the bits of an uninterrupted run, because gradients and "
+                f"norms are added over the processes in another order. Resume with {saved} processes "
+                f"for the same bits; recipe={{'processes': processes.count}} makes this an error."
             )
 
 

@@ -9,7 +9,6 @@ from msgspec import Struct
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
 from perdure.store.manifest import Container
 
-
 Region = tuple[tuple[int, int], ...]
 """A part of an array: (start, stop) along each axis."""
 

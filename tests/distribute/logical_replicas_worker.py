@@ -16,7 +16,7 @@ from worker_program import answer, arguments
 from perdure.errors import PerdureError
 from perdure.torch import LogicalReplicas
 
-COUNT, STEPS = 12, 3
+COUNT, STEPS = 12, 2
 WIDE = 520  # the weights take more than the first bucket of DDP, 1 MiB
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from worker_program import answer, arguments
 
 import perdure
-from perdure.checkpoint import SingleProcess
+from perdure.checkpoint import PerRank, SingleProcess
 from perdure.errors import PerdureError
 from perdure.torch import process_group
 
@@ -177,6 +177,7 @@ def errors(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
         "no_processes": refused(lambda: perdure.CheckpointManager(f"{options.directory}/none")),
         "alone": attempt(f"alone-{rank}", 1, {"tree": tree}, SingleProcess()),
         "partial": attempt("partial", 1, {"net": {"sum": pending}}),
+        "per_rank": attempt("per_rank", 1, {"mine": PerRank(tree["large"])}),
         "steps": attempt("steps", 1 + rank, {"tree": tree}),
         "good": attempt("good", 1, {"tree": tree}),
     }

@@ -25,7 +25,10 @@ def test_a_group_that_the_program_initialized_is_joined(tmp_path: Path, engine: 
         assert report["sum"] == 15.0
         assert report["steps"] == [1]
         assert report["mine"] == [process] * 3
-        call = {"jax": "perdure.initialize_distributed('jax')", "torch": "perdure.torch.process_group()"}
+        call = {
+            "jax": "perdure.initialize_distributed('jax')",
+            "torch": "perdure.torch.process_group()",
+        }
         assert call[engine] in report["refused"]
     if engine == "torch":
         assert all(report["ddp"]["resumed"] for report in reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, whose processes were killed after its first checkpoint."""
+    directory = tmp_path_factory.mktemp("sharded") / "run"
+    arguments = ("--directory", str(directory), "--action", "kill")
+    ended = launch(WORKER, 2, *arguments, forked="torch")
+    assert [status for status, _, _ in ended] == [-signal.SIGKILL] * 2
+    assert Run(directory).steps() == [SAVED]
+    return directory
+
+
 def test_a_killed_run_resumes_with_the_bits_of_the_undisturbed_one(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
-    killed = launch(WORKER, 2, "--directory", str(tmp_path), "--action", "kill", forked="torch")
-    assert [status for status, _, _ in killed] == [-signal.SIGKILL] * 2
-    assert Run(tmp_path).steps() == [SAVED]
-    assert worker(2, tmp_path, "resume") == [{"start": SAVED, "warnings": []}] * 2
-    assert fingerprint(tmp_path) == fingerprint(undisturbed)
+    directory = Path(shutil.copytree(killed, tmp_path / "run"))
+    assert worker(2, directory, "resume") == [{"start": SAVED, "warnings": []}] * 2
+    assert fingerprint(directory) == fingerprint(undisturbed)
 
 
 def test_every_process_writes_a_part(undisturbed: Path) -> None:
@@ -78,14 +88,14 @@ def test_a_plain_state_without_a_group_restores_them_too(undisturbed: Path, tmp_
 
 
 def test_a_resume_on_other_processes_warns_and_has_other_bits(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
     """The negative control of the resume: the gradients of three batches are added."""
-    launch(WORKER, 2, "--directory", str(tmp_path), "--action", "kill", forked="torch")
-    reports = worker(3, tmp_path, "resume")
+    directory = Path(shutil.copytree(killed, tmp_path / "run"))
+    reports = worker(3, directory, "resume")
     (warning,) = reports[0]["warnings"]
     assert "will not have the bits" in warning
-    assert fingerprint(tmp_path) != fingerprint(undisturbed)
+    assert fingerprint(directory) != fingerprint(undisturbed)
 
 
 def test_what_a_group_refuses(tmp_path: Path) -> None:
@@ -94,6 +104,7 @@ def test_what_a_group_refuses(tmp_path: Path) -> None:
         assert "perdure.torch.process_group()" in report["no_processes"]
         assert report["alone"].startswith("UnsupportedLeafError: tree/")
         assert "processes=perdure.torch.process_group()" in report["alone"]
+        assert report["per_rank"].startswith("UnsupportedLeafError: mine/rank")
         assert report["partial"].startswith("UnsupportedLeafError: net/sum: ")
         assert "Partial" in report["partial"]
         assert "process 0 save of step 1, process 1 save of step 2" in report["steps"]

@@ -31,7 +31,15 @@ from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
-from perdure.store.pack_part import Own, OwnRows, PackPart, assemble, leaf_digests, write_pack_part
+from perdure.store.pack_part import (
+    Own,
+    OwnRows,
+    PackPart,
+    assemble,
+    join_shards,
+    leaf_digests,
+    write_pack_part,
+)
 from perdure.store.pack_writer import Written
 from perdure.store.record_builder import Held
 
@@ -158,7 +166,7 @@ def _lead(
 
     def commit() -> None:
         nonlocal others_wait
-        leaves = Leaves(merged, containers_of(state.leaves))
+        leaves = Leaves(join_shards(merged), containers_of(state.leaves))
         with run.prepare_save(state.step, leaves, local) as save:
             written = None
             if not save.is_committed:

@@ -20,14 +20,21 @@ from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_check import RestoreCheck
-from perdure.errors import LockedError, MismatchError, PruneError, SaveError, StoreError
+from perdure.errors import (
+    LockedError,
+    MismatchError,
+    PruneError,
+    SaveError,
+    StoreError,
+    UnsupportedLeafError,
+)
 from perdure.heartbeats import saving
 from perdure.state import snapshot
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
-from perdure.store.pack_part import Own
+from perdure.store.pack_part import Own, shard_leaves
 
 
 class BackgroundSaver:
@@ -131,6 +138,7 @@ class BackgroundSaver:
             agree = GroupCall(self._processes, f"save of step {step}").barrier
             with rank_context(self._processes.index, self._processes.count, agree) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
+                _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
@@ -216,6 +224,8 @@ class BackgroundSaver:
         ranked: dict[str, Leaf] = {}
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
+        for path in [path for path, leaf in leaves.items() if leaf.chunks is not None]:
+            ranked |= shard_leaves(path, leaves.pop(path))
         state = GroupState(step, leaves, Own(ranked, local))
         channel = self._processes.channel("save")
         with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
@@ -277,3 +287,13 @@ class BackgroundSaver:
         if self._options.on_error == "raise":
             raise error
         warn_caller(f"{error} Training continues; the next save tries again.")
+
+
+def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
+    """Raise `UnsupportedLeafError` for a sharded array that is wrapped in `PerRank`."""
+    for path, leaf in leaves.items() if rank.members else ():
+        if leaf.chunks is not None and rank.owns(path):
+            raise UnsupportedLeafError(
+                f"{path}: an array that is sharded over the processes is one member of all of them; "
+                f"expected it outside of PerRank."
+            )

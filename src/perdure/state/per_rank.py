@@ -50,13 +50,15 @@ class RankContext:
     """The process that flattens or restores a state, and the `PerRank` members of that state.
 
     `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
-    `has_shards` becomes true if a restore meets an array of which each process has a shard.
+    `has_shards` becomes true if a restore meets an array of which each process has a shard. `dealt`
+    counts the chunks of such arrays that a save has given to a process.
     """
 
     index: int = 0
     count: int = 1
     members: dict[str, int | None] = field(default_factory=dict)
     has_shards: bool = False
+    dealt: int = 0
     before_gather: Callable[[], None] | None = None
 
     def agree(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import cut
+from perdure.state.shards import cut, own_chunks
 from perdure.store.leaf import Leaf, Region
 
 
@@ -42,14 +42,17 @@ def require_restorable(value: Any) -> None:
         )
 
 
-def whole_tensor(value: Any) -> torch.Tensor:
-    """The whole tensor of a `DTensor`. A collective of the processes of its mesh.
+def is_whole(value: Any) -> bool:
+    """Whether this process has all elements of a `DTensor`."""
+    return not any(_shards(value))
+
+
+def gathered_leaf(value: Any, dtype: str) -> Leaf:
+    """The leaf of a sharded `DTensor` for a save. A collective of the processes of its mesh.
 
     Raises:
-        UnsupportedLeafError: The elements are in several processes, and one saves alone.
+        UnsupportedLeafError: This process saves alone.
     """
-    if not any(_shards(value)):
-        return local_tensor(value)
     context = current_rank_context()
     if context.count == 1:
         raise UnsupportedLeafError(
@@ -59,7 +62,13 @@ def whole_tensor(value: Any) -> torch.Tensor:
         )
     context.agree()
     with torch.no_grad():
-        return value.detach().full_tensor()
+        whole = value.detach().full_tensor().resolve_conj().resolve_neg().contiguous()
+    octets = whole.reshape(-1).view(torch.uint8)
+
+    def read(start: int, stop: int) -> memoryview:
+        return octets[start:stop].to("cpu", copy=True).numpy().data
+
+    return own_chunks(dtype, tuple(value.shape), octets.numel(), read)
 
 
 def region(value: Any) -> Region:

@@ -17,12 +17,13 @@ from perdure.state.shards import gathers_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
 from perdure.state.torch_shards import (
+    gathered_leaf,
     is_dtensor,
+    is_whole,
     local_tensor,
     region,
     require_restorable,
     shard_of,
-    whole_tensor,
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
@@ -67,17 +68,16 @@ class TorchState:
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
         part = None
-        own = value
         if is_dtensor(value):
-            own = local_tensor(value)
-            if gathers_shards():
-                value = whole_tensor(value)
-            else:
-                value, part = own, region(value)
+            if not is_whole(value):
+                if gathers_shards():
+                    return gathered_leaf(value, spec.dtype)
+                part = region(value)
+            value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         octets = plain.reshape(-1).view(torch.uint8).numpy()
         data = octets.data if octets.size else memoryview(b"")
-        return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != own.data_ptr(), part)
+        return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
 
     @torch.inference_mode(mode=False)  # an inference tensor could not be trained later
     def load(self, like: Any, leaf: Leaf) -> Any:

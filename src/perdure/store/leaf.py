@@ -26,6 +26,8 @@ class Leaf(Struct, frozen=True, gc=False):
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
         region: The part of the array that `data` has; None for all of it. A leaf with a region is only
             compared, never saved.
+        chunks: Of an array whose shards lie in several processes, the chunks that this process writes,
+            by number. `data` is empty then. Such a leaf is only saved, by a group.
     """
 
     dtype: str
@@ -33,6 +35,7 @@ class Leaf(Struct, frozen=True, gc=False):
     data: memoryview
     frozen: bool = False
     region: Region | None = None
+    chunks: dict[int, memoryview] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -78,12 +78,19 @@ def train(state: dict[str, Any], start: int, stop: int, rank: int) -> None:
         state["optimizer"].step()
 
 
+def recipe_of(options: Any, processes: Any) -> dict[str, int]:
+    """Only the undisturbed run asks for the same number of processes."""
+    return {"processes": processes.count} if options.action == "run" else {}
+
+
 def run(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
     """Train to the end: undisturbed, until SIGKILL, or on from the newest checkpoint."""
     state, tree = members(mesh), tensors(mesh, fill=options.action != "resume")
     with (
         warnings.catch_warnings(record=True) as caught,
-        perdure.CheckpointManager(options.directory, processes=processes) as manager,
+        perdure.CheckpointManager(
+            options.directory, processes=processes, recipe=recipe_of(options, processes)
+        ) as manager,
     ):
         warnings.simplefilter("always")
         restored, start = manager.restore_or_initialize({**state, "tree": tree})
@@ -124,16 +131,16 @@ def restore(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
         "moments": all(isinstance(moment, DTensor) for moment in moments),
         "model": {name: repr(value.placements) for name, value in sharded.items()},
         "warnings": [str(warning.message) for warning in caught],
-        "recipe": refused(lambda: other_recipe(options, processes, state, tree)),
+        "recipe": refused(lambda: with_recipe(options, processes, {**state, "tree": tree})),
     }
 
 
-def other_recipe(options: Any, processes: Any, state: Any, tree: Any) -> None:
+def with_recipe(options: Any, processes: Any, like: Any) -> None:
     recipe = {"processes": processes.count}
     with perdure.CheckpointManager(
-        options.directory + "-recipe", processes=processes, recipe=recipe
+        options.directory, processes=processes, recipe=recipe
     ) as manager:
-        manager.restore_or_initialize({**state, "tree": tree})
+        manager.restore(STEPS, like)
 
 
 def alone(options: Any) -> dict[str, Any]:

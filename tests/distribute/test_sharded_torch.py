@@ -71,6 +71,8 @@ def test_other_processes_and_meshes_restore_the_same_leaves(
         assert report["equal"]
         assert report["placements"]
         assert report["moments"]
+        assert report["recipe"].startswith("RecipeMismatchError")
+        assert f"the checkpoint has 2, this run has {processes}" in report["recipe"]
         assert ("_StridedShard" in str(report["model"])) == bool(two)
     assert fingerprint(f"{link}-again") == fingerprint(undisturbed)
     (warning,) = reports[0]["warnings"]

@@ -15,7 +15,7 @@ from perdure.errors import StoreError
 from perdure.state import part_filter, part_names, restore_part, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.per_rank import rank_context
-from perdure.state.process_random import ProcessRandom, records
+from perdure.state.process_random import ProcessRandom, processes_of
 from perdure.store import Loaded, Run
 
 
@@ -100,7 +100,7 @@ class Restorer:
 
         Their bits are the same. Those of the next step are not, unless a strategy computes it.
         """
-        saved = len(records(loaded.local))
+        saved = processes_of(loaded.local)
         if not self._has_shards or saved in (0, self._processes.count):
             return
         self._has_shards = False

@@ -125,6 +125,11 @@ class ProcessRandom:
         return [warning]
 
 
+def processes_of(local: Mapping[str, Leaf]) -> int:
+    """How many processes saved their generators in the leaves of a checkpoint."""
+    return sum(_LOCAL.fullmatch(path) is not None for path in local)
+
+
 def records(local: Mapping[str, Leaf]) -> dict[int, dict[str, GeneratorRecord]]:
     """The generators in the leaves of a checkpoint, by process number and name.
 

@@ -19,12 +19,12 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local_tensor(value: torch.Tensor) -> torch.Tensor:
+def local_tensor(value: Any) -> torch.Tensor:
     """The elements of a tensor that this process has, in the same memory."""
     if not is_dtensor(value):
         return value
     with torch.no_grad():
-        return value.to_local()  # pyright: ignore[reportCallIssue]
+        return value.to_local()
 
 
 def require_restorable(value: Any) -> None:

@@ -15,7 +15,13 @@ from perdure.checkpoint.background import Background
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall, run_in_chief
-from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
+from perdure.checkpoint.group_save import (
+    GatherAgreement,
+    GroupState,
+    as_save_error,
+    decline_save,
+    save_in_group,
+)
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
@@ -131,18 +137,18 @@ class BackgroundSaver:
         """
         self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
+        agreement = GatherAgreement(self._processes.channel("save"), step)
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
-            # A process that saves another step, or restores, would gather other arrays.
-            agree = GroupCall(self._processes, f"save of step {step}").barrier
-            with rank_context(self._processes.index, self._processes.count, agree) as rank:
+            index, count = self._processes.index, self._processes.count
+            with rank_context(index, count, agreement.reach) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
-                self._background.submit(partial(self._decline, step, error))
+                self._background.submit(partial(self._decline, step, error, agreement.failed))
                 shared = as_save_error(error)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
@@ -232,8 +238,8 @@ class BackgroundSaver:
             if self._processes.is_chief:
                 self._prune(step)
 
-    def _decline(self, step: int, error: BaseException) -> None:
-        decline_save(self._processes.channel("save"), step, error)
+    def _decline(self, step: int, error: BaseException, gathered: bool) -> None:
+        decline_save(self._processes.channel("save"), step, error, gathered=gathered)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool

@@ -62,10 +62,15 @@ class Own:
 
 
 class OwnRows(Struct, frozen=True):
-    """The `Own` leaves of one process, as the others get them."""
+    """The `Own` leaves of one process, as the others get them.
+
+    With `ready`, this process is about to gather sharded arrays for the save of that step, and has not
+    sent its leaves yet.
+    """
 
     ranked: dict[str, RemoteLeaf]
     local: dict[str, RemoteLeaf]
+    ready: int | None = None
 
     @classmethod
     def of(cls, own: Own) -> OwnRows:

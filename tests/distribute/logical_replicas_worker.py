@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from worker_program import answer, arguments
 
+import perdure
 from perdure.errors import PerdureError
-from perdure.torch import LogicalReplicas
+from perdure.torch import LogicalReplicas, process_group
 
 COUNT, STEPS = 12, 2
 WIDE = 520  # the weights take more than the first bucket of DDP, 1 MiB
@@ -45,10 +46,10 @@ def made(memory_format: Any = torch.contiguous_format, **options: Any) -> Any:
     return DistributedDataParallel(Net(memory_format), bucket_cap_mb=1, **options)
 
 
-def sharded(processes: int) -> Any:
+def sharded(*shape: int) -> Any:
     torch.manual_seed(0)
     net = Net(torch.contiguous_format)
-    mesh = init_device_mesh("cpu", (processes,))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
     for module in (net.first, net.last, net):
         fully_shard(module, mesh=mesh)
     return net
@@ -64,8 +65,14 @@ def digest(model: Any) -> str:
 
 
 def train(ddp: Any, replicas: Any, *, clear: bool = True, clip: bool = True) -> str:
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    for step in range(STEPS):
+    steps(ddp, replicas, torch.optim.AdamW(ddp.parameters(), lr=0.01), 0, STEPS, clear, clip)
+    return digest(ddp)
+
+
+def steps(
+    ddp: Any, replicas: Any, optimizer: Any, start: int, stop: int, clear: bool, clip: bool
+) -> None:
+    for step in range(start, stop):
         optimizer.zero_grad(set_to_none=clear)
         for replica in replicas:
             last = isinstance(replicas, LogicalReplicas) or replica == replicas[-1]
@@ -74,6 +81,22 @@ def train(ddp: Any, replicas: Any, *, clear: bool = True, clip: bool = True) -> 
         if clip:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
         optimizer.step()
+
+
+def continued(directory: str) -> str:
+    """Begin a run and save its first step, or finish the run that is in the directory."""
+    processes = process_group()
+    ddp = made()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    replicas = LogicalReplicas(ddp, COUNT)
+    options = perdure.ManagerOptions(save_random_state=False)
+    with perdure.CheckpointManager(
+        directory, processes=processes, options=options, recipe={"replicas": COUNT}
+    ) as manager:
+        state = perdure.Checkpoint(model=ddp, optimizer=optimizer)
+        _, start = manager.restore_or_initialize(state)
+        steps(ddp, replicas, optimizer, start, start + 1, clear=True, clip=False)
+        manager.save(start + 1, state)
     return digest(ddp)
 
 
@@ -102,13 +125,14 @@ def errors() -> dict[str, str]:
         "without_backward": refused(lambda: steps(0)),
         "twice": refused(lambda: steps(2)),
         "multiple": refused(lambda: LogicalReplicas(made(), COUNT + 1)),
+        "two_dimensions": refused(lambda: LogicalReplicas(sharded(2, 1), COUNT)),
         "neither": refused(lambda: LogicalReplicas(Net(torch.contiguous_format), COUNT)),
         "unused": refused(lambda: LogicalReplicas(made(find_unused_parameters=True), COUNT)),
     }
 
 
 def main() -> None:
-    options = arguments(errors=0)
+    options = arguments(errors=0, directory="")
     index, count = options.process, options.processes
     dist.init_process_group(
         "gloo", init_method=f"tcp://{options.coordinator}", rank=index, world_size=count
@@ -121,6 +145,8 @@ def main() -> None:
     out["plain"] = train(made(), range(index * local, (index + 1) * local))
     for name, model in (("ddp", made()), ("fsdp", sharded(count))):
         out[name] = train(model, LogicalReplicas(model, COUNT), clip=False)
+    if options.directory:
+        out["continued"] = continued(options.directory)
     answer(out)
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -94,7 +95,7 @@ def shard_leaves(path: str, leaf: Leaf) -> dict[str, Leaf]:
     }
 
 
-def join_shards(leaves: Mapping[str, AnyLeaf]) -> dict[str, AnyLeaf]:
+def join_shards(leaves: Mapping[str, AnyLeaf]) -> dict[str, Any]:
     """The leaves of all processes, with each sharded array as one leaf."""
     joined = {path: leaf for path, leaf in leaves.items() if _SHARD not in path}
     for path, names in _shards_by_path(leaves).items():

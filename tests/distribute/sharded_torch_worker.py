@@ -131,8 +131,23 @@ def restore(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
         "moments": all(isinstance(moment, DTensor) for moment in moments),
         "model": {name: repr(value.placements) for name, value in sharded.items()},
         "warnings": [str(warning.message) for warning in caught],
+        "drifted": drifted(options, processes, mesh) if mesh.ndim == 2 else "",
         "recipe": refused(lambda: with_recipe(options, processes, {**state, "tree": tree})),
     }
+
+
+def drifted(options: Any, processes: Any, mesh: Any) -> str:
+    """Save an array whose copies, on the two rows of a mesh, are not equal."""
+    local = torch.full((2,), float(processes.index // 2))
+    copies = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+
+    def save() -> None:
+        with perdure.CheckpointManager(
+            options.directory + "-drifted", processes=processes
+        ) as manager:
+            manager.save(1, {"w": copies})
+
+    return refused(save)
 
 
 def with_recipe(options: Any, processes: Any, like: Any) -> None:

@@ -74,6 +74,9 @@ def test_other_processes_and_meshes_restore_the_same_leaves(
         assert report["recipe"].startswith("RecipeMismatchError")
         assert f"the checkpoint has 2, this run has {processes}" in report["recipe"]
         assert ("_StridedShard" in str(report["model"])) == bool(two)
+        if two:
+            assert report["drifted"].startswith("StateError")
+            assert "w: process 2 holds other bits than process 0" in report["drifted"]
     assert fingerprint(f"{link}-again") == fingerprint(undisturbed)
     (warning,) = reports[0]["warnings"]
     assert f"saved by 2 processes, and this run has {processes}" in warning

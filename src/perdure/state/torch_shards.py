@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -50,6 +51,9 @@ def is_whole(value: Any) -> bool:
 def gathered_leaf(value: Any, dtype: str) -> Leaf:
     """The leaf of a sharded `DTensor` for a save. A collective of the processes of its mesh.
 
+    If several processes have the same elements (replicated along another dimension of the mesh), all
+    keep the whole array, so that the save can compare it.
+
     Raises:
         UnsupportedLeafError: This process saves alone.
     """
@@ -64,6 +68,9 @@ def gathered_leaf(value: Any, dtype: str) -> Leaf:
     with torch.no_grad():
         whole = value.detach().full_tensor().resolve_conj().resolve_neg().contiguous()
     octets = whole.reshape(-1).view(torch.uint8)
+
+    if octets.numel() and math.prod(filter(None, _shards(value))) != context.count:
+        return Leaf(dtype, tuple(value.shape), octets.cpu().numpy().data, frozen=True)
 
     def read(start: int, stop: int) -> memoryview:
         return octets[start:stop].to("cpu", copy=True).numpy().data

@@ -18,6 +18,7 @@ from perdure.errors import PerdureError
 from perdure.torch import LogicalReplicas, process_group
 
 COUNT, STEPS = 12, 2
+FEW = 4  # one for each of four processes, where no gradient is added to another one
 WIDE = 520  # the weights take more than the first bucket of DDP, 1 MiB
 
 
@@ -145,6 +146,9 @@ def main() -> None:
     out["plain"] = train(made(), range(index * local, (index + 1) * local))
     for name, model in (("ddp", made()), ("fsdp", sharded(count))):
         out[name] = train(model, LogicalReplicas(model, COUNT), clip=False)
+    if FEW % count == 0:
+        models = made(), sharded(count)
+        out["few"] = [train(model, LogicalReplicas(model, FEW), clip=False) for model in models]
     if options.directory:
         out["continued"] = continued(options.directory)
     answer(out)

@@ -40,6 +40,14 @@ def test_fsdp_has_the_bits_of_ddp(reports: dict[int, list[dict[str, Any]]]) -> N
     assert len(bits) == 1
 
 
+def test_a_zero_keeps_no_sign_that_depends_on_the_number_of_processes(
+    reports: dict[int, list[dict[str, Any]]],
+) -> None:
+    """A parameter has the gradient -0.0 in every replica. In four processes nothing is added to it."""
+    few = [report["few"] for count in (1, 2, 4) for report in reports[count]]
+    assert len({text for texts in few for text in texts}) == 1
+
+
 def test_the_number_of_processes_may_change_in_the_middle(
     reports: dict[int, list[dict[str, Any]]],
 ) -> None:

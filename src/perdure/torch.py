@@ -24,12 +24,16 @@ from perdure.distribute import (
     metrics,
     scale_regularization_loss,
 )
-from perdure.errors import StateError, missing_extra
+from perdure.distribute.initialize import initialize_distributed
+from perdure.errors import ClusterError, StateError, missing_extra
+from perdure.process_group import Processes
 from perdure.store import Storage
 
 try:
     import torch
 
+    from perdure.distribute.torch.group import subgroup
+    from perdure.distribute.torch.logical_replicas import LogicalReplicas
     from perdure.distribute.torch.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -43,6 +47,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "AutoShardPolicy",
     "InputContext",
+    "LogicalReplicas",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -58,9 +63,38 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "metrics",
+    "process_group",
     "scale_regularization_loss",
     "state_dict",
 ]
+
+
+def process_group(group: Any = None) -> Processes:
+    """The processes of a `torch.distributed` group that exists, for a `CheckpointManager`.
+
+    For scripts that call `init_process_group`, with any backend, under torchrun for instance:
+    `CheckpointManager(..., processes=process_group())`. For the default group this is
+    `perdure.initialize_distributed("torch")`, which can also make that group. May be called twice.
+
+    Args:
+        group: The group; None for the default one. For others, every process of the default group makes
+            this call with a group to which it belongs, before the first manager.
+
+    Returns:
+        The processes. Messages between them go through the store of the default group, and not through
+        its collectives.
+
+    Raises:
+        ClusterError: There is no default group, or this process does not belong to `group`.
+    """
+    if not torch.distributed.is_initialized():
+        raise ClusterError(
+            "process_group: expected torch.distributed to be initialized. Call "
+            "torch.distributed.init_process_group first, or perdure.initialize_distributed('torch'), "
+            "which does that."
+        )
+    processes = initialize_distributed("torch")
+    return processes if group is None else subgroup(processes, group)
 
 
 def gradients(

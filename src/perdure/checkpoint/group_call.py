@@ -161,12 +161,14 @@ def require_group(where: str) -> None:
     """
     group = framework_group()
     if group is not None and group.count > 1:
+        call = "perdure.initialize_distributed('jax')"
+        if group.engine == "torch":
+            call = "perdure.torch.process_group()"
         raise ClusterError(
             f"{where}: {group.source} says that this is process {group.index} of {group.count}, and "
             f"the manager was not given the group. Make it in every process as "
-            f"CheckpointManager(..., processes=perdure.initialize_distributed({group.engine!r})), or "
-            f"with strategy.processes. For a directory that this process alone uses, pass "
-            f"processes=perdure.checkpoint.SingleProcess()."
+            f"CheckpointManager(..., processes={call}), or with strategy.processes. For a directory "
+            f"that this process alone uses, pass processes=perdure.checkpoint.SingleProcess()."
         )
 
 

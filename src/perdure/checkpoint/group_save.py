@@ -37,6 +37,7 @@ from perdure.store.pack_part import (
     OwnRows,
     PackPart,
     assemble,
+    join_shards,
     leaf_digests,
     write_pack_part,
 )
@@ -62,6 +63,35 @@ class _Share(Struct):
     part: PackPart | None = None
     error: str = ""
     kind: str = ""
+
+
+class GatherAgreement:
+    """Whether all processes are about to gather the sharded arrays of one step.
+
+    Without it, a process that saves another step would gather other arrays, and one that has no state
+    to save would leave the others waiting in a collective of the framework.
+    """
+
+    def __init__(self, processes: Processes, step: int) -> None:
+        self._processes = processes
+        self._step = step
+        self.failed = False
+
+    def reach(self) -> None:
+        """Raise `SaveError` unless all processes call this for the same step. A collective."""
+        rows = _gather_rows(self._processes, OwnRows({}, {}, self._step))
+        if all(row.ready == self._step for row in rows):
+            return
+        self.failed = True
+        steps = ", ".join(
+            f"process {number}: {'none' if row.ready is None else row.ready}"
+            for number, row in enumerate(rows)
+        )
+        raise SaveError(
+            f"the processes of the group do not all gather the sharded arrays of step {self._step} "
+            f"({steps}). Nothing was saved. All processes must call `save` at the same steps, with a "
+            f"state of the same structure; a process with 'none' has another one, or raised an error."
+        )
 
 
 @contextmanager
@@ -110,9 +140,15 @@ def save_in_group(
         yield
 
 
-def decline_save(processes: Processes, step: int, error: BaseException) -> None:
-    """Take part in a save without a share, so that every other process learns of `error` at once."""
-    _gather_own(processes, OwnLeaves())
+def decline_save(
+    processes: Processes, step: int, error: BaseException, *, gathered: bool = False
+) -> None:
+    """Take part in a save without a share, so that every other process learns of `error` at once.
+
+    With `gathered`, a `GatherAgreement` failed, which was the first collective of the save.
+    """
+    if not gathered:
+        _gather_own(processes, OwnLeaves())
     if processes.is_chief:
         processes.broadcast(_NOTHING)
         broadcast_outcome(processes, CallOutcome.of(as_save_error(error)))
@@ -143,8 +179,12 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
 
 def _gather_own(processes: Processes, own: OwnLeaves) -> list[OwnRows]:
     """The leaves that each process has alone, by their hashes: the fingerprint covers all of them."""
-    rows = processes.gather(msgspec.msgpack.encode(OwnRows.of(own)))
-    return [decoded(data, OwnRows) for data in rows]
+    return _gather_rows(processes, OwnRows.of(own))
+
+
+def _gather_rows(processes: Processes, rows: OwnRows) -> list[OwnRows]:
+    sent = processes.gather(msgspec.msgpack.encode(rows))
+    return [decoded(data, OwnRows) for data in sent]
 
 
 def _lead(
@@ -165,7 +205,7 @@ def _lead(
 
     def commit() -> None:
         nonlocal others_wait
-        leaves = Leaves(merged, containers_of(state.leaves))
+        leaves = Leaves(join_shards(merged), containers_of(state.leaves))
         with run.prepare_save(state.step, leaves, process_leaves) as save:
             written = None
             if not save.is_committed:

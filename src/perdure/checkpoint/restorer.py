@@ -14,7 +14,7 @@ from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
-from perdure.state.process_random import ProcessRandom
+from perdure.state.process_random import ProcessRandom, processes_of
 from perdure.state.restore_plan import StoredState
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
@@ -41,6 +41,7 @@ class Restorer:
         self._processes = managed.processes
         self._check = check
         self._random = random
+        self._has_shards = False
 
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
@@ -70,6 +71,7 @@ class Restorer:
             self._restore_random(where, loaded)
         else:
             self._check.restored_in_part(step)
+        self._warn_of_other_group(loaded)
         return Restored(state, step, report)
 
     def expect(self, like: Any) -> None:
@@ -90,12 +92,13 @@ class Restorer:
         self._managed.recipe.check_resume(where, manifest.recipe)
         specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
         stored = StoredState(specs, manifest.containers)
-        with rank_context(self._processes.index, self._processes.count):
+        with rank_context(self._processes.index, self._processes.count) as rank:
             if like is None:
                 return restore_without_target(leaves, request, stored)
             if request.is_strict:
                 self._check.expect(like)
             state, report = restore_requested(like, leaves, request, stored)
+            self._has_shards = rank.has_shards
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report
@@ -106,6 +109,24 @@ class Restorer:
             return
         for note in self._random.restore(loaded.process_leaves, self._processes, where):
             warn_caller(note)
+
+    def _warn_of_other_group(self, loaded: Loaded) -> None:
+        """Warn if arrays that another number of processes saved are now sharded over these.
+
+        Their bits are the same. Those of the next step are not, unless a strategy computes it.
+        """
+        saved = processes_of(loaded.process_leaves)
+        if not self._has_shards or saved in (0, self._processes.count):
+            return
+        self._has_shards = False
+        if self._processes.is_chief:
+            warn_caller(
+                f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, "
+                f"and this run has {self._processes.count}. The state is restored bit for bit, but the "
+                f"next steps will not have the bits of an uninterrupted run, because gradients and "
+                f"norms are added over the processes in another order. Resume with {saved} processes "
+                f"for the same bits; recipe={{'processes': processes.count}} makes this an error."
+            )
 
 
 def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:

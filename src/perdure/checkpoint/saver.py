@@ -15,19 +15,32 @@ from perdure.checkpoint.background import Background
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall, run_in_chief
-from perdure.checkpoint.group_save import GroupState, as_save_error, decline_save, save_in_group
+from perdure.checkpoint.group_save import (
+    GatherAgreement,
+    GroupState,
+    as_save_error,
+    decline_save,
+    save_in_group,
+)
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_check import RestoreCheck
-from perdure.errors import LockedError, MismatchError, PruneError, SaveError, StoreError
+from perdure.errors import (
+    LockedError,
+    MismatchError,
+    PruneError,
+    SaveError,
+    StoreError,
+    UnsupportedLeafError,
+)
 from perdure.heartbeats import saving
 from perdure.state import snapshot
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
-from perdure.store.pack_part import OwnLeaves
+from perdure.store.pack_part import OwnLeaves, shard_leaves
 
 
 class BackgroundSaver:
@@ -124,15 +137,18 @@ class BackgroundSaver:
         """
         self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
+        agreement = GatherAgreement(self._processes.channel("save"), step)
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
-            with rank_context(self._processes.index, self._processes.count) as rank:
+            index, count = self._processes.index, self._processes.count
+            with rank_context(index, count, agreement.reach) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
+                _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
-                self._background.submit(partial(self._decline, step, error))
+                self._background.submit(partial(self._decline, step, error, agreement.failed))
                 shared = as_save_error(error)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
@@ -216,14 +232,16 @@ class BackgroundSaver:
         ranked: dict[str, Leaf] = {}
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
+        for path in [path for path, leaf in leaves.items() if leaf.chunks is not None]:
+            ranked |= shard_leaves(path, leaves.pop(path))
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         channel = self._processes.channel("save")
         with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
             if self._processes.is_chief:
                 self._prune(step)
 
-    def _decline(self, step: int, error: BaseException) -> None:
-        decline_save(self._processes.channel("save"), step, error)
+    def _decline(self, step: int, error: BaseException, gathered: bool) -> None:
+        decline_save(self._processes.channel("save"), step, error, gathered=gathered)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool
@@ -277,3 +295,13 @@ class BackgroundSaver:
         if self._options.on_error == "raise":
             raise error
         warn_caller(f"{error} Training continues; the next save tries again.")
+
+
+def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
+    """Raise `UnsupportedLeafError` for a sharded array that is wrapped in `PerRank`."""
+    for path, leaf in leaves.items() if rank.members else ():
+        if leaf.chunks is not None and rank.owns(path):
+            raise UnsupportedLeafError(
+                f"{path}: an array that is sharded over the processes is one member of all of them; "
+                f"expected it outside of PerRank."
+            )

@@ -11,7 +11,7 @@ in different orders in different processes, and hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from perdure.errors import WorkerLostError
@@ -94,6 +94,16 @@ class KeyValueProcesses:
             )
         return self._channels[name]
 
+    def subgroup(self, members: Sequence[int]) -> KeyValueProcesses:
+        """Some processes of this group, of which this is one, as a group of their own."""
+        name = f"{self._name}/of-{'-'.join(map(str, members))}"
+        return KeyValueProcesses(
+            lambda: _MembersStore(self._connect(), members),
+            members.index(self.index),
+            len(members),
+            name,
+        )
+
     def _write(self, writer: str, data: bytes) -> list[str]:
         """Write the pieces first, then the key that readers wait for, which has their number."""
         base = f"perdure/{self._name}/{self._round}/{writer}"
@@ -113,6 +123,18 @@ class KeyValueProcesses:
             return value[1:]
         pieces = range(int(value[1:]))
         return b"".join(self._store.get(f"{base}/{number}", process) for number in pieces)
+
+
+class _MembersStore:
+    """A store whose waits are for processes by their number in a subgroup."""
+
+    def __init__(self, store: KeyValueStore, members: Sequence[int]) -> None:
+        self._store = store
+        self._members = members
+        self.set, self.delete = store.set, store.delete
+
+    def get(self, key: str, process: int) -> bytes:
+        return self._store.get(key, self._members[process])
 
 
 def late(process: int, seconds: float) -> WorkerLostError:

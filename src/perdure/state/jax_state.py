@@ -18,6 +18,8 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, key_words, leaf_array
+from perdure.state.per_rank import current_rank_context
+from perdure.state.shards import gathers_shards, own_chunks
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 
@@ -94,9 +96,19 @@ class JaxState(NoVariables):
                 )
             dtype = WEAK_PREFIX + dtype
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            # Its shards are in several processes. This is a collective: all processes save this step.
+            # Its shards are in several processes, which all have to call this.
+            context = current_rank_context()
+            context.agree()
             value = multihost_utils.process_allgather(value, tiled=True)
-        data = jax.random.key_data(value) if dtype.startswith("key<") else value
+            if context.count > 1 and gathers_shards():
+                octets = array_bytes(np.asarray(_numbers(value, dtype)))[0]
+                return own_chunks(
+                    dtype,
+                    spec.shape,
+                    len(octets),
+                    lambda *span: memoryview(bytes(octets[slice(*span)])),
+                )
+        data = _numbers(value, dtype)
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
         return Leaf(dtype, spec.shape, array_bytes(np.asarray(data))[0], frozen=True)
@@ -113,6 +125,11 @@ class JaxState(NoVariables):
             [(key_entry_text(path[0]), child) for path, child in children],
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
         )
+
+
+def _numbers(value: Any, dtype: str) -> Any:
+    """The array, or the words of typed keys."""
+    return jax.random.key_data(value) if dtype.startswith("key<") else value
 
 
 def _place(like: Any, array: Any, weak: bool = False) -> Any:

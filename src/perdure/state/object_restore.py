@@ -29,6 +29,7 @@ from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.leaf_values import plain_value, same_bits
 from perdure.state.object_flatten import ObjectFlattener, read_state
 from perdure.state.paths import is_below, join_dotted, join_part, key_text, nearest
+from perdure.state.shards import cut, own_shards_only
 from perdure.state.stateful import ModuleValues, Stateful
 from perdure.store.format import SCALAR_PREFIX, children_of, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -106,7 +107,8 @@ class ObjectStates:
         """
         leaves = Leaves()
         try:
-            ObjectFlattener(self._adapters, leaves).flatten(stateful, path)
+            with own_shards_only():
+                ObjectFlattener(self._adapters, leaves).flatten(stateful, path)
         except StateError:
             return None
         return {
@@ -118,7 +120,8 @@ class ObjectStates:
         """How the object's present state differs from the stored one, sorted by path."""
         present = _ComparedLeaves(self.leaves)
         flattener = ObjectFlattener(self._adapters, present)
-        flattener.flatten(stateful, path)
+        with own_shards_only():
+            flattener.flatten(stateful, path)
         differences = [
             line
             for line in present.differences
@@ -248,6 +251,8 @@ class _ComparedLeaves(Leaves):
     def __setitem__(self, path: str, leaf: Leaf) -> None:
         super().__setitem__(path, Leaf(leaf.dtype, leaf.shape, memoryview(b"")))
         stored = self._stored.get(path)
+        if stored is not None and stored.shape == leaf.shape and leaf.region is not None:
+            stored = cut(stored, leaf.region)
         if stored is None:
             self.differences.append(Difference(path, leaf.describe(), None))
         elif not same_bits(stored, leaf):

@@ -129,6 +129,11 @@ class ProcessRandom:
         return [warning]
 
 
+def processes_of(process_leaves: Mapping[str, Leaf]) -> int:
+    """How many processes saved their generators in the leaves of a checkpoint."""
+    return sum(_LOCAL.fullmatch(path) is not None for path in process_leaves)
+
+
 def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, SavedGenerator]]:
     """The generators in the leaves of a checkpoint, by process number and name.
 

@@ -12,6 +12,7 @@ from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
 from perdure.state.stateful import ModuleValues, Stateful, copy_state
+from perdure.state.torch_shards import local_tensor
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
 
@@ -168,7 +169,9 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return False
-        if isinstance(value, LAZY) or value.is_meta or not value.numel():
+        if isinstance(value, LAZY) or value.is_meta:
+            continue
+        if not (value := local_tensor(value)).numel():
             continue
         view = (value.data_ptr(), value.shape, value.stride())
         if views.setdefault(value.untyped_storage().data_ptr(), view) != view:
@@ -219,8 +222,9 @@ def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
         path = join_dotted("", name)
         if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
             expected[path] = tensor_spec(value)
-            if value.numel() and not value.is_meta:
-                tied.setdefault(value.data_ptr(), []).append(path)
+            local = local_tensor(value)
+            if local.numel() and not value.is_meta:
+                tied.setdefault(local.data_ptr(), []).append(path)
         elif isinstance(value, torch.Tensor):
             expected[path] = None
     tied_groups = [paths for paths in tied.values() if len(paths) > 1]

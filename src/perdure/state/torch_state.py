@@ -13,9 +13,19 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.shards import gathers_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
+from perdure.state.torch_shards import (
+    gathered_leaf,
+    is_dtensor,
+    is_whole,
+    local_tensor,
+    region,
+    require_restorable,
+    shard_of,
+)
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
 
@@ -43,7 +53,9 @@ class TorchState:
                 f"a tensor of layout {value.layout}{also}; expected a dense one. Convert it with "
                 f"`.to_dense()`, `.dequantize()` or `.to_padded_tensor()`."
             )
-        if type(value) not in _EXACT and not _is_plain_tensor(value):
+        if is_dtensor(value):
+            require_restorable(value)
+        elif type(value) not in _EXACT and not _is_plain_tensor(value):
             raise UnsupportedLeafError(
                 f"a tensor of the class {type_name(value)} has more than its elements. Save a plain "
                 f"tensor and the other attributes."
@@ -57,14 +69,26 @@ class TorchState:
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
         check_in_use(value)
+        part = None
+        if is_dtensor(value):
+            if not is_whole(value):
+                if gathers_shards():
+                    return gathered_leaf(value, spec.dtype)
+                part = region(value)
+            value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         octets = plain.reshape(-1).view(torch.uint8).numpy()
         data = octets.data if octets.size else memoryview(b"")
-        return Leaf(spec.dtype, spec.shape, data, frozen=plain.data_ptr() != value.data_ptr())
+        return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
 
     @torch.inference_mode(mode=False)  # an inference tensor could not be trained later
     def load(self, like: Any, leaf: Leaf) -> Any:
         """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""
+        if is_dtensor(like):
+            shard = shard_of(like, leaf)
+            if isinstance(like, torch.nn.Parameter):
+                return torch.nn.Parameter(shard, requires_grad=like.requires_grad)
+            return shard.requires_grad_(like.requires_grad)
         dtype = getattr(torch, leaf.dtype)
         target = torch.empty(leaf.shape, dtype=dtype)
         if leaf.data.nbytes:
@@ -209,6 +233,12 @@ def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
     if isinstance(stored, torch.Tensor):
         if stored.shape != parameter.shape or stored.requires_grad:
             return stored.to(loaded.device)
+        if is_dtensor(parameter):
+            if is_dtensor(stored):
+                return stored
+            leaf = ADAPTER.leaf(stored)
+            assert leaf is not None
+            return shard_of(parameter, leaf)
         exact = torch.empty_like(
             parameter, dtype=stored.dtype, device=loaded.device, requires_grad=False
         )

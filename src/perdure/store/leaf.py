@@ -9,6 +9,9 @@ from msgspec import Struct
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
 from perdure.store.manifest import Container
 
+Region = tuple[tuple[int, int], ...]
+"""A part of an array: (start, stop) along each axis."""
+
 
 # `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
 class Leaf(Struct, frozen=True, gc=False):
@@ -21,12 +24,18 @@ class Leaf(Struct, frozen=True, gc=False):
         shape: The shape of the array, or of the array of keys; `()` for a scalar.
         data: One-dimensional unsigned bytes in row-major, little-endian order.
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
+        region: The part of the array that `data` has; None for all of it. A leaf with a region is only
+            compared, never saved.
+        chunks: Of an array whose shards lie in several processes, the chunks that this process writes,
+            by number. `data` is empty then. Such a leaf is only saved, by a group.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
     frozen: bool = False
+    region: Region | None = None
+    chunks: dict[int, memoryview] | None = None
 
     @property
     def nbytes(self) -> int:

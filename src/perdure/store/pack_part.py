@@ -1,15 +1,17 @@
-"""Writing one checkpoint from several processes, each of which holds the whole state.
+"""Writing one checkpoint from several processes, each of which holds the state.
 
-Chunk i of the state, in path order, is written by process i mod P; the leaves that only one process has
-(`OwnLeaves`) are written by that one. The chief puts the parts together. Nothing here commits: the
-manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
+Chunk i of the state, in path order, is written by process i mod P. What only one process has
+(`OwnLeaves`), leaves or chunks of a sharded array, is written by that one. The chief puts the parts
+together. Nothing here commits: the manifest, which the chief writes once all parts are durable, makes
+all of it visible, or nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -18,10 +20,13 @@ from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
 from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.format import chunk_spans, hash_bytes
-from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
+from perdure.store.leaf import AnyLeaf, Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.storage import Storage
+
+_SHARD = "%chunk"
+"""Follows the path of a sharded array in the names of its chunks. In a path, % is escaped."""
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +53,8 @@ class OwnLeaves:
     """The leaves that only one process has, by path.
 
     Attributes:
-        per_rank: Leaves that are part of the state (members wrapped in `PerRank`).
+        per_rank: Leaves that are part of the state (members wrapped in `PerRank`), and chunks of
+            sharded arrays (`shard_leaves`).
         process_leaves: Leaves that are no part of it, such as the state of its random generators.
     """
 
@@ -57,10 +63,15 @@ class OwnLeaves:
 
 
 class OwnRows(Struct, frozen=True):
-    """The `OwnLeaves` leaves of one process, as the others get them."""
+    """The `OwnLeaves` leaves of one process, as the others get them.
+
+    With `ready`, this process is about to gather sharded arrays for the save of that step, and has not
+    sent its leaves yet.
+    """
 
     per_rank: dict[str, RemoteLeaf]
     process_leaves: dict[str, RemoteLeaf]
+    ready: int | None = None
 
     @classmethod
     def of(cls, own: OwnLeaves) -> OwnRows:
@@ -71,6 +82,44 @@ class OwnRows(Struct, frozen=True):
             }
 
         return cls(rows(own.per_rank), rows(own.process_leaves))
+
+
+def shard_leaves(path: str, leaf: Leaf) -> dict[str, Leaf]:
+    """The chunks that this process has of the sharded leaf at `path`, for `OwnLeaves.per_rank`.
+
+    Each is a leaf with the shape of the whole array. `join_shards` and `assemble` put them together.
+    """
+    return {
+        f"{path}{_SHARD}{number:09d}": Leaf(leaf.dtype, leaf.shape, data, frozen=True)
+        for number, data in (leaf.chunks or {}).items()
+    }
+
+
+def join_shards(leaves: Mapping[str, AnyLeaf]) -> dict[str, Any]:
+    """The leaves of all processes, with each sharded array as one leaf."""
+    joined = {path: leaf for path, leaf in leaves.items() if _SHARD not in path}
+    for path, names in _shards_by_path(leaves).items():
+        parts = [leaves[name] for name in names]
+        joined[path] = RemoteLeaf(
+            parts[0].dtype,
+            parts[0].shape,
+            sum(part.nbytes for part in parts),
+            tuple(digest for part in parts for digest in part.hashes()),
+        )
+    return joined
+
+
+def _shards_by_path(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of `shard_leaves` in the order of their chunks, by the path of the array."""
+    by_path: dict[str, list[str]] = {}
+    for name in sorted(name for name in names if _SHARD in name):
+        by_path.setdefault(name.partition(_SHARD)[0], []).append(name)
+    for path, shards in by_path.items():
+        numbers = [int(name.partition(_SHARD)[2]) for name in shards]
+        if numbers != list(range(len(numbers))):
+            missing = min({*range(len(numbers))} - {*numbers})
+            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {missing} of this save.")
+    return by_path
 
 
 def write_pack_part(
@@ -133,6 +182,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
         state.append(
             builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, digests, dict(chunks))
         )
+    per_rank: list[LeafEntry] = []
     process_leaves: list[LeafEntry] = []
     for part in parts:
         packs = list(part.packs)
@@ -142,11 +192,26 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             located[chunk.hash] = held
             return held
 
-        state += [builder.moved(entry, place) for entry in part.per_rank]
+        per_rank += [builder.moved(entry, place) for entry in part.per_rank]
         process_leaves += [builder.moved(entry, place) for entry in part.process_leaves]
+    state += _joined(per_rank)
     for entries in (state, process_leaves):
         entries.sort(key=lambda entry: entry.path)
     return Written(state, builder.packs(sizes.__getitem__), located, process_leaves)
+
+
+def _joined(entries: Sequence[LeafEntry]) -> Iterator[LeafEntry]:
+    """The entries, with those of the chunks of a sharded array as one."""
+    by_name = {entry.path: entry for entry in entries}
+    yield from (entry for entry in entries if _SHARD not in entry.path)
+    for path, names in _shards_by_path(by_name).items():
+        parts = [by_name[name] for name in names]
+        chunks = tuple(chunk for part in parts for chunk in part.chunks)
+        nbytes = sum(part.nbytes for part in parts)
+        is_encoded = nbytes != sum(chunk.length for chunk in chunks)
+        yield msgspec.structs.replace(
+            parts[0], path=path, chunks=chunks, size=nbytes if is_encoded else None
+        )
 
 
 def _placed(

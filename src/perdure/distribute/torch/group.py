@@ -32,6 +32,7 @@ from perdure.framework_group import innermost_store
 from perdure.process_group import Processes, SingleProcess
 
 _joined: dict[Cluster, Processes] = {}
+_subgroups: dict[tuple[int, ...], Processes] = {}
 
 # In every key: torchrun keeps one store for all attempts, with the values of the earlier ones.
 _ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -72,6 +73,22 @@ def join(
         else:
             _joined[cluster] = _make_group(cluster, options, backend)
     return _joined[cluster]
+
+
+def subgroup(processes: Processes, group: Any) -> Processes:
+    """The processes of a `torch.distributed` group, which are some of `processes`."""
+    members = tuple(dist.get_process_group_ranks(group))
+    if processes.index not in members:
+        raise ClusterError(
+            f"process_group: expected a group with this process, number {processes.index}, found one "
+            f"of the processes {members}. Each process passes a group to which it belongs."
+        )
+    if len(members) == processes.count:
+        return processes
+    if members not in _subgroups:
+        assert isinstance(processes, KeyValueProcesses)
+        _subgroups[members] = processes.subgroup(members) if len(members) > 1 else SingleProcess()
+    return _subgroups[members]
 
 
 def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:

@@ -1,0 +1,141 @@
+"""`DTensor`s: the whole tensor for a save, and the shard of this process for a restore."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.per_rank import current_rank_context
+from perdure.state.shards import cut, own_chunks
+from perdure.store.leaf import Leaf, Region
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is a `torch.distributed.tensor.DTensor`. Imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """The elements of a tensor that this process has, in the same memory."""
+    if not is_dtensor(value):
+        return value
+    with torch.no_grad():
+        return value.to_local()
+
+
+def require_restorable(value: Any) -> None:
+    """Raise `UnsupportedLeafError` for a `DTensor` whose elements are not known, or not here."""
+    if any(placement.is_partial() for placement in value.placements):
+        raise UnsupportedLeafError(
+            f"a DTensor with the placements {_shown(value)}: the sum over the processes has not been "
+            f"taken yet, so that its elements are not known. Call "
+            f"`x.redistribute(placements=[Replicate()])` or shard it before the save."
+        )
+    if value.device_mesh.get_coordinate() is None:
+        raise UnsupportedLeafError(
+            f"a DTensor over the processes {value.device_mesh.mesh.flatten().tolist()}, to which this "
+            f"one does not belong. Every process of the group that saves needs the same leaves."
+        )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this process has all elements of a `DTensor`."""
+    return not any(_shards(value))
+
+
+def gathered_leaf(value: Any, dtype: str) -> Leaf:
+    """The leaf of a sharded `DTensor` for a save. A collective of the processes of its mesh.
+
+    If several processes have the same elements (replicated along another dimension of the mesh), all
+    keep the whole array, so that the save can compare it.
+
+    Raises:
+        UnsupportedLeafError: This process saves alone.
+    """
+    context = current_rank_context()
+    if context.count == 1:
+        raise UnsupportedLeafError(
+            f"a DTensor with the placements {_shown(value)} over {value.device_mesh.size()} processes, "
+            f"and this process saves alone, so that it does not have all elements. Make the manager in "
+            f"every process as CheckpointManager(..., processes=perdure.torch.process_group())."
+        )
+    context.agree()
+    with torch.no_grad():
+        whole = value.detach().full_tensor().resolve_conj().resolve_neg().contiguous()
+    octets = whole.reshape(-1).view(torch.uint8)
+
+    if octets.numel() and math.prod(filter(None, _shards(value))) != context.count:
+        return Leaf(dtype, tuple(value.shape), octets.cpu().numpy().data, frozen=True)
+
+    def read(start: int, stop: int) -> memoryview:
+        return octets[start:stop].to("cpu", copy=True).numpy().data
+
+    return own_chunks(dtype, tuple(value.shape), octets.numel(), read)
+
+
+def region(value: Any) -> Region:
+    """The elements of the whole tensor that this process has: (start, stop) along each axis."""
+    spans = [(0, size) for size in value.shape]
+    coordinate = value.device_mesh.get_coordinate()
+    sharded = [
+        (placement, number, value.device_mesh.size(number))
+        for number, placement in enumerate(value.placements)
+        if _shards(value)[number] > 1
+    ]
+    # FSDP over tensor parallelism: the dimension of the mesh that is listed first cuts last.
+    sharded.sort(key=lambda entry: getattr(entry[0], "split_factor", 1) > 1)
+    for placement, number, count in sharded:
+        axis = placement.dim % len(spans)
+        start, stop = spans[axis]
+        size = -(-(stop - start) // count)  # as `torch.chunk` cuts
+        first = min(start + coordinate[number] * size, stop)
+        spans[axis] = first, min(first + size, stop)
+    shape = tuple(stop - start for start, stop in spans)
+    if shape != tuple(local_tensor(value).shape):
+        raise UnsupportedLeafError(
+            f"a DTensor with the placements {_shown(value)}: expected a shard of the shape "
+            f"{list(shape)} in this process, found {list(local_tensor(value).shape)}. Save and restore "
+            f"its `full_tensor()`."
+        )
+    return tuple(spans)
+
+
+def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
+    """A `DTensor` with the mesh and placements of `like` and the bits of a whole leaf."""
+    from torch.distributed.tensor import DTensor
+
+    current_rank_context().has_shards = True
+    require_restorable(like)
+    present = local_tensor(like)
+    octets = cut(leaf, region(like)).data
+    local = torch.empty(present.shape, dtype=getattr(torch, leaf.dtype))
+    if octets.nbytes:
+        local.reshape(-1).view(torch.uint8).numpy()[:] = octets
+    device = like.device_mesh.device_type if present.is_meta else present.device
+    made = torch.empty_strided(present.shape, present.stride(), dtype=local.dtype, device=device)
+    return DTensor.from_local(
+        made.copy_(local),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _shards(value: Any) -> list[int]:
+    """Into how many parts each dimension of the mesh cuts the tensor; 0 for one that does not."""
+    sizes = (value.device_mesh.size(number) for number in range(len(value.placements)))
+    return [
+        size if size > 1 and not (placement.is_replicate() or placement.is_partial()) else 0
+        for placement, size in zip(value.placements, sizes, strict=True)
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"({', '.join(map(repr, value.placements))})"

@@ -111,6 +111,8 @@ class Writer(StorageWriter):
             LockedError: Another process writes there, or an earlier `async_save` has not ended.
             SaveError: The directory cannot be written to.
         """
+        if self._run is not None:  # an earlier try failed
+            self._run.close()
         self._run = run = Run(self._directory, create=True)
         # A rank may fail before `finish`, which is then not called. Nothing else keeps the lock.
         weakref.finalize(self, run.close).atexit = False

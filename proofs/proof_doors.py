@@ -35,7 +35,10 @@ def main() -> int:
     for name in ("torch", "transformers", "accelerate", "lightning"):
         print(f"{name} {metadata.version(name)}")
     counts = Counts()
-    status = pytest.main([str(TESTS), "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[counts])
+    status = pytest.main(
+        [str(TESTS), "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", *sys.argv[1:]],
+        plugins=[counts],
+    )
     print(counts.outcomes)
     is_proof = status == 0 and counts.outcomes.keys() == {"passed"}
     print("PASS" if is_proof else "FAIL: a test failed or was skipped")

@@ -23,13 +23,11 @@ require_version("accelerate", "accelerate", "1.1", "2")
 try:
     import torch
     from accelerate import Accelerator, skip_first_batches
-    from accelerate.utils import DistributedType
 except ModuleNotFoundError as error:
     raise missing_extra("accelerate", error) from error
 
 __all__ = ["batches"]
 
-_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _LOADER = "loader"  # beside the generators of the process: the one that shuffles
 
 
@@ -57,12 +55,13 @@ def batches(
         The number of batches before this one, over all epochs, and the batch.
 
     Raises:
-        StateError: Accelerate shards the model (FSDP, DeepSpeed, Megatron).
+        StateError: There are several processes.
     """
-    if accelerator.distributed_type not in _WHOLE:
+    if accelerator.num_processes > 1:
         raise StateError(
-            f"Accelerate runs with {accelerator.distributed_type}: expected a whole model in each "
-            f"process. Save with perdure.dcp instead."
+            f"perdure.accelerate: expected one process, found {accelerator.num_processes}. The data "
+            f"position of several has not been proved; use `accelerator.save_state`, or a "
+            f"loop of your own with perdure.dcp."
         )
     if isinstance(run, CheckpointManager):
         yield from _batches(accelerator, loader, run, epochs)

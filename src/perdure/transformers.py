@@ -45,7 +45,7 @@ def train(
     (with status 75). The Trainer's own checkpoints are not needed: use `save_strategy="no"`.
 
     Args:
-        trainer: A Trainer whose model this process has as a whole.
+        trainer: A Trainer that runs in one process.
         run: The run directory; the newest `args.save_total_limit` checkpoints stay (None: all). Or a
             manager, whose own interval, retention and options then count.
         arguments: Of `trainer.train`, except for `resume_from_checkpoint`.
@@ -56,7 +56,8 @@ def train(
     Raises:
         ArgumentError: `save_steps` is a fraction, or `resume_from_checkpoint` is given.
         RecipeMismatchError: The checkpoint was made with another batch size, seed or dataset length.
-        StateError: The Trainer shards its model, or does not skip data that it has seen.
+        StateError: There are several processes, the Trainer shards its model, or it does not skip data
+            that it has seen.
     """
     _require_supported(trainer, arguments)
     if isinstance(run, CheckpointManager):
@@ -167,6 +168,11 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
             "resume_from_checkpoint: expected none, because `perdure.transformers.train` resumes from "
             "the run directory; call `trainer.train` to start from a folder of the Trainer."
         )
+    if trainer.args.world_size > 1:
+        raise StateError(
+            f"perdure.transformers: expected one process, found {trainer.args.world_size}. The data "
+            f"position of several has not been proved; use the Trainer's own checkpoints."
+        )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise StateError(
             "the Trainer shards its model (FSDP or DeepSpeed): expected a whole model in each process. "
@@ -195,7 +201,6 @@ def _recipe(trainer: Trainer) -> dict[str, Any]:
         "data_seed": args.data_seed,
         "batch_size": args.per_device_train_batch_size * max(1, args.n_gpu),
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "world_size": args.world_size,
     }
     if isinstance(trainer.train_dataset, Sized):
         fields["examples"] = len(trainer.train_dataset)

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perdure import EXIT_PREEMPTED
+from perdure.errors import StateError
 from perdure.store import Run
 
 if importlib.util.find_spec("accelerate") is None:
@@ -56,3 +58,13 @@ def test_accelerate_alone_ends_with_other_bits(tmp_path: Path) -> None:
     answer = ended("own", tmp_path / "run")
     assert answer["steps"][0] == 8
     assert answer["bits"] != whole["bits"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    from perdure.accelerate import batches
+
+    accelerator: Any = SimpleNamespace(num_processes=2)
+    with pytest.raises(StateError) as caught:
+        next(batches(accelerator, [], tmp_path / "run", epochs=1))
+    assert "expected one process, found 2" in str(caught.value)

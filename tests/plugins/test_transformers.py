@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from damage import flip
 from perdure import EXIT_PREEMPTED
+from perdure.errors import ArgumentError, StateError
 from perdure.store import Run
 
 if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
@@ -105,3 +107,29 @@ def test_another_batch_size_is_refused(killed: Path, tmp_path: Path) -> None:
     assert status == 1
     assert "RecipeMismatchError" in err
     assert "batch_size" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "fsdp", "arguments", "found"),
+    [
+        ({"world_size": 2}, False, {}, "expected one process, found 2"),
+        ({}, True, {}, "shards its model"),
+        ({"ignore_data_skip": True}, False, {}, "ignore_data_skip"),
+        ({"save_steps": 0.5}, False, {}, "save_steps"),
+        ({}, False, {"resume_from_checkpoint": True}, "resumes from the run directory"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_what_cannot_be_exact_is_refused(
+    tmp_path: Path, settings: dict[str, Any], fsdp: bool, arguments: dict[str, Any], found: str
+) -> None:
+    from perdure.transformers import train
+
+    usual = {"world_size": 1, "ignore_data_skip": False, "save_steps": 2}
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(**(usual | settings)), is_fsdp_enabled=fsdp, is_deepspeed_enabled=False
+    )
+    with pytest.raises((ArgumentError, StateError)) as caught:
+        train(trainer, tmp_path / "run", **arguments)
+    assert found in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -106,9 +106,7 @@ def _batches(
         manager.save(step, _members(accelerator) | end, force=True)
 
 
-def _save(
-    manager: CheckpointManager, accelerator: Any, step: int, state: Mapping[str, Any]
-) -> None:
+def _save(manager: CheckpointManager, accelerator: Any, step: int, state: dict[str, Any]) -> None:
     if accelerator.sync_gradients and manager.should_save(step):
         manager.save(step, _members(accelerator) | state)
 

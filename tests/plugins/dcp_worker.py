@@ -3,6 +3,9 @@
 `dcp_worker.py ACTION DIRECTORY RANK RANKS`; the last line of its output is JSON.
 """
 
+# DCP does not list its public names.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import json

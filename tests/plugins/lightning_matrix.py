@@ -117,9 +117,8 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = DataLoader(Noisy(is_noisy=False), batch_size=4)
-    validation = (rows,) if variant.validates else ()
-    trainer.fit(model, loader, *validation, ckpt_path=None if start is None else str(start))
+    rows = DataLoader(Noisy(is_noisy=False), batch_size=4) if variant.validates else None
+    trainer.fit(model, loader, rows, ckpt_path=None if start is None else str(start))
     return spy.seen, [value.tolist() for value in model.state_dict().values()]
 
 

@@ -1,5 +1,8 @@
 """PyTorch's distributed checkpoint on run directories: exact resume, ranks, damage, refusals."""
 
+# DCP does not list its public names.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import gc

@@ -91,24 +91,23 @@ def _batches(
         source = skip_first_batches(loader, finished) if finished else loader
         for batch in source:
             state = {"position": _position(accelerator, epoch, finished), "epoch_began": began}
+            is_preempted = manager.reached_preemption(step)
             if resumed is not None:  # this batch was drawn before the save, too
                 _restore(at_save)
                 resumed = None
-            elif step:
-                _save(manager, accelerator, step, state)
-            if accelerator.sync_gradients and manager.reached_preemption(step):
-                manager.save_and_exit(step, _members(accelerator) | state)
+                if is_preempted:  # nothing was trained since
+                    manager.exit_preempted()
+            elif step and accelerator.sync_gradients:
+                if is_preempted:
+                    manager.save_and_exit(step, _members(accelerator) | state)
+                if manager.should_save(step):
+                    manager.save(step, _members(accelerator) | state)
             yield step, batch
             step, finished = step + 1, finished + 1
         finished = 0
     if step not in manager.all_steps()[-1:]:
         end = {"position": _position(accelerator, epochs, 0), "epoch_began": _generators(loader)}
         manager.save(step, _members(accelerator) | end, force=True)
-
-
-def _save(manager: CheckpointManager, accelerator: Any, step: int, state: dict[str, Any]) -> None:
-    if accelerator.sync_gradients and manager.should_save(step):
-        manager.save(step, _members(accelerator) | state)
 
 
 def _members(accelerator: Any) -> dict[str, Any]:

@@ -123,17 +123,22 @@ class _Checkpoints(TrainerCallback):
         self._epoch_began = encode(capture())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._newest is not None:
+        manager, step = self._manager, state.global_step
+        is_resumed = self._newest is not None
+        if is_resumed:
             self._newest = None
             _restore_generators(self._at_save)
-        elif state.global_step:
-            self._manager.save(state.global_step, self._state(state))
-        if self._manager.reached_preemption(state.global_step):
-            self._manager.save_and_exit(state.global_step, self._state(state))
+        elif step:
+            manager.save(step, self._state(state))
+        if manager.reached_preemption(step):
+            if is_resumed:  # nothing was trained since
+                manager.exit_preempted()
+            manager.save_and_exit(step, self._state(state))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop or state.global_step >= state.max_steps:
-            self._epoch_began = encode(capture())  # another epoch may follow in a later run
+            if float(state.epoch).is_integer():  # a later run may begin another epoch
+                self._epoch_began = encode(capture())
             self._manager.save(state.global_step, self._state(state), force=True)
 
     def _members(self) -> dict[str, Any]:

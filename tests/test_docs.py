@@ -236,6 +236,7 @@ RESUMED = {
     "MODELS.md": {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")
     },
+    "PLUGINS.md": {"runs/dcp"},
     "STRATEGIES.md": {"runs/jax", "runs/torch", "runs/digits"},
     "TORCH.md": {"runs/torch", "runs/amp"},
 }

@@ -20,14 +20,17 @@ MOST_NAMES = 20
 # The modules that users import.
 MODULES = (
     "perdure",
+    "perdure.accelerate",
     "perdure.checkpoint",
     "perdure.data",
+    "perdure.dcp",
     "perdure.distribute",
     "perdure.distribute.metrics",
     "perdure.drill",
     "perdure.errors",
     "perdure.jax",
     "perdure.keras",
+    "perdure.lightning",
     "perdure.ray",
     "perdure.state",
     "perdure.store",
@@ -35,9 +38,19 @@ MODULES = (
     "perdure.testing",
     "perdure.torch",
     "perdure.train",
+    "perdure.transformers",
 )
 # Those of them whose import loads a framework.
-FRAMEWORKS = {"perdure.jax", "perdure.keras", "perdure.ray", "perdure.torch"}
+FRAMEWORKS = {
+    "perdure.accelerate",
+    "perdure.dcp",
+    "perdure.jax",
+    "perdure.keras",
+    "perdure.lightning",
+    "perdure.ray",
+    "perdure.torch",
+    "perdure.transformers",
+}
 
 
 def names_of(module: str) -> list[str]:
@@ -124,6 +137,7 @@ def test_every_package_for_users_is_frozen() -> None:
         "demo",
         "framework_group",
         "heartbeats",
+        "host_version",
         "ports",
         "process_group",
         "process_stat",

@@ -229,7 +229,7 @@ def _write_parts(
         parts = _agreed_parts(processes, state.leaves, share)
     except PerdureError as agreed:
         _raise_agreed(error, agreed)
-    _require_visible(run, parts, {place.pack for place in held.values()})
+    require_visible(run, parts, {place.pack for place in held.values()})
     return assemble(state.leaves, parts)
 
 
@@ -305,7 +305,7 @@ def _agreed_parts(
     return parts
 
 
-def _require_visible(run: Run, parts: Sequence[PackPart], held: AbstractSet[str]) -> None:
+def require_visible(run: Run, parts: Sequence[PackPart], held: AbstractSet[str]) -> None:
     """Raise `SaveError` unless the chief sees every pack that another process names, in full.
 
     On hosts with a directory of their own under one path, the packs of the others are not there. The

@@ -216,6 +216,16 @@ def restore_generator(name: str, state: bytes) -> str | None:
     return None
 
 
+def restore_all(states: Mapping[str, bytes]) -> list[str]:
+    """Restore generators by name; returns a sentence about each that could not be restored."""
+    reasons = {name: restore_generator(name, state) for name, state in states.items()}
+    return [
+        f"the random generator {_label(name)} was not restored: {reason}."
+        for name, reason in reasons.items()
+        if reason is not None
+    ]
+
+
 def _common(saved: Sequence[Mapping[str, SavedGenerator]]) -> dict[str, SavedGenerator]:
     """The generators with the same state in all of several processes, for a group of another size.
 

@@ -1,0 +1,242 @@
+"""`Reader`: checkpoints of a run directory as the source of DCP's loads."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from perdure.checkpoint import ManagerOptions
+from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.dcp.layout import (
+    LAYOUT,
+    DcpRank,
+    Layout,
+    Place,
+    done,
+    generators,
+    named_leaves,
+    refuse_id,
+    saved_bytes,
+)
+from perdure.errors import (
+    CorruptionError,
+    MismatchError,
+    NoGoodCheckpointError,
+    StateError,
+    StepNotFoundError,
+)
+from perdure.state.leaf_values import plain_value
+from perdure.store import Leaf, Run, Storage
+from perdure.store.format import WEAK_PREFIX, decode_json, steps_text
+from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.reader import load_entries
+from perdure.store.urls import split_step
+
+
+class Reader(StorageReader):
+    """Loads a checkpoint of a run directory with `dcp.load`, into any sharding.
+
+    Also one that a `CheckpointManager` has saved: its tensors have the names of DCP. Every chunk is
+    verified before it is used, and a tensor of another dtype is refused and not converted. Each rank
+    reads only the leaves that it needs. At the end the random generators of each rank are restored, if
+    as many ranks load as have saved.
+
+    Args:
+        directory: Path, URL or `Storage` of the run directory, or `RUN@STEP`.
+        step: The step; None for the newest whose manifest is readable, with a warning for each newer
+            one that is damaged.
+        save_random_state: False leaves the generators alone.
+
+    Attributes:
+        step: The step that is loaded, once DCP has read its metadata.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        step: int | None = None,
+        *,
+        save_random_state: bool = ManagerOptions.save_random_state,
+    ) -> None:
+        super().__init__()
+        if isinstance(directory, str) and step is None:
+            directory, step = split_step(directory)
+        self.step = None if step is None else step_number(step)
+        self._run = Run(directory)
+        self._random = save_random_state
+        self._manifest: Manifest | None = None
+        self._layout = Layout()
+        self._entries: dict[Place, LeafEntry] = {}
+        self._rank = DcpRank(0, 1)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP chooses its own storage for a path."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a `checkpoint_id`; raises `ArgumentError`."""
+        refuse_id(checkpoint_id, "Reader(directory, step)")
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """What the checkpoint holds, from its manifest.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint.
+            CorruptionError: The manifest of the `step` that was asked for is damaged, or all are.
+        """
+        run = self._run
+        self._manifest = manifest = self._newest() if self.step is None else run.manifest(self.step)
+        self.step = manifest.step
+        texts = [leaf.text for leaf in manifest.process_leaves if leaf.path == LAYOUT and leaf.text]
+        self._layout = layout = (
+            decode_json(texts[0].encode(), Layout, f"{run.where}: {LAYOUT} of step {self.step}")
+            if texts
+            else Layout()
+        )
+        self._entries = dict(named_leaves(manifest.leaves, layout))
+        found: dict[str, Any] = {}
+        for (name, offsets), leaf in self._entries.items():
+            if offsets is None:
+                found[name] = BytesStorageMetadata()
+                continue
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(leaf.shape))
+            if name not in found:
+                size = torch.Size(layout.sizes.get(name, leaf.shape))
+                dtype = getattr(torch, leaf.dtype.removeprefix(WEAK_PREFIX))
+                found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [])
+            found[name].chunks.append(chunk)
+        keys = None
+        if not layout.flat:
+            keys = {name: layout.keys.get(name, tuple(name.split("."))) for name in found}
+        return Metadata(found, planner_data=keys)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Learn the rank of this process."""
+        self._rank = DcpRank.of(kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add which checkpoint this rank has found, for `prepare_global_plan`."""
+        assert self._manifest is not None, "DCP reads the metadata first"
+        plan.storage_data = (self._manifest.step, self._manifest.fingerprint)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise `StateError` unless all ranks have found the same checkpoint."""
+        found = [plan.storage_data for plan in plans]
+        if len(set(found)) > 1:
+            steps = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(found))
+            raise StateError(
+                f"{self._run.where}: the ranks found different checkpoints to load ({steps}); nothing "
+                f"was changed. Name the step, and use a directory that all ranks see."
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and verify what this rank needs, then put it into the state.
+
+        Raises:
+            CorruptionError: A chunk is damaged. Nothing of the checkpoint was used.
+            MismatchError: A tensor has another dtype or size than its target.
+        """
+        wanted = [(item, self._record(item), self._target(item, planner)) for item in plan.items]
+        loaded = self._load({leaf.path for _, leaf, _ in wanted})
+        for item, entry, target in wanted:
+            leaf = loaded[entry.path]
+            if target is None:
+                data = saved_bytes(plain_value(leaf)) if leaf.is_scalar else bytes(leaf.data)
+                planner.load_bytes(item, io.BytesIO(data))
+                continue
+            target.copy_(_part_of(leaf, item))
+            planner.commit_tensor(item, target)
+        self._restore_generators()
+        return done(None)
+
+    def _newest(self) -> Manifest:
+        damaged: list[str] = []
+        for step in reversed(self._run.steps()):
+            try:
+                manifest = self._run.manifest(step)
+            except CorruptionError as error:
+                damaged.append(f"{self._run.where}: step {step} is damaged: {error}")
+                continue
+            for line in damaged:
+                warn_caller(f"{line} Step {step} is loaded instead.")
+            return manifest
+        if damaged:
+            raise NoGoodCheckpointError("\n".join(damaged))
+        raise StepNotFoundError(
+            f"{self._run.where}: expected a checkpoint, found none. Save one first."
+        )
+
+    def _record(self, item: ReadItem) -> LeafEntry:
+        index = item.storage_index
+        return self._entries[index.fqn, None if index.offset is None else tuple(index.offset)]
+
+    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor | None:
+        """The tensor that an item fills; None for an object. Raises `MismatchError`."""
+        if item.type == LoadItemType.BYTE_IO:
+            return None
+        target = planner.resolve_tensor(item).detach()
+        entry = self._record(item)
+        expected = str(target.dtype).removeprefix("torch.")
+        stored = entry.dtype.removeprefix(WEAK_PREFIX)
+        if stored != expected or target.size() != item.lengths:
+            raise MismatchError(
+                f"{self._run.where}: step {self.step}, leaf {entry.path!r}: expected "
+                f"{expected}{list(target.size())}, found {stored}{list(item.lengths)} in the "
+                f"checkpoint; nothing was changed. Load it into a tensor of its own dtype, and "
+                f"convert that."
+            )
+        return target
+
+    def _load(self, paths: Set[str]) -> Mapping[str, Leaf]:
+        assert self.step is not None, "DCP reads the metadata first"
+        if not paths:
+            return {}
+        try:
+            return self._run.load(self.step, paths.__contains__).leaves
+        except CorruptionError as error:
+            older = [step for step in self._run.steps() if step < self.step]
+            advice = f"load an older one ({steps_text(older)})" if older else "it is the oldest one"
+            raise CorruptionError(f"{error} Nothing of it was loaded; {advice}.") from error
+
+    def _restore_generators(self) -> None:
+        """The last part of a load, because the others may draw random numbers."""
+        if not self._random or self._manifest is None:
+            return
+        entries = [leaf for leaf in self._manifest.process_leaves if leaf.path != LAYOUT]
+        if not entries:
+            return
+        local = load_entries(self._run.storage, self._manifest, entries)
+        where = f"{self._run.where}: step {self.step}"
+        for note in generators.restore(local, self._rank, where):
+            warn_caller(note)
+
+
+def _part_of(leaf: Leaf, item: ReadItem) -> torch.Tensor:
+    """The part of a stored tensor that an item asks for."""
+    dtype = getattr(torch, leaf.strong().dtype)
+    if not leaf.nbytes:
+        tensor = torch.empty(leaf.shape, dtype=dtype)
+    else:
+        tensor = torch.frombuffer(leaf.data, dtype=torch.uint8).view(dtype).reshape(leaf.shape)
+    spans = zip(item.storage_offsets, item.lengths, strict=True)
+    return tensor[tuple(slice(start, start + size) for start, size in spans)]

@@ -1,0 +1,243 @@
+"""For users of Lightning: verified checkpoints, and a resume within an epoch that is exact.
+
+    Trainer(plugins=[perdure.lightning.CheckpointIO()], callbacks=[perdure.lightning.ExactResume()])
+
+Inside the package this module is `perdure.lightning`; `import lightning` still means the library.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.checkpoint import load_verified
+from perdure.errors import StateError, UnsupportedLeafError, missing_extra
+from perdure.host_version import require_version
+from perdure.state import flatten
+from perdure.state import restore as restore_state
+from perdure.state.process_random import capture, encode, restore_all
+from perdure.store import Run
+
+require_version("lightning", "lightning", "2.5", "3")
+try:
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+except ModuleNotFoundError as error:
+    raise missing_extra("lightning", error) from error
+
+__all__ = ["CheckpointIO", "ExactResume"]
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """Writes each checkpoint of Lightning as a run directory of one checkpoint, at Lightning's path.
+
+    It is committed by its manifest, survives a power loss, and is verified when it is loaded: damage is
+    a `CorruptionError`. A checkpoint that Lightning has written as a file is loaded as before.
+    """
+
+    requires_state_on_load = False  # newer releases ask for it
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        """Save `checkpoint`, durable on return. Values that have no exact form are pickled.
+
+        Raises:
+            TypeError: `storage_options` is given, as in Lightning's own plugin.
+            StoreError: The checkpoint could not be written.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options: expected None, found {storage_options!r}.")
+        step = step_number(checkpoint.get("global_step", 0))
+        counts = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
+        leaves = flatten(_Stored(checkpoint))
+        with Run(path, create=True) as run:
+            # `last.ckpt` is written again and again, perhaps twice after one step.
+            older = run.steps()
+            step = max(step, *(number + 1 for number in older), 0)
+            run.save(step, leaves, metrics=counts)
+            run.delete(older)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        **newer: Any,
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, with its tensors on the CPU.
+
+        Args:
+            path: What `save_checkpoint` was given, or a file of Lightning.
+            map_location: Used for a file only.
+            weights_only: Whether values that were pickled are loaded as `torch.load` does with it.
+            newer: Arguments of newer releases of Lightning, which need nothing here.
+
+        Raises:
+            CorruptionError: The checkpoint is damaged.
+        """
+        if os.path.isfile(path):
+            return super().load_checkpoint(os.fspath(path), map_location, weights_only)
+        stored = _Stored({}, bool(weights_only))
+        restore_state(stored, load_verified(os.fspath(path)).leaves)
+        return stored.checkpoint
+
+
+class _Stored:
+    """A checkpoint of Lightning as an object whose state comes back with its types."""
+
+    def __init__(self, checkpoint: dict[str, Any], weights_only: bool = False) -> None:
+        self.checkpoint = checkpoint
+        self._weights_only = weights_only
+
+    def state_dict(self) -> dict[str, Any]:
+        exact: dict[str, Any] = {}
+        pickled: dict[str, torch.Tensor] = {}
+        for name, value in self.checkpoint.items():
+            try:
+                flatten(_Probe(value))
+                exact[name] = value
+            except UnsupportedLeafError:
+                buffer = io.BytesIO()
+                torch.save(value, buffer)
+                pickled[name] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        return {"exact": exact, "pickled": pickled, "order": list(self.checkpoint)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        values = dict(state["exact"])
+        for name, data in state["pickled"].items():
+            buffer = io.BytesIO(data.numpy().tobytes())
+            values[name] = torch.load(buffer, weights_only=self._weights_only)
+        self.checkpoint = {name: values[name] for name in state["order"]}
+
+
+class _Probe:
+    """A value as the state of an object, to find out whether it has an exact form."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class ExactResume(Callback):
+    """Adds to Lightning's checkpoints what an exact resume needs, also in the middle of an epoch.
+
+    That is the random generators of the process, and those with which the epoch began: a resumed run
+    begins the epoch with them again, draws the batches that were trained on already without using them,
+    and continues with the generators of the save. Loaders that have `state_dict` and `load_state_dict`
+    are left to Lightning, which restores their position itself.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._epoch_began: dict[str, bytes] = {}
+        self._resumed: dict[str, bytes] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse what this cannot resume exactly; raises `StateError`."""
+        if trainer.world_size > 1:
+            raise StateError(
+                f"ExactResume: expected one process, found {trainer.world_size}. Lightning saves the "
+                f"callbacks of rank 0 only, so the generators of the other ranks would be lost."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators now and at the begin of the epoch, and the batches of the epoch so far."""
+        return {
+            "batches": self._batches,
+            "epoch_began": _tensors(self._epoch_began),
+            "now": _tensors(encode(capture())),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what a checkpoint has, for the begin of the training."""
+        self._batches = state_dict["batches"]
+        self._epoch_began = _bytes(state_dict["epoch_began"])
+        self._resumed = _bytes(state_dict["now"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begin the first epoch of this process, at the batch that comes next."""
+        fetcher = _fetcher(trainer)
+        resumed, self._resumed = self._resumed, None
+        is_new = resumed is None or self._batches >= trainer.num_training_batches
+        if is_new:
+            self._batches = 0
+            if resumed is not None and trainer.fit_loop.restarted_mid_epoch:
+                # Saved after the last batch of an epoch. Lightning would not count the next epoch as
+                # begun, and would take a checkpoint of that epoch for one of its begin.
+                trainer.fit_loop.reset_restart_stage()
+        if not is_new and not _is_positioned(fetcher):
+            _restore(self._epoch_began)
+            iter(fetcher)
+            for _ in range(self._batches):
+                next(fetcher)
+            fetcher.fetched -= self._batches  # Lightning adds those that were trained on
+        _restore(resumed or {})
+        if is_new and not _is_positioned(fetcher):
+            if fetcher.length is None:  # it has drawn a batch ahead
+                self._epoch_began = encode(capture())
+                iter(fetcher)
+            else:  # a validation that the last process did not finish comes first
+                fetcher.iterator = self._begun_late(fetcher.combined_loader)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the generators before Lightning begins the next epoch."""
+        self._epoch_began = encode(capture())
+        self._batches = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
+        self._batches += 1
+
+    def _begun_late(self, loader: Any) -> Iterator[Any]:
+        """The batches of an epoch that begins when the first is drawn."""
+        self._epoch_began = encode(capture())
+        yield from loader
+
+
+def _fetcher(trainer: Trainer) -> Any:
+    """The object from which Lightning draws the batches of training."""
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    if fetcher is None or not hasattr(fetcher, "combined_loader"):
+        raise StateError("ExactResume: this release of Lightning draws its batches in another way.")
+    if hasattr(fetcher, "iterator_wrapper"):
+        raise StateError(
+            "ExactResume: `training_step` takes a `dataloader_iter`, so that nobody can tell which "
+            "batches were trained on; take a batch instead."
+        )
+    return fetcher
+
+
+def _is_positioned(fetcher: Any) -> bool:
+    loaders = fetcher.combined_loader.flattened
+    return all(
+        hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders
+    )
+
+
+def _tensors(states: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in states.items()
+    }
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: data.numpy().tobytes() for name, data in tensors.items()}
+
+
+def _restore(states: Mapping[str, bytes]) -> None:
+    for note in restore_all(states):
+        warn_caller(note)

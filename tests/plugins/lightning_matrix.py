@@ -1,0 +1,153 @@
+"""Resumes of Lightning from every checkpoint of a run, and from those of the resumed runs.
+
+`lightning_matrix.py DIRECTORY`: the last line of the output is JSON, for each variant the number of
+resumes, and those whose batches, generators, learning rates or final bits differ from the whole run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_worker import Model
+from torch.utils.data import DataLoader, Dataset
+
+import perdure.lightning
+
+warnings.simplefilter("ignore")  # Lightning advises on workers, logging and resumable loaders
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run is saved and loaded. `after` picks the checkpoints of resumed runs."""
+
+    every: str = "batch"
+    validates: bool = False
+    accumulates: int = 1
+    workers: int = 0
+    exact: bool = True
+    after: tuple[int, ...] = (1, 2, 4)
+    most: int = 99
+
+
+VARIANTS = {
+    "batches": Variant(),
+    "validation": Variant(validates=True),
+    "epochs": Variant(every="epoch", validates=True),
+    "epoch ends": Variant(every="epoch end"),
+    "accumulation": Variant(accumulates=2),
+    "workers": Variant(workers=1, after=(2,), most=3),
+    "Lightning alone": Variant(exact=False, after=()),
+}
+
+
+class Noisy(Dataset[Any]):
+    """Eight rows, each loaded with other noise; without it for a validation, which Lightning leaves out
+    after a resume from the last batch before it."""
+
+    def __init__(self, is_noisy: bool = True) -> None:
+        self.is_noisy = is_noisy
+        self.rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(4) / 10 if self.is_noisy else 0
+        return self.rows[index, :4] + noise, self.rows[index, 4:]
+
+
+class Validated(Model):
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("loss", (self.layer(x) - y).square().mean())
+
+
+class Spy(Callback):
+    """What each batch finds."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        generators = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((trainer.global_step, batch_idx, batch[0].tolist(), generators, rate))
+
+
+def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
+    """What every batch finds, and the final bits. The checkpoints lie in `directory` alone."""
+    shutil.rmtree(directory, ignore_errors=True)
+    seed_everything(0, verbose=False)
+    model = Validated() if variant.validates else Model()
+    loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=variant.workers)
+    saver = ModelCheckpoint(
+        str(directory),
+        filename="{step}",
+        auto_insert_metric_name=False,
+        save_top_k=-1,
+        every_n_train_steps=1 if variant.every == "batch" else None,
+        every_n_epochs=None if variant.every == "batch" else 1,
+        save_on_train_epoch_end=True if variant.every == "epoch end" else None,
+    )
+    spy = Spy()
+    exact = [perdure.lightning.ExactResume()] if variant.exact else []
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        callbacks=[saver, spy, *exact],
+        plugins=[perdure.lightning.CheckpointIO()],
+        accumulate_grad_batches=variant.accumulates,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = DataLoader(Noisy(is_noisy=False), batch_size=4) if variant.validates else None
+    trainer.fit(model, loader, rows, ckpt_path=None if start is None else str(start))
+    return spy.seen, [value.tolist() for value in model.state_dict().values()]
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.stem) for path in directory.glob("*.ckpt"))
+
+
+def compare(variant: Variant, base: Path) -> dict[str, Any]:
+    whole, bits = run(variant, base / "whole")
+    last = steps_in(base / "whole")[-1]
+    resumes, differing = 0, []
+    for step in steps_in(base / "whole")[:-1][: variant.most]:
+        seen, end = run(variant, base / "resumed", base / "whole" / f"{step}.ckpt")
+        resumes += 1
+        if (seen, end) != (whole[len(whole) - len(seen) :], bits):
+            differing.append([step])
+        again = {step + more for more in variant.after} & set(steps_in(base / "resumed"))
+        for second in sorted(again - {last}):
+            seen, end = run(variant, base / "again", base / "resumed" / f"{second}.ckpt")
+            resumes += 1
+            if (seen, end) != (whole[len(whole) - len(seen) :], bits):
+                differing.append([step, second])
+    return {"resumes": resumes, "differing": differing}
+
+
+def main() -> None:
+    answers = {name: compare(variant, Path(sys.argv[1])) for name, variant in VARIANTS.items()}
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A Lightning module with dropout and a shuffled DataLoader: `lightning_worker.py HOW DIRECTORY`.
+
+HOW: `plugin`, or `plugin-killed` for a SIGKILL in the eighth step, in the second epoch of four steps.
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import perdure.lightning
+
+KILLED_AT = 8
+warnings.filterwarnings("ignore", ".*does not have many workers.*")
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        return (self.layer(x) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Killer(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == KILLED_AT - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    how, directory = sys.argv[1:]
+    seed_everything(0)
+    model = Model()
+    source = torch.Generator().manual_seed(1)
+    rows = torch.randn(8, 5, generator=source)
+    loader = DataLoader(TensorDataset(rows[:, :4], rows[:, 4:]), batch_size=2, shuffle=True)
+    newest = max(Path(directory).glob("*.ckpt"), key=lambda path: int(path.stem), default=None)
+    saver = ModelCheckpoint(
+        directory,
+        filename="{step}",
+        auto_insert_metric_name=False,
+        save_top_k=-1,
+        every_n_train_steps=2,
+    )
+    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume()]
+    if how.endswith("killed"):
+        callbacks.append(Killer())
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        callbacks=callbacks,
+        plugins=[perdure.lightning.CheckpointIO()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader, ckpt_path=None if newest is None else str(newest))
+    assert not how.endswith("killed"), "the kill did not happen"
+    bits = [value.tolist() for value in model.state_dict().values()]
+    start = None if newest is None else int(newest.stem)
+    print(json.dumps({"bits": bits, "step": trainer.global_step, "start": start}))
+
+
+if __name__ == "__main__":
+    main()

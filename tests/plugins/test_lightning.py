@@ -1,0 +1,113 @@
+"""Lightning on run directories; `make proof-doors` has it installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from damage import flip
+from perdure.errors import CorruptionError, StateError
+from perdure.store import Run
+
+if not all(map(importlib.util.find_spec, ("lightning",))):
+    pytest.skip("Lightning is not installed; make proof-doors has it", allow_module_level=True)
+# Lightning uses what torch has declared outdated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+WORKER = Path(__file__).with_name("lightning_worker.py")
+MATRIX = Path(__file__).with_name("lightning_matrix.py")
+
+
+def work(how: str, directory: Path) -> tuple[int, Any, str]:
+    """Exit status, answer and standard error of one program."""
+    done = subprocess.run(
+        [sys.executable, WORKER, how, directory], capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    return done.returncode, json.loads(lines[-1]) if lines else None, done.stderr
+
+
+def ended(how: str, directory: Path) -> dict[str, Any]:
+    status, answer, err = work(how, directory)
+    assert status == 0, err
+    return answer
+
+
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    whole = ended("plugin", tmp_path / "whole")
+    assert work("plugin-killed", tmp_path / "run")[0] == -signal.SIGKILL
+    answer = ended("plugin", tmp_path / "run")
+    assert answer == {"bits": whole["bits"], "step": 12, "start": 6}
+
+
+def test_every_checkpoint_is_resumed_exactly_and_those_of_resumed_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, MATRIX, tmp_path], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    alone = answers.pop("Lightning alone")
+    assert [answer["differing"] for answer in answers.values()] == [[]] * len(answers)
+    assert {name: answer["resumes"] for name, answer in answers.items()} == {
+        "batches": 37,
+        "validation": 37,
+        "epochs": 3,
+        "epoch ends": 3,
+        "accumulation": 13,
+        "workers": 6,
+    }
+    # The same checkpoints without the generators, and with the loader at the begin of its epoch.
+    assert alone["resumes"] == 11
+    assert len(alone["differing"]) == 11
+
+
+def test_checkpoints_are_exact_verified_and_replaced(tmp_path: Path) -> None:
+    from perdure.lightning import CheckpointIO
+
+    plugin = CheckpointIO()
+    path = tmp_path / "last.ckpt"
+    checkpoint = {
+        "global_step": 3,
+        "state_dict": {"w": torch.arange(3, dtype=torch.bfloat16)},
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
+        ],
+        "pair": (1, None, "x"),
+        "hyper_parameters": {"size": torch.Size([1]), "kind": slice(1, 2)},
+    }
+    plugin.save_checkpoint(checkpoint, path)
+    plugin.save_checkpoint(checkpoint | {"pair": (2,)}, path)  # the same step again
+    assert len(Run(path).steps()) == 1
+    loaded = plugin.load_checkpoint(path, weights_only=False, state=None)
+    assert list(loaded) == list(checkpoint)
+    assert loaded["pair"] == (2,)
+    assert torch.equal(loaded["state_dict"]["w"], checkpoint["state_dict"]["w"])
+    assert loaded["state_dict"]["w"].dtype == torch.bfloat16
+    assert loaded["optimizer_states"] == checkpoint["optimizer_states"]
+    assert loaded["hyper_parameters"] == checkpoint["hyper_parameters"]
+    for pack in (path / "packs").glob("*.pack"):
+        pack.chmod(0o600)
+        flip(pack, 0)
+    with pytest.raises(CorruptionError):
+        plugin.load_checkpoint(path)
+    plugin.remove_checkpoint(path)
+    assert not path.exists()
+    torch.save({"global_step": 1}, tmp_path / "file.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "file.ckpt") == {"global_step": 1}
+
+
+def test_several_processes_are_refused() -> None:
+    from types import SimpleNamespace
+
+    from perdure.lightning import ExactResume
+
+    with pytest.raises(StateError) as caught:
+        ExactResume().setup(SimpleNamespace(world_size=2), None, "fit")  # type: ignore[arg-type]
+    assert "expected one process, found 2" in str(caught.value)

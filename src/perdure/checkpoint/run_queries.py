@@ -8,6 +8,7 @@ from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.errors import StoreError
 from perdure.store import Run
+from perdure.store.drill_hook import drill_hook
 from perdure.store.urls import name_at_step
 
 
@@ -18,6 +19,9 @@ class RunQueries(CallGuard):
         super().__init__(run.where)
         self._run = run
         self._retention = retention
+        if retention.best_metric is not None and (hook := drill_hook()) is not None:
+            best = retention.best_metric, retention.best_mode, retention.best_to_keep
+            hook.retention(run.where, *best)
 
     @property
     def directory(self) -> str:

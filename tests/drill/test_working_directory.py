@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perdure.drill import working_directory
-from perdure.drill.fault_injection import PLAN, RUNS, FaultInjector
+from perdure.drill.fault_injection import EVENTS, PLAN, RUNS, FaultInjector
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.store import LocalStorage, Run
 
@@ -133,7 +133,7 @@ def test_a_run_directory_is_used_where_the_program_names_it(project: Path, tmp_p
         assert isinstance(storage, LocalStorage)
         assert Path(storage.where).is_relative_to(tmp_path / "run")
     assert not (tmp_path / "scratch").exists()
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    events = [json.loads(line) for line in (tmp_path / "run" / EVENTS).read_text().splitlines()]
     opened = [(event["name"], event.get("redirected", False)) for event in events]
     x = str(project / "runs" / "x")
     assert opened == [(x, False), (x, True), (x, False), *((str(name), True) for name in elsewhere)]

@@ -98,7 +98,8 @@ class WorkingDirectory:
         """
         level = [self.source]
         while level:
-            listed = [(path, _entries(path, self._entries_left + 1)) for path in level]
+            most = max(self._entries_left, _MOST_LOOKED_AT) + 1
+            listed = [(path, _entries(path, most)) for path in level]
             level = []
             for path, entries in sorted(listed, key=lambda pair: len(pair[1] or ())):
                 first = (entries or [])[:_MOST_LOOKED_AT]

@@ -72,8 +72,8 @@ def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | No
         if commit.fingerprint != other.fingerprint:
             return len(common), _difference(other, commit)
         rule = rules.get(commit.run)
-        difference = rule and _metric_difference(other, commit, rule["metric"])
-        if difference:
+        difference = None if rule is None else _metric_difference(other, commit, rule["metric"])
+        if difference is not None:
             return len(common), difference
     ends = actual.end()
     others = [run for run in ends if run not in expected.end()]

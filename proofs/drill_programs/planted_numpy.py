@@ -48,6 +48,7 @@ def numpy_program(
     restored: str = "",
     loop: str = "for step in range(start, STEPS):",
     options: str = "",
+    after: str = "",
 ) -> Program:
     """A loop in NumPy whose `body` turns `state` into the next one."""
     lines = f"state, start = manager.restore_or_initialize({init})\n"
@@ -55,6 +56,7 @@ def numpy_program(
     lines += loop + "\n" + indent(dedent(body).strip("\n"), "    ") + "\n"
     if "manager.save" not in body:
         lines += "    manager.save(step + 1, state)\n"
+    lines += dedent(after)
     return Program(
         _HEAD
         + dedent(before).strip("\n")

@@ -66,9 +66,9 @@ def test_a_second_ctrl_c_interrupts(tmp_path: Path) -> None:
     options = ManagerOptions(preemption_signals=("SIGTERM", "SIGINT"))
     with CheckpointManager(tmp_path, options=options) as manager:
         manager.reached_preemption(1)
-        os.kill(os.getpid(), signal.SIGINT)  # would raise here
+        signal.raise_signal(signal.SIGINT)  # would raise here
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         assert manager.reached_preemption(2)
 
 

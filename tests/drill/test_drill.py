@@ -16,8 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
-from perdure.drill import KINDS, DrillOptions, run_drill
+from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
+from perdure.drill.causes import diagnosis
 from perdure.drill.drill_report import DrillReport
+from perdure.drill.fault_plan import LAST
 from perdure.drill.html_report import render_html
 from perdure.drill.scenario import Observed, Outcome
 from perdure.drill.text_report import verdict
@@ -54,16 +56,18 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     assert report.passed, found
     # Each of the others led to a restore; a signal that is timed may come before the first checkpoint.
     assert found["not_tested"].keys() - ALONE <= {"sigkill", "sigterm"}
-    first, middle, last = found["runs"][:3]
-    assert [run["kind"] for run in (first, middle, last)] == ["kill-after-commit"] * 3
-    assert [run["restored_steps"] for run in (first, middle, last)] == [[2], [8], [14]]
-    assert [run["place"] for run in (first, middle, last)] == [
+    assert [run["kind"] for run in found["runs"][:4]] == ["kill-after-commit"] * 4
+    # After the last one of all, nothing is left to do.
+    assert [run["restored_steps"] for run in found["runs"][:4]] == [[2], [8], [14], []]
+    assert [run["place"] for run in found["runs"][:4]] == [
         "the first checkpoint",
         "one in the middle",
         "the last one before the end",
+        LAST,
     ]
+    assert found["runs"][3]["attempts"][1]["restored"] == 16
     restored = found["restored"]
-    assert restored["of"] == len(kinds) + 3
+    assert restored["of"] == len(kinds) + 4
     assert restored["runs"] >= len(kinds)
     assert f"restored in {restored['runs']} of {restored['of']} runs, from steps 2, " in verdict(
         found
@@ -119,6 +123,52 @@ def test_a_wrong_program_fails_for_its_reason(
     assert f"with {named}, the difference is gone in 2 of 2 runs" in row.diagnosis.evidence
 
 
+def test_a_right_program_looks_at_its_own_run_directory(tmp_path: Path) -> None:
+    report = run_drill(
+        command("own_files"), DrillOptions(("bit-flip",), runs=1), tmp_path / "drill"
+    )
+    found = report.document()
+    assert report.passed, found
+    assert [run["place"] for run in found["runs"]][-2:] == [LAST, ""]
+    assert os.listdir(tmp_path / "cwd") == [], "what it wrote lies in the drill"
+    assert not any("redirected" in limit for limit in found["limits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "place", "said"),
+    [
+        ("wrong_file", "differs", "the first checkpoint", "step 2: 1 of 1 leaves differ"),
+        ("wrong_after_end", "failed", LAST, "NameError: name 'loss' is not defined"),
+        ("wrong_best", "differs", "the first checkpoint", "step 2: the metric loss, by which"),
+    ],
+)
+def test_what_another_run_left_and_what_follows_the_last_checkpoint(
+    name: str,
+    verdict: str,
+    place: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The undisturbed run leaves a file that helps no other; the last checkpoint is restored; and the
+    metric of retention counts, while one that is a timing may differ."""
+    monkeypatch.setattr("perdure.drill.drill.diagnose_run", lambda *_: diagnosis("unknown"))
+    report = run_drill(command(name), FIRST_FAILURE, tmp_path / "drill")
+    row = report.rows[-1]
+    assert (row.verdict, row.scenario.place) == (verdict, place)
+    assert said in (row.difference.what if row.difference is not None else row.outcome.log)
+
+
+def test_a_program_that_removes_its_run_directory(tmp_path: Path) -> None:
+    """It begins again at each start, and the real directory stays."""
+    with Run(tmp_path / "cwd" / "runs" / "mine", create=True) as run:
+        run.save(99, {})
+    program = [*command("wrong_file"), "remove"]
+    said = refused(program, tmp_path / "drill", faults=("bit-flip",), runs=1, fail_fast=True)
+    assert "nothing before it that removes the run directory" in said
+    assert Run(tmp_path / "cwd" / "runs" / "mine").steps() == [99]
+
+
 def test_a_drill_without_a_restore_is_no_pass(tmp_path: Path) -> None:
     """Its only checkpoint is that of the last step, so nothing was ever continued."""
     program = tmp_path / "once.py"
@@ -126,8 +176,9 @@ def test_a_drill_without_a_restore_is_no_pass(tmp_path: Path) -> None:
     options = DrillOptions(("sigkill-at-step",), runs=1)
     report = run_drill([sys.executable, str(program)], options, tmp_path / "drill")
     found = report.document()
-    assert [run["verdict"] for run in found["runs"]] == ["pass"]
-    assert found["restored"] == {"runs": 0, "of": 1, "steps": []}
+    assert [run["verdict"] for run in found["runs"]] == ["pass", "pass"]
+    assert found["runs"][0]["place"] == LAST, "restored, and no other step was done"
+    assert found["restored"] == {"runs": 0, "of": 2, "steps": []}
     assert found["not_tested"]["sigkill-at-step"] == "no run with it continued from a checkpoint"
     assert not report.passed
     assert "nothing is proved" in verdict(found)
@@ -221,8 +272,21 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("perdure.drill.execution._FaultObserver.ended", ended)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(DrillStopped) as caught:
         run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
+    found = caught.value.report.document()
+    assert found["stopped"]
+    assert not found["pass"]
+
+    def stopped(*_: Any) -> None:
+        raise caught.value
+
+    monkeypatch.setattr("perdure.drill.run_drill", stopped)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(main, ["drill", "--json", "--html", str(page), "--", "python"])
+    assert done.exit_code == 130
+    assert json.loads(done.stdout) == found
+    assert "STOPPED: the drill is not over" in page.read_text()
 
 
 def test_a_program_that_tells_no_steps_is_drilled_all_the_same(tmp_path: Path) -> None:
@@ -367,6 +431,20 @@ def test_faults_that_cannot_happen_say_why(tmp_path: Path) -> None:
     assert "worker-lost: there is one worker; give --workers" in said
     with pytest.raises(LaunchError, match="found nonsense"):
         DrillOptions(("nonsense",))
+
+
+def test_what_is_refused_before_anything_is_run(tmp_path: Path) -> None:
+    (tmp_path / "drill" / "run-001").mkdir(parents=True)
+    program = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert "it holds an earlier drill (run-001 exists)" in refused(program, tmp_path / "drill")
+    said = refused(program, tmp_path / "other", faults=("other-workers", "worker-lost"))
+    assert "worker-lost: there is one worker; give --workers" in said
+    Path("train.py").touch()
+    said = refused(["train.py", "--fast"], tmp_path / "other")
+    assert "Write: perdure drill -- python train.py --fast" in said
+    assert not (tmp_path / "other").exists()
+    done = CliRunner().invoke(main, ["drill", "--faults", "", "--", "python"])
+    assert "expected some of kill-after-commit" in done.stderr
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,18 +15,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, ManagerOptions, Retention
 from perdure.drill.compare import (
+    LeafDifference,
     RunDifference,
     compare,
+    compare_best,
     newest_steps,
     read_back,
 )
 from perdure.drill.damage import damage
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.execution import epoch_ends
+from perdure.drill.execution import DrilledProgram, _FaultObserver, epoch_ends
+from perdure.drill.fault_injection import EVENTS
 from perdure.drill.fault_plan import (
     KINDS,
+    LAST,
+    MOST_LAST,
     draw_scenario,
     estimated_seconds,
     plan,
@@ -42,6 +48,7 @@ from perdure.drill.scenario import (
     Scenario,
 )
 from perdure.drill.text_report import TextReporter, verdict
+from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.store import Run
 
@@ -98,21 +105,40 @@ def test_a_fault_that_did_not_fire_is_drawn_earlier() -> None:
 
 
 def test_every_drill_restores_from_each_kind_of_place() -> None:
-    """Counted by commits, and not by time; never the last checkpoint, after which nothing is done."""
+    """Counted by commits, and not by time; also the last one, after which nothing is to be done."""
     places = {each.place: each.attempts[0].injected[0] for each in required_restores(SEEN)}
     assert {place: (fault.point, fault.nth) for place, fault in places.items()} == {
         "the first checkpoint": ("manifest.sync", 1),
         "one in the middle": ("manifest.sync", 5),
         "the last one before the end": ("manifest.sync", 9),
+        LAST: ("manifest.sync", 10),
     }
     with_epochs = required_restores(replace(SEEN, epoch_ends=(2, 5, 9)))
-    assert [each.attempts[0].injected[0].nth for each in with_epochs] == [1, 5, 6, 9]
+    assert [each.attempts[0].injected[0].nth for each in with_epochs] == [1, 5, 6, 9, 10]
     assert with_epochs[2].place == "the last one before an epoch's end"
     from_nothing = replace(SEEN, sequence=(0, *SEEN.sequence))
     assert required_restores(from_nothing)[0].attempts[0].injected[0].nth == 2, "step 0 is none"
     once = replace(SEEN, sequence=(0, 40), commits=(0, 40))
-    assert required_restores(once) == []
+    assert [(each.place, each.faults) for each in required_restores(once)] == [(LAST, 1)]
     assert "before the last step" in possible_kinds(once, ["kill-after-commit"])[1].popitem()[1]
+
+
+def test_each_phase_of_a_program_has_a_last_checkpoint() -> None:
+    """The end of one run directory is no end of the steps of another."""
+    phases = replace(
+        SEEN, steps=(1, 2, 3, 1, 2), sequence=(1, 2, 3, 1, 2), runs=("a", "a", "a", "b", "b")
+    )
+    assert phases.restorable == [1, 2, 4]
+    assert phases.last_commits == [3, 5]
+    places = [(s.attempts[0].injected[0].nth, s.place) for s in required_restores(phases)]
+    assert places[-2:] == [(3, LAST), (5, LAST)]
+    later = replace(phases, runs=("a",) * 5, sequence=(1, 2, 3, 4, 5), steps=tuple(range(8)))
+    assert later.restorable == [1, 2, 3, 4, 5], "steps that are not saved are done again"
+    assert LAST not in [each.place for each in required_restores(later)]
+    folds = replace(SEEN, steps=(1,) * 30, sequence=(1,) * 30, runs=tuple(map(str, range(30))))
+    numbers = [each.attempts[0].injected[0].nth for each in required_restores(folds)]
+    assert len(numbers) == MOST_LAST
+    assert numbers[-1] == 30
 
 
 @pytest.mark.parametrize("place", ["leaf", "metric", "neither"])
@@ -239,9 +265,64 @@ def test_steps_that_were_done_again_are_counted_over_all_attempts() -> None:
     assert outcome.restored_steps == [4]
 
 
+def test_a_restore_counts_for_the_phase_whose_steps_follow_it(tmp_path: Path) -> None:
+    """The first phase is over and restores its last step; the second one continues from its own."""
+    for restored, counted, continued in (((5, 2), 2, True), ((5, 0), 5, False), ((3, 0), 3, True)):
+        events = [{"e": "restored", "step": step} for step in restored]
+        events += [{"e": "step", "step": step} for step in range(restored[1] + 1, 6)]
+        (tmp_path / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
+        program = DrilledProgram(("python",), WorkingDirectory(tmp_path))
+        done = LaunchOutcome("exit 0", 1.0, 1, None)
+        _FaultObserver(program, tmp_path, (), {})._collect(1, done)
+        assert (done.restored, done.continued) == (counted, continued)
+
+
 def test_an_end_that_is_missing_is_a_difference() -> None:
     _, difference = compare(Outcome(), Outcome())
     assert difference is None
+    one, two = ([Commit(run, 1, 1, "", "f")] for run in ("a", "b"))
+    for expected, actual, said in (
+        (one, [], "expected step 1 in a, found no checkpoint"),
+        (one, two, "expected step 1 in a, found no checkpoint; only this run has b"),
+        (one, one + two, "only this run has the run directory b"),
+    ):
+        _, difference = compare(Outcome(commits=expected), Outcome(commits=actual))
+        assert difference is not None
+        assert said in difference.what
+
+
+def test_what_is_kept_for_a_metric_is_compared(tmp_path: Path) -> None:
+    """Values at equal steps, and what is left at the end; a checkpoint of a preemption may be best."""
+    losses = {"plain": [3, 1, 2], "same": [3, 1, 2], "other": [1, 3, 2], "values": [3, 1, 1.5]}
+    rule = {"e": "retention", "run": "a", "metric": "loss", "mode": "min", "keep": 1}
+    keep = ManagerOptions(retention=Retention(best_metric="loss", best_mode="min"))
+    outcomes = {}
+    for name, values in losses.items():
+        directory = tmp_path / name / "runs" / "a"
+        commits = []
+        with CheckpointManager(directory, max_to_keep=1, options=keep) as manager:
+            for step, loss in enumerate(values, 1):
+                manager.save(step, {"w": np.zeros(3)}, {"loss": loss, "seconds": loss})
+                manager.wait_until_finished()
+                copy = tmp_path / f"{name}-{step}.json"
+                (manifest,) = (directory / "checkpoints").glob(f"*{step}.json")
+                copy.write_bytes(manifest.read_bytes())
+                commits.append(Commit("a", step, 1, str(copy), "f"))
+        outcomes[name] = Outcome(commits=commits, events=[rule])
+    plain = outcomes["plain"]
+    assert compare(plain, outcomes["same"]) == (3, None)
+    assert compare(replace(plain, events=[]), outcomes["values"]) == (3, None), "not for retention"
+    _, difference = compare(plain, outcomes["values"])
+    assert difference is not None
+    assert "step 3: the metric loss, by which checkpoints are kept" in difference.what
+    assert difference.leaves == (LeafDifference("metric loss", "2.0", "1.5"),)
+    assert difference.equal == ("w",)
+    assert compare_best(tmp_path / "plain", tmp_path / "same", plain) is None
+    difference = compare_best(tmp_path / "plain", tmp_path / "other", plain)
+    assert difference is not None
+    assert difference.what == "the end: kept for the metric loss: expected 2, found 1"
+    without = replace(plain, commits=plain.commits[1:])
+    assert compare_best(tmp_path / "plain", tmp_path / "other", without) is None
 
 
 def test_the_end_is_read_back_where_an_undisturbed_run_leaves_one(tmp_path: Path) -> None:
@@ -274,7 +355,7 @@ def test_the_end_is_read_back_where_an_undisturbed_run_leaves_one(tmp_path: Path
 
 PROBE = """
 import sys
-from perdure import CheckpointManager
+from perdure import CheckpointManager, ManagerOptions, Retention
 with CheckpointManager("run") as manager:
     manager.save(1, {})
 print(sorted(name for name in sys.modules if "drill" in name))

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from perdure.drill.causes import Diagnosis
+from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.compare import LeafDifference, RunDifference
-from perdure.drill.diagnose import STEADY, repeats_for
+from perdure.drill.diagnose import STEADY, diagnose_run, repeats_for
+from perdure.drill.drill import _Drill, _estimate
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
 from perdure.drill.fault_injection import PLAN, _describe_act
-from perdure.drill.fault_plan import draw_scenario, required_restores
+from perdure.drill.fault_plan import LAST, draw_scenario, required_restores
 from perdure.drill.held_state import freeze
+from perdure.drill.html_report import render_html
+from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.probes import probe_environment
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
 from perdure.drill.resume_probe import HELD, ITERATORS
-from perdure.drill.scenario import Observed, Outcome
+from perdure.drill.scenario import (
+    Commit,
+    FiredFault,
+    Launch,
+    LaunchOutcome,
+    Observed,
+    Outcome,
+    Scenario,
+)
+from perdure.drill.text_report import TextReporter
 from perdure.store.drill_hook import DRILL
 
 SEEN = Observed(
@@ -309,3 +326,140 @@ print([drill.__name__, check_run.__name__])
 
 def test_the_drill_of_a_team_needs_no_pytest(tmp_path: Path) -> None:
     assert _drawn(tmp_path, {}, WITHOUT_PYTEST) == ["drill", "check_run"]
+
+
+CLOCKS = """
+import queue, sys, threading, time
+from perdure.drill.jumping_clock import count_time, install_jumps, jump, run_faster
+
+library = {"__name__": "library"}
+exec(compile("import time; read = time.perf_counter", threading.__file__, "exec"), library)
+read = compile("[time.monotonic(), time.perf_counter_ns() / 1e9, "
+    "time.clock_gettime(time.CLOCK_MONOTONIC)]", "own.py", "eval")
+other = compile("time.monotonic()", threading.__file__, "eval")
+used = []
+if sys.argv[1] == "jump":
+    install_jumps()
+    before, wall, theirs = eval(read), time.time(), eval(other)
+    jump(-3600.0)
+    done = [b - a for a, b in zip(before, eval(read))]
+    print([round(x / 60) for x in done], round((time.time() - wall) / 60), eval(other) - theirs < 600)
+elif sys.argv[1] == "fast":
+    real = time.monotonic()
+    run_faster(lambda: used.append(1))
+    start = real * 60
+    print([eval(read)[0] >= start], eval(other) < start, bool(used))
+else:
+    count_time()
+    a, b = eval(read), eval(read)
+    print([a < b, b[0] < 1], time.clock_gettime(time.CLOCK_REALTIME) < 1_700_000_001, True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("jump", "[60, 60, 60] -60 True"),
+        ("fast", "[True] True True"),
+        ("count", "[True, True] True True"),
+    ],
+)
+def test_the_timers_of_the_program_change_and_those_of_libraries_do_not(
+    how: str, seen: str
+) -> None:
+    line = [sys.executable, "-c", CLOCKS, how]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == seen, done.stderr
+
+
+class NoRunner:
+    """Has an undisturbed run, and runs nothing."""
+
+    plain = Outcome(commits=[Commit("run", 12, 1, "", "f")])
+
+
+def test_an_exit_with_0_after_a_signal_is_read_off_the_run() -> None:
+    term = FiredFault("SIGTERM after 1.00 s", 1.0)
+    hit = LaunchOutcome("exit 0", 2.0, 1, None, faults=[term])
+    outcome = Outcome(attempts=[hit], commits=[Commit("run", 5, 1, "", "f")])
+    seen = RunDifference("the end: expected step 12 in run, found step 5", "run")
+    runner: Any = NoRunner()
+    scenario = Scenario(1, "sigterm", (Launch(signal="SIGTERM", after_s=1.0),))
+    found = diagnose_run(runner, scenario, outcome, seen)
+    assert found.cause == "early exit"
+    assert "it exited with 0, 7 steps before its end" in found.evidence[0]
+    assert "75" in found.advice
+    # Without the signal, further runs have to show it.
+    with pytest.raises(AttributeError):
+        diagnose_run(runner, scenario, Outcome(attempts=[replace(hit, faults=[])]), seen)
+
+
+@pytest.mark.parametrize(("again", "cause"), [("exit 1", "end"), ("", "unknown")])
+def test_a_wrong_end_after_the_last_checkpoint_is_tried_twice(again: str, cause: str) -> None:
+    class Again(NoRunner):
+        def faulted(self, attempts: object) -> tuple[Outcome, Path]:
+            return Outcome(problem=again), Path()
+
+        def difference(self, outcome: Outcome) -> None:
+            return None
+
+    runner: Any = Again()
+    scenario = Scenario(1, "kill-after-commit", (Launch(),), LAST)
+    found = diagnose_run(runner, scenario, Outcome(problem="exit 1"), None)
+    assert found.cause == cause
+
+
+def test_a_cause_is_claimed_only_for_the_run_in_which_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one leaf may have two causes; what ends otherwise is looked into again."""
+    calls: list[int] = []
+
+    def diagnosed(_: object, scenario: Scenario, *__: object) -> Diagnosis:
+        calls.append(scenario.number)
+        return diagnosis("unsaved state", "velocity put back")
+
+    monkeypatch.setattr("perdure.drill.drill.diagnose_run", diagnosed)
+    leaf = (LeafDifference("w", "1", "2"),)
+    differences = [
+        RunDifference("step 2: 1 of 1 leaves differ", "run", 2, 2, leaf),
+        RunDifference("step 9: 1 of 1 leaves differ", "run", 9, 2, leaf),
+        RunDifference("the end: expected step 9 in run, found step 5", "run"),
+    ]
+    rows = [
+        DrillRow(Scenario(n, "sigkill", (Launch(signal="SIGKILL"),)), Outcome(), 1, each)
+        for n, each in enumerate(differences, 1)
+    ]
+    report = DrillReport(("python",), DrillOptions(), SEEN, Outcome(), rows)
+    program: Any = SimpleNamespace(command=("python",))
+    drill = _Drill(program, DrillOptions(), tmp_path, lambda *_: None)
+    unused: Any = None
+    drill._diagnose(unused, report)
+    assert calls == [1, 3]
+    said = "like run 1: the same leaves differ; its cause was not looked for"
+    found = report.document()
+    assert [run["diagnosis"]["cause"] for run in found["runs"]] == [
+        "unsaved state",
+        "not looked for",
+        "unsaved state",
+    ]
+    assert found["runs"][1]["diagnosis"]["what"] == said
+    assert said in render_html(found)
+    text = io.StringIO()
+    TextReporter(Console(file=text, width=200)).summary(found)
+    assert said in text.getvalue()
+    assert text.getvalue().count("velocity put back") == 1
+
+
+def test_a_search_for_a_cause_shows_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate is without it, and says so."""
+    shown: list[str] = []
+    monkeypatch.setattr("perdure.drill.probe_runner.execute", lambda *_: Outcome())
+    unused: Any = None
+    runner = ProbeRunner(unused, tmp_path, Outcome(), SEEN, lambda what, _: shown.append(what))
+    runner.faulted(())
+    runner.faulted(())
+    assert shown == ["further run 1", "further run 2"]
+    assert _estimate([], SEEN) == "0 faulted runs, about 0 s without a search for causes"

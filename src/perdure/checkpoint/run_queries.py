@@ -11,6 +11,7 @@ from perdure.checkpoint.retention import Retention, ranked
 from perdure.errors import StepNotFoundError, StoreError
 from perdure.state.metadata import metadata_tree
 from perdure.store import Run
+from perdure.store.drill_hook import drill_hook
 from perdure.store.urls import name_at_step
 
 
@@ -21,6 +22,9 @@ class RunQueries(CallGuard):
         super().__init__(run.where)
         self._run = run
         self._retention = retention
+        if retention.best_metric is not None and (hook := drill_hook()) is not None:
+            best = retention.best_metric, retention.best_mode, retention.best_to_keep
+            hook.retention(run.where, *best)
 
     @property
     def directory(self) -> str:

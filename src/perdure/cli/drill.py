@@ -16,7 +16,6 @@ from perdure.errors import LaunchError
 @click.command("drill", context_settings={"ignore_unknown_options": False})
 @click.option(
     "--faults",
-    default="",
     help="Kinds of faults, separated by commas; by default all that can happen.",
 )
 @click.option(
@@ -40,7 +39,7 @@ from perdure.errors import LaunchError
     "--read-only",
     multiple=True,
     type=click.Path(path_type=str),
-    help="A run directory that COMMAND only reads; it is not redirected.",
+    help="A run directory that COMMAND only reads; it is left where it is.",
 )
 @click.option(
     "--directory", type=click.Path(path_type=Path), help="Keep the runs that differ here."
@@ -54,7 +53,7 @@ from perdure.errors import LaunchError
 @click.pass_context
 def command(
     ctx: click.Context,
-    faults: str,
+    faults: str | None,
     runs: int,
     seed: int,
     workers: int,
@@ -67,17 +66,20 @@ def command(
 ) -> None:
     """Run COMMAND undisturbed, then again under faults; compare every checkpoint, bit by bit.
 
-    COMMAND follows `--` and needs no change. Its run directories are redirected during the drill. The
-    exit status is 0 only if all runs end with the same bits, every fault has fired, and a run has
-    continued from a checkpoint. With --json, the progress goes to the standard error.
+    COMMAND follows `--` and needs no change. Each run has a copy of the working directory, without the
+    run directories in it. The exit status is 0 only if all runs end with the same bits, every fault has
+    fired, and a run has continued from a checkpoint; 130 after Ctrl-C, with the report so far. With
+    --json, the progress goes to the standard error.
     """
     from rich.console import Console
 
-    from perdure.drill import DrillOptions, run_drill
+    from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
     from perdure.drill.html_report import render_html
     from perdure.drill.text_report import TextReporter
 
-    kinds = tuple(name for name in faults.replace(" ", "").split(",") if name)
+    kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
+    if faults is not None and not kinds:
+        raise LaunchError(f"--faults {faults!r}: expected some of {', '.join(KINDS)}, found none.")
     options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
     if html is not None:
         _require_writable(html)
@@ -87,7 +89,10 @@ def command(
             directory = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
             )
-        report = run_drill(command, options, directory, reporter.progress).document()
+        try:
+            report = run_drill(command, options, directory, reporter.progress).document()
+        except DrillStopped as stopped:
+            report = stopped.report.document()
     # The report is printed first: the disk may have become full during the drill.
     if as_json:
         document(report)
@@ -100,7 +105,7 @@ def command(
             # Not raised, because --json has printed its one document.
             click.echo(f"perdure: {_unwritable(html, error)}", err=True)
             ctx.exit(1)
-    ctx.exit(0 if report["pass"] else 1)
+    ctx.exit(130 if report["stopped"] else 0 if report["pass"] else 1)
 
 
 def _require_writable(html: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perdure.drill.drill import run_drill
-    from perdure.drill.drill_report import DrillOptions, DrillReport
+    from perdure.drill.drill_report import DrillOptions, DrillReport, DrillStopped
     from perdure.drill.fault_plan import KINDS
 
 # Resolved on first use: a drilled program loads the fault injector and nothing else of this package.
@@ -15,10 +15,11 @@ _HOMES = {
     "KINDS": "perdure.drill.fault_plan",
     "DrillOptions": "perdure.drill.drill_report",
     "DrillReport": "perdure.drill.drill_report",
+    "DrillStopped": "perdure.drill.drill_report",
     "run_drill": "perdure.drill.drill",
 }
 
-__all__ = ["KINDS", "DrillOptions", "DrillReport", "run_drill"]
+__all__ = ["KINDS", "DrillOptions", "DrillReport", "DrillStopped", "run_drill"]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,6 +106,25 @@ CAUSES = {
             "strategy with replicas=V: its tree of sums does not know the devices."
         ),
     ),
+    "end": (
+        "the program, started again after its last checkpoint, does not end as it did",
+        (
+            "Decide from the restored state, before the first step, whether anything is left to do, "
+            "and let what follows the loop need nothing that only the loop makes. It happens to a job "
+            "that is killed between its last save and its end."
+        ),
+    ),
+    "early exit": (
+        "the program ended with status 0 after SIGTERM, before it had finished",
+        (
+            "End with status 75 after a save that was asked for: manager.save_and_exit(step, state), "
+            "or sys.exit(75). A scheduler and `perdure run` take status 0 for the end of the training."
+        ),
+    ),
+    "not looked for": (
+        "the same leaves differ as in an earlier run; its cause was not looked for",
+        "Repair the cause of that run first, and drill again.",
+    ),
     "fails after a resume": (
         "the program fails by itself after a resume",
         (
@@ -124,8 +143,8 @@ CAUSES = {
     "unknown": (
         "not found",
         (
-            "The evidence lists what was tried, and what each run excludes. Begin with the leaves that "
-            "differ: which code writes them, and what does it read?"
+            "The evidence lists what was tried, and what each run excludes. Begin with what differs: "
+            "which code writes it, and what does it read?"
         ),
     ),
 }

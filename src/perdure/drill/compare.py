@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
+from perdure.checkpoint.retention import Candidate, ranked
 from perdure.drill.execution import read_manifest
 from perdure.drill.fault_injection import RUNS
 from perdure.drill.scenario import Commit, Outcome
@@ -58,7 +62,7 @@ def reference(outcome: Outcome) -> dict[Key, Commit]:
 
 def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | None]:
     """How many checkpoints both runs have, and the first difference: in one of them, or at the end."""
-    known = reference(expected)
+    known, rules = reference(expected), _retained_by(expected)
     common = sorted(
         (commit for commit in actual.commits if (commit.run, commit.step) in known),
         key=lambda commit: (commit.step, commit.attempt),
@@ -67,13 +71,74 @@ def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | No
         other = known[commit.run, commit.step]
         if commit.fingerprint != other.fingerprint:
             return len(common), _difference(other, commit)
+        rule = rules.get(commit.run)
+        difference = None if rule is None else _metric_difference(other, commit, rule["metric"])
+        if difference is not None:
+            return len(common), difference
     ends = actual.end()
+    others = [run for run in ends if run not in expected.end()]
     for run, last in expected.end().items():
         if (end := ends.get(run)) is None or end.step != last.step:
             actual_end = "no checkpoint" if end is None else f"step {end.step}"
-            what = f"the end: expected step {last.step}, found {actual_end}"
+            if others:
+                actual_end += f"; only this run has {', '.join(map(unquote, others))}"
+            what = f"the end: expected step {last.step} in {unquote(run)}, found {actual_end}"
             return len(common), RunDifference(what, run)
+    if others:
+        what = f"the end: only this run has the run directory {unquote(others[0])}"
+        return len(common), RunDifference(what, others[0])
     return len(common), None
+
+
+def _retained_by(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """The rule of each run directory whose best checkpoints are kept by a metric."""
+    return {event["run"]: event for event in outcome.events if event["e"] == "retention"}
+
+
+def _metric_difference(expected: Commit, actual: Commit, name: str) -> RunDifference | None:
+    """The metric by which checkpoints are kept, if it is not the same; others may be timings."""
+    both = [read_manifest(each.copy, each.step) for each in (expected, actual)]
+    old, new = (manifest.metrics.get(name) for manifest in both)
+    if old == new:
+        return None
+    return RunDifference(
+        what=f"step {actual.step}: the metric {name}, by which checkpoints are kept, differs",
+        run=actual.run,
+        step=actual.step,
+        attempt=actual.attempt,
+        leaves=(LeafDifference(f"metric {name}", repr(old), repr(new)),),
+        equal=tuple(sorted(leaf.path for leaf in both[0].leaves)),
+    )
+
+
+def compare_best(plain: Path, faulted: Path, expected: Outcome) -> RunDifference | None:
+    """Compare which checkpoints two drilled runs have kept at their ends because of a metric.
+
+    A checkpoint that only the faulted run made, when it was preempted, may be among the best: then the
+    two are not comparable.
+    """
+    known = reference(expected)
+    for run, rule in _retained_by(expected).items():
+        old, new = (_best_steps(directory / RUNS / run, rule) for directory in (plain, faulted))
+        if old != new and all((run, step) in known for step in new):
+            texts = [", ".join(map(str, steps)) or "none" for steps in (old, new)]
+            kept = f"expected {texts[0]}, found {texts[1]}"
+            what = f"the end: kept for the metric {rule['metric']}: {kept}"
+            best = LeafDifference(f"best by {rule['metric']}", *(f"step {text}" for text in texts))
+            return RunDifference(what, run, leaves=(best,))
+    return None
+
+
+def _best_steps(directory: Path, rule: Mapping[str, Any]) -> list[int]:
+    """The steps that a run directory keeps by its rule; unreadable manifests count as removed."""
+    if not (directory / MANIFESTS).is_dir():
+        return []
+    run, found = Run(directory), []
+    for step in run.steps():
+        with contextlib.suppress(PerdureError):
+            found.append(Candidate(step, 0.0, run.manifest(step).metrics))
+    best = ranked(found, rule["metric"], rule["mode"])[: rule["keep"]]
+    return sorted(candidate.step for candidate in best)
 
 
 def newest_steps(directory: Path) -> dict[str, int]:

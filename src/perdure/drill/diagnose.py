@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
+from perdure.drill.fault_plan import LAST
 from perdure.drill.probe_runner import UNTRIED, ProbeRunner
 from perdure.drill.probes import PLANTS
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
@@ -31,7 +32,7 @@ STEADY = (
 )
 """Each probe, the cause that it takes away, and what it does."""
 
-_PLANTED = dict(zip(PLANTS, ("directory order", "memory", "threads"), strict=True))
+_PLANTED = dict(zip(PLANTS, ("directory order", "memory", "threads", "time"), strict=True))
 _CHANCE = 0.05
 _MOST_REPEATS = 8
 
@@ -64,9 +65,13 @@ def diagnose_run(
     """Find out why a faulted run differs from the undisturbed one, or does not finish."""
     if seen is not None and seen.unreadable:
         return diagnosis("unreadable", seen.unreadable)
+    if (found := _early_exit(runner, outcome, seen)) is not None:
+        return found
     for special in (_diagnose_topology, _diagnose_clock, _diagnose_machine):
         if (found := special(runner, scenario)) is not None:
             return found
+    if scenario.place == LAST and (seen is None or not seen.leaves):
+        return _diagnose_end(runner, scenario, outcome, seen)
     if seen is None or (outcome.problem and not seen.leaves):
         return _diagnose_failure(runner, scenario, outcome)
     resume = ResumeDiagnosis(runner, scenario)
@@ -88,6 +93,38 @@ def diagnose_run(
         "3 more undisturbed runs are equal, also with what another machine does otherwise, so the "
         "difference depends on the moment of the fault",
     )
+
+
+def _early_exit(
+    runner: ProbeRunner, outcome: Outcome, seen: RunDifference | None
+) -> Diagnosis | None:
+    """Whether the program took SIGTERM for its end; read off the run, without another one."""
+    last = outcome.attempts[-1] if outcome.attempts else None
+    if last is None or last.ended != "exit 0" or seen is None or seen.leaves:
+        return None
+    hits = [f.what for f in last.faults if f.what.startswith(("SIGTERM", "term "))]
+    end, whole = outcome.end().get(seen.run), runner.plain.end().get(seen.run)
+    if not hits or whole is None or (end is not None and end.step >= whole.step):
+        return None
+    at = 0 if end is None else end.step
+    text = (
+        f"{hits[-1]}; then it exited with 0, {whole.step - at} steps before its end: the newest "
+        f"checkpoint is of step {at}, and that of an undisturbed run of step {whole.step}"
+    )
+    return diagnosis("early exit", text)
+
+
+def _diagnose_end(
+    runner: ProbeRunner, scenario: Scenario, outcome: Outcome, seen: RunDifference | None
+) -> Diagnosis:
+    """Why a program that is started again after its last checkpoint does not end as it did."""
+    what = outcome.problem or (seen.what if seen is not None else "")
+    again, _ = runner.faulted(scenario.attempts)
+    difference = runner.difference(again)
+    if again.problem or difference is not None:
+        second = again.problem or (difference.what if difference is not None else "")
+        return diagnosis("end", what, f"and again under the same faults: {second}")
+    return diagnosis("unknown", what, "the same faults again: the program ends as it should")
 
 
 def _steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str]) -> Diagnosis:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from perdure.drill.causes import Diagnosis
-from perdure.drill.compare import compare, newest_steps, read_back
+from perdure.drill.causes import diagnosis
+from perdure.drill.compare import compare, compare_best, newest_steps, read_back
 from perdure.drill.diagnose import diagnose_run, diagnose_undisturbed
-from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.execution import LOGS, DrilledProgram, execute, observe
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, DrillStopped
+from perdure.drill.execution import LOGS, DrilledProgram, execute, holds_earlier_drill, observe
 from perdure.drill.fault_plan import (
     KINDS,
     draw_scenario,
@@ -25,6 +26,7 @@ from perdure.drill.fault_plan import (
 )
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.scenario import Observed, Outcome, Scenario
+from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
 
@@ -59,7 +61,7 @@ def run_drill(
         LaunchError: If the command does not exist, fails without a fault, saves nothing or never
             restores; if a requested fault cannot happen to it; if a directory of `read_only` does not
             exist; if `directory` cannot be written to or holds an earlier drill.
-        KeyboardInterrupt: If this process got a signal that asked it to end.
+        DrillStopped: If this process got a signal that asked it to end; holds the report so far.
     """
     for path in options.read_only:
         # A misspelt directory would be redirected, and the program would begin without it.
@@ -68,12 +70,38 @@ def run_drill(
                 f"--read-only {path}: no such directory, in {Path.cwd()}. Expected a run directory "
                 f"that the program only reads."
             )
+    directory = directory.absolute()  # the program runs elsewhere
+    _require_workers(options)
+    _require_unused(directory)
+    read_only = tuple(os.path.realpath(path) for path in options.read_only)
+    working = WorkingDirectory(Path.cwd(), [directory], read_only)
     # In the drill's own directory: the first run compiles, the others show that the cache is exact.
     cache = None if default_cache() is None else directory / "compiled"
     program = DrilledProgram(
-        tuple(command), options.workers, options.environment, options.read_only, cache
+        tuple(command), working, options.workers, options.environment, read_only, cache
     )
     return _Drill(program, options, directory, progress).run()
+
+
+def _require_workers(options: DrillOptions) -> None:
+    """Raise `LaunchError` for faults of a group if there is none."""
+    alone = Observed(0.0, 0.0, (1, 2), (), {}, {}, 0.0)
+    of_groups = [kind for kind in options.faults if kind in ("worker-lost", "other-workers")]
+    _, cannot = possible_kinds(alone, of_groups if options.workers == 1 else ())
+    _require_possible(cannot)
+
+
+def _require_possible(cannot: Mapping[str, str]) -> None:
+    if cannot:
+        reasons = "; ".join(f"{kind}: {why}" for kind, why in cannot.items())
+        raise LaunchError(f"these faults cannot happen to this program: {reasons}.")
+
+
+def _require_unused(directory: Path) -> None:
+    """Raise `LaunchError` if any part of an earlier drill is in `directory`."""
+    for pattern in ("undisturbed-*", "run-[0-9]*", "probes"):
+        if found := next(directory.glob(pattern), None):
+            raise holds_earlier_drill(found)
 
 
 class _Drill:
@@ -89,31 +117,42 @@ class _Drill:
         self._directory = directory
         self._progress = progress
         self._ends: dict[str, int] = {}  # the newest steps that an undisturbed run leaves
+        nothing = Observed(0.0, 0.0, (), (), {}, {}, 0.0)
+        self._report = DrillReport(program.command, options, nothing, Outcome())
 
     def run(self) -> DrillReport:
         began, clock = datetime.now(UTC), time.monotonic()
-        report = self._drill()
+        stopped: KeyboardInterrupt | None = None
+        try:
+            self._drill(self._report)
+        except KeyboardInterrupt as error:
+            stopped = error
+        report = self._report
         report.began = began.strftime("%Y-%m-%dT%H:%M:%SZ")
         report.seconds = time.monotonic() - clock
+        if stopped is not None:
+            report.stopped = True
+            raise DrillStopped(report) from stopped
         return report
 
-    def _drill(self) -> DrillReport:
-        plain = self._undisturbed("undisturbed-1", "undisturbed")
+    def _drill(self, report: DrillReport) -> None:
+        report.plain = plain = self._undisturbed("undisturbed-1", "undisturbed")
         _require_saves(plain)
         other = self._undisturbed("undisturbed-2", "undisturbed once more")
         # The second run finds compiled programs and warm caches, as the faulted runs do.
-        observed = observe(self._program, other)
-        report = DrillReport(self._program.command, self._options, observed, plain)
+        report.observed = observed = observe(self._program, other)
         _, report.undisturbed = compare(plain, other)
         second = self._directory / "undisturbed-2"
         self._ends = newest_steps(second)
         if report.undisturbed is None:
             report.undisturbed = read_back(second, self._ends, plain)
-        runner = ProbeRunner(self._program, self._directory / "probes", plain, observed)
+        runner = ProbeRunner(
+            self._program, self._directory / "probes", plain, observed, self._progress
+        )
         if report.undisturbed is not None:
             self._progress("looking for the cause", None)
             report.diagnosis = diagnose_undisturbed(runner, report.undisturbed)
-            return report
+            return
         report.observed = observed = self._try_topologies(runner, observed, report)
         runner.observed = observed
         kinds = self._kinds(observed, report)
@@ -128,7 +167,6 @@ class _Drill:
                 break
         _require_restores(report.rows)
         self._diagnose(runner, report)
-        return report
 
     def _undisturbed(self, name: str, what: str) -> Outcome:
         self._progress(what, None)
@@ -173,9 +211,8 @@ class _Drill:
         wanted = self._options.faults or tuple(KINDS)
         kinds, cannot = possible_kinds(observed, wanted)
         report.impossible = {kind: report.impossible.get(kind, why) for kind, why in cannot.items()}
-        if self._options.faults and cannot:
-            reasons = "; ".join(f"{kind}: {why}" for kind, why in report.impossible.items())
-            raise LaunchError(f"these faults cannot happen to this program: {reasons}.")
+        if self._options.faults:
+            _require_possible(report.impossible)
         return kinds
 
     def _faulted(self, scenario: Scenario, observed: Observed, plain: Outcome) -> DrillRow:
@@ -186,7 +223,9 @@ class _Drill:
             outcome = execute(self._program, self._directory / name, scenario.attempts, observed)
             compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
-                difference = read_back(self._directory / name, self._ends, plain)
+                difference = read_back(self._directory / name, self._ends, plain) or compare_best(
+                    self._directory / "undisturbed-2", self._directory / name, plain
+                )
             row = DrillRow(scenario, outcome, compared, difference)
             if row.verdict == "pass":
                 _remove_checkpoints(self._directory / name)
@@ -196,30 +235,38 @@ class _Drill:
             scenario = draw_scenario(observed, scenario.kind, scenario.number, seed, retry)
 
     def _diagnose(self, runner: ProbeRunner, report: DrillReport) -> None:
-        """Diagnose the first row of each sort of failure; rows of one sort have one cause."""
-        known: dict[tuple[str, ...], Diagnosis] = {}
+        """Diagnose the first row of each sort of failure; a later one may have another cause."""
+        known: dict[tuple[object, ...], int] = {}
         for row in report.rows:
             if row.verdict not in ("differs", "failed"):
                 continue
-            special = row.scenario.kind in _OWN_PROBES
-            leaves = row.difference.leaves if row.difference is not None else ()
-            unreadable = row.difference is not None and bool(row.difference.unreadable)
+            seen, special = row.difference, row.scenario.kind in _OWN_PROBES
             sort = (
                 row.verdict,
-                "unreadable" * unreadable,
                 row.scenario.kind if special else "",
-                *(p.path for p in leaves),
+                seen and (bool(seen.unreadable), tuple(leaf.path for leaf in seen.leaves)),
+                # Without a leaf, the runs do not end alike, and the text is all that is known.
+                row.outcome.problem if seen is None else seen.what if not seen.leaves else "",
             )
-            if sort not in known:
-                self._progress("looking for the cause", None)
-                known[sort] = diagnose_run(runner, row.scenario, row.outcome, row.difference)
-            row.diagnosis = known[sort]
+            if (first := known.get(sort)) is not None:
+                text = f"like run {first}: {_what_differs(row)}; its cause was not looked for"
+                row.diagnosis = replace(diagnosis("not looked for", text), what=text, evidence=())
+                continue
+            known[sort] = row.scenario.number
+            self._progress(f"looking for the cause of run {row.scenario.number}", None)
+            row.diagnosis = diagnose_run(runner, row.scenario, row.outcome, seen)
+
+
+def _what_differs(row: DrillRow) -> str:
+    if row.difference is None:
+        return "it fails in the same way"
+    return "the same leaves differ" if row.difference.leaves else "it ends in the same way"
 
 
 def _estimate(scenarios: Sequence[Scenario], observed: Observed) -> str:
     seconds = estimated_seconds(scenarios, observed)
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"{len(scenarios)} faulted runs, about {text}"
+    return f"{len(scenarios)} faulted runs, about {text} without a search for causes"
 
 
 def _require_saves(outcome: Outcome) -> None:
@@ -239,18 +286,36 @@ def _require_saves(outcome: Outcome) -> None:
 
 def _require_restores(rows: Sequence[DrillRow]) -> None:
     """Raise `LaunchError` if the program was restarted after checkpoints and never restored one."""
+    renamed = [name for row in rows for name in _opened_later(row)]
+    if renamed:
+        hint = (
+            f"Started again, it opened {', '.join(dict.fromkeys(renamed))}, and not the run "
+            f"directory of its first start: expected the same name at each start."
+        )
+    else:
+        hint = (
+            "Expected manager.restore_or_initialize(state) before its loop, and nothing before it that "
+            "removes the run directory."
+        )
     resumed = [
         attempt.restored
         for row in rows
         for number, attempt in enumerate(row.outcome.attempts, 1)
-        if attempt.first is not None and any(c.attempt < number for c in row.outcome.commits)
+        if attempt.first is not None
+        and any(c.attempt < number and c.step > 0 for c in row.outcome.commits)
     ]
-    if resumed and all(step is None for step in resumed):
+    if resumed and not any(resumed):
         raise LaunchError(
             f"the program saves checkpoints and never restores one: started again {len(resumed)} "
-            f"times, it began from the first step. Expected manager.restore_or_initialize(state) "
-            f"before its loop."
+            f"times, it began from the first step. {hint}"
         )
+
+
+def _opened_later(row: DrillRow) -> list[str]:
+    """The run directories that the program opened only after it was started again."""
+    opened = [event for event in row.outcome.events if event["e"] == "open"]
+    first = {event["name"] for event in opened if event["a"] == 1}
+    return [event["name"] for event in opened if first and event["name"] not in first]
 
 
 def _remove_checkpoints(directory: Path) -> None:

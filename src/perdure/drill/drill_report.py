@@ -13,6 +13,11 @@ from perdure.drill.fault_plan import KINDS
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.errors import LaunchError
 
+LIMIT_OF_CLOCKS = (
+    'clocks that native code reads do not jump: np.datetime64("now"), pandas.Timestamp.now(), those of '
+    "other processes, the times of files"
+)
+
 
 @dataclass(frozen=True)
 class DrillOptions:
@@ -23,7 +28,7 @@ class DrillOptions:
         runs: How many faulted runs to try, besides the restores that every drill tries.
         seed: Decides the places and times of all faults.
         workers: Processes of the group.
-        read_only: Run directories that the program only reads; they are not redirected.
+        read_only: Run directories that the program only reads; they are left where they are.
         environment: Variables for the program, on top of those of this process.
         fail_fast: Stop at the first run that differs or fails.
 
@@ -88,6 +93,7 @@ class DrillReport:
     diagnosis: Diagnosis | None = None
     began: str = ""
     seconds: float = 0.0
+    stopped: bool = False
 
     @property
     def passed(self) -> bool:
@@ -97,7 +103,7 @@ class DrillReport:
         """
         restored = any(row.outcome.restored_steps for row in self.rows)
         equal = all(row.verdict == "pass" for row in self.rows)
-        return self.undisturbed is None and equal and restored
+        return self.undisturbed is None and equal and restored and not self.stopped
 
     @property
     def not_tested(self) -> dict[str, str]:
@@ -116,8 +122,10 @@ class DrillReport:
         return {
             "command": list(self.command),
             "pass": self.passed,
+            "stopped": self.stopped,
             "restored": self._restored(),
             "not_tested": self.not_tested,
+            "limits": [*map(_view, self._redirected()), LIMIT_OF_CLOCKS],
             "date": self.began,
             "seconds": round(self.seconds, 1),
             "host": f"{platform.node()} ({platform.platform()})",
@@ -137,6 +145,10 @@ class DrillReport:
             "faults": self._counts(),
             "runs": [self._row(row) for row in self.rows],
         }
+
+    def _redirected(self) -> list[str]:
+        opened = (event for event in self.plain.events if event["e"] == "open")
+        return sorted({event["name"] for event in opened if event.get("redirected")})
 
     def _restored(self) -> dict[str, Any]:
         """In how many runs a checkpoint was restored and continued from, and from which steps."""
@@ -181,6 +193,21 @@ class DrillReport:
             "difference": _plain(row.difference),
             "diagnosis": _plain(row.diagnosis),
         }
+
+
+class DrillStopped(KeyboardInterrupt):
+    """The drill was asked to end; `report` holds the runs that were over."""
+
+    def __init__(self, report: DrillReport) -> None:
+        super().__init__("the drill was stopped")
+        self.report = report
+
+
+def _view(name: str) -> str:
+    return (
+        f"{name} is a URL, an absolute path, or outside of the working directory: it was redirected, "
+        f"and if the program looks there itself, it sees what is really there"
+    )
 
 
 def _fingerprint(outcome: Outcome) -> str | None:

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import threading
 import time
@@ -29,6 +31,7 @@ from perdure.drill.scenario import (
     Observed,
     Outcome,
 )
+from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
@@ -54,13 +57,15 @@ class DrilledProgram:
 
     Attributes:
         command: The program and its arguments.
+        working: The working directory, of which each run gets a copy.
         workers: Processes of the group.
         environment: Variables on top of those of this process.
-        read_only: Run directories that the program only reads; they are not redirected.
+        read_only: Real paths of run directories that the program only reads.
         cache: Where JAX keeps compiled programs; None leaves that to the environment.
     """
 
     command: tuple[str, ...]
+    working: WorkingDirectory
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     read_only: tuple[str, ...] = ()
@@ -95,9 +100,13 @@ def execute(
         limits=_limits(observed),
         compilation_cache=program.cache,
     )
-    supervisor = _supervisor(program.command, options, faults)
+    _check_command(program.command)
     with _writable(directory):
         _make(directory)
+        root = program.working.make(directory)
+    quiet = Console(io.StringIO(), io.StringIO())
+    command = program.working.command(root, program.command)
+    supervisor = Supervisor(command, options, console=quiet, observer=faults)
     began = faults.began = time.monotonic()
     with _writable(directory):
         try:
@@ -263,8 +272,8 @@ class _FaultObserver(Observer):
             elif kind == "step":
                 done.first = step if done.first is None else min(done.first, step)
                 done.last = step if done.last is None else max(done.last, step)
-            elif kind == "restored" and done.restored is None:
-                done.restored = step
+            elif kind == "restored" and done.first is None and (step or done.restored is None):
+                done.restored = step  # of several run directories, that of the first step
         if done.restored is None and has_read:
             _infer_restore(done, [c.step for c in outcome.commits if c.attempt == number], earlier)
 
@@ -304,6 +313,7 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
         devices=int(program.environment.get(DEVICES) or os.environ.get(DEVICES) or 1),
         modules=tuple(steps[0].get("modules", ())) if steps else (),
         sequence=tuple(event["step"] for event in committed),
+        runs=tuple(event["run"] for event in committed),
         first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
         before_commit=Counter(event["e"] for event in chief[: synced + 1]),
         epoch_ends=epoch_ends(outcome.commits),
@@ -340,26 +350,32 @@ def _limits(observed: Observed | None) -> Limits:
     return Limits(start, start, start, step, step, step, step + start, STOPPED_S)
 
 
-def _supervisor(command: Sequence[str], options: RunOptions, faults: Observer) -> Supervisor:
-    """The supervisor of the run; its errors name `perdure drill`.
-
-    It is made before anything is written, so that a misspelt command leaves no directory behind.
-    """
-    quiet = Console(io.StringIO(), io.StringIO())
+def _check_command(command: Sequence[str]) -> None:
+    """Raise `LaunchError` for a misspelt command, before anything is written."""
+    script = command[0] if command else ""
+    if script.endswith(".py") and Path(script).is_file() and shutil.which(script) is None:
+        line = shlex.join(("python", *command))
+        raise LaunchError(f"{script}: expected a command. Write: perdure drill -- {line}")
     try:
-        return Supervisor(command, options, console=quiet, observer=faults)
+        Supervisor(command)
     except LaunchError as error:
-        raise LaunchError(str(error).replace("perdure run --", "perdure drill --")) from error
+        text = str(error).replace("perdure run --", "perdure drill --")
+        raise LaunchError(text) from error
 
 
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True)
     except FileExistsError as error:
-        raise LaunchError(
-            f"{directory.parent}: it holds an earlier drill ({directory.name} exists). Name another "
-            f"place with --directory, or remove that one."
-        ) from error
+        raise holds_earlier_drill(directory) from error
+
+
+def holds_earlier_drill(part: Path) -> LaunchError:
+    """The error for a place where `part` of an earlier drill is found."""
+    return LaunchError(
+        f"{part.parent}: it holds an earlier drill ({part.name} exists). Name another place with "
+        f"--directory, or remove that one."
+    )
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""Inside a drilled program: redirects its run directories, watches it and injects faults.
+"""Inside a drilled program: watches its run directories and injects faults.
 
 The directory of a drilled run holds `plan.json` (the faults of this attempt), `events.jsonl` (one line
 for every operation that changes a run directory and for every step), `manifests/` (a copy of every
-manifest as it is committed, so that retention does not remove the evidence), `runs/` (the run
-directories themselves) and `fired-ID.json` for every fault that happened. Invariants: a fault happens
-once, even if several processes reach its place; it is recorded on disk before it happens.
+manifest as it is committed, so that retention does not remove the evidence), `root/` (the working
+directory of this run), `runs/` (links to the run directories in it, and the run directories that the
+program names outside of it) and `fired-ID.json` for every fault that happened. Invariants: a fault
+happens once, even if several processes reach its place; it is recorded on disk before it happens.
 
 A fault happens at a *point*, a named place that a process reaches:
 
@@ -24,6 +25,7 @@ removal is `delete`, and `tidy` for a temporary file (see `_point`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -40,6 +42,7 @@ from urllib.parse import quote
 
 from perdure import heartbeats
 from perdure.drill.jumping_clock import jump
+from perdure.drill.working_directory import ROOT
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
@@ -83,7 +86,9 @@ class FaultInjector:
         plan = json.loads((directory / PLAN).read_bytes())
         self.attempt: int = plan["attempt"]
         self._faults: list[dict[str, Any]] = plan["faults"]
-        self._read_only = {os.path.realpath(path) for path in plan.get("read_only", ())}
+        self._read_only = set(plan.get("read_only", ()))
+        self._root = os.path.realpath(directory / ROOT)
+        self._names: dict[str, str] = {}  # of the run directories in the working directory
         self.worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
         self._events = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._guard = threading.RLock()
@@ -96,10 +101,11 @@ class FaultInjector:
         self.waits: list[Callable[[int], None]] = []
 
     def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
-        """The storage for a run directory that the program names: one of its own below `runs/`.
+        """The storage for a run directory that the program names.
 
-        URLs are redirected there too, because the drill tests the program and not the network. A
-        storage that is neither local nor named by a path or URL is returned unchanged.
+        In the working directory of the run it is the one that is named. Elsewhere, and for a URL, it is
+        one below `runs/`: the drill tests the program and not the network. A storage that is neither
+        local nor named by a path or URL is returned unchanged.
         """
         if isinstance(location, LocalStorage):
             if location.announces(self.before):
@@ -114,17 +120,37 @@ class FaultInjector:
         own = os.path.realpath(self.directory / RUNS) + os.sep
         if path.startswith(own):  # what `manager.directory` names is redirected already
             return _WatchedStorage(path, self)
-        self._reach("open", name=path)
+        # An absolute path leads to the same place as a relative one; the program's own look does not.
+        own_view = path.startswith(self._root + os.sep)
+        path = path.removeprefix(self._root)
+        inside = os.path.realpath(self._root + path) if "://" not in path else ""
+        is_inside = inside.startswith(self._root + os.sep)
+        self._reach("open", name=path, redirected=None if own_view and is_inside else True)
         name = quote(path, safe="")
         if len(name) > _LONGEST_NAME:
             name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
-        return _WatchedStorage(self.directory / RUNS / name, self)
+        place = self.directory / RUNS / name
+        if not is_inside:
+            return _WatchedStorage(place, self)
+        self._names[inside] = name
+        place.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            place.symlink_to(inside)
+        return _WatchedStorage(inside, self)
 
     def read(self) -> None:
         """Called before bytes of a checkpoint are read: a program without a manager restores so."""
         if not any("." in point or point == "read" for point in self._seen):  # before any change
             self._seen["read"] += 1
             self._record("read")
+
+    def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
+        """Record by which metric a run directory keeps its best checkpoints."""
+        self._record("retention", run=self._name_of(where), metric=metric, mode=mode, keep=keep)
+
+    def _name_of(self, where: str) -> str:
+        """The name below `runs/` of the run directory at `where`."""
+        return self._names.get(where, os.path.basename(where))
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """`clock`, with the jumps of the plan if it is `time.time`.
@@ -243,7 +269,7 @@ class FaultInjector:
     def _copy(self, manifest: str) -> None:
         data = Path(manifest).read_bytes()
         step = int(Path(manifest).stem)
-        run = Path(manifest).parent.parent.name
+        run = self._name_of(str(Path(manifest).parent.parent))
         name = f"{self.attempt:03d}-{self._seen['manifest.sync']:06d}-{os.getpid()}.json"
         (self.directory / COPIES).mkdir(exist_ok=True)
         (self.directory / COPIES / name).write_bytes(data)

@@ -13,6 +13,9 @@ from perdure.drill.scenario import Fault, Launch, Observed, Scenario
 from perdure.errors import LaunchError
 
 AFTER_COMMIT = "kill-after-commit"
+LAST = "the last checkpoint of a run directory"
+"""The place of a restore after which nothing is left to do in that directory."""
+MOST_LAST = 8
 FAR_JUMP_S = 40 * 86400.0
 _RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 
@@ -64,19 +67,23 @@ def required_restores(observed: Observed) -> list[Scenario]:
     """One restore from each kind of place, whatever the options say.
 
     The program is killed right after a commit, which is counted and not timed: after the first one, one
-    in the middle, the last one before the program ends; and, if the checkpoints show epochs, the last
-    one before an epoch's end.
+    in the middle, the last one before the program ends; if the checkpoints show epochs, the last one
+    before an epoch's end; and the last one of each run directory (of up to `MOST_LAST`), after which
+    the program has to end as it did.
     """
-    if not (usable := observed.restorable):
-        return []
-    ends = [number for number in usable if number - 1 in observed.epoch_ends]
-    places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
-    if ends:
-        places["the last one before an epoch's end"] = ends[len(ends) // 2]
-    places["the last one before the end"] = usable[-1]
+    usable = observed.restorable
+    places: dict[str, int] = {}
+    if usable:
+        places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
+        if ends := [number for number in usable if number - 1 in observed.epoch_ends]:
+            places["the last one before an epoch's end"] = ends[len(ends) // 2]
+        places["the last one before the end"] = usable[-1]
     chosen: dict[int, str] = {}
     for place, nth in places.items():
         chosen.setdefault(nth, place)
+    last = [number for number in observed.last_commits if number not in usable]
+    for index in range(min(MOST_LAST, len(last))):
+        chosen[last[(index + 1) * len(last) // min(MOST_LAST, len(last)) - 1]] = LAST
     return [
         Scenario(number, AFTER_COMMIT, (kill_after_commit(nth),), place)
         for number, (nth, place) in enumerate(chosen.items(), 1)

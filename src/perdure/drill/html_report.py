@@ -60,6 +60,8 @@ def render_html(document: Mapping[str, Any]) -> str:
     if document["not_tested"]:
         rows = [[kind, why] for kind, why in sorted(document["not_tested"].items())]
         parts += ["<h2>Not tested</h2>", _table(["fault", "why"], rows)]
+    limits = "".join(f"<li>{escape(limit)}</li>" for limit in document["limits"])
+    parts.append(f"<h2>Limits</h2><ul>{limits}</ul>")
     if document["runs"]:
         parts += ["<h2>Timeline</h2>", _timeline(document)]
         parts += ["<h2>Runs</h2>", _runs(document["runs"])]

@@ -1,24 +1,41 @@
-"""Inside a drilled program: a clock that jumps, or one that only counts how often it is read."""
+"""Inside a drilled program: clocks that jump, run faster, or only count how often they are read.
+
+The timers (`time.monotonic`, `perf_counter`, `process_time`, `thread_time`) change for the files of the
+program alone: perdure, threads, queues and libraries wait as long as they always do.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+FASTER = 60
+_TIMERS = ("monotonic", "perf_counter", "process_time", "thread_time")
+_WALL = tuple(
+    getattr(time, name) for name in ("CLOCK_REALTIME", "CLOCK_TAI") if hasattr(time, name)
+)
+_NS = 10**9
+
 
 class _Clock:
-    """By how many seconds the clock of the process has jumped."""
+    """By how many seconds the clock of the process has jumped, and its timers."""
 
     offset = 0.0
+    passed = 0.0
     installed = False
 
 
 def jump(seconds: float) -> bool:
-    """Let the clock of the program jump; returns False if it cannot, because nothing is installed."""
+    """Let the clock of the program jump; returns False if it cannot, because nothing is installed.
+
+    The timers of the program jump forwards by as much, as after a pause.
+    """
     _Clock.offset += seconds
+    _Clock.passed += abs(seconds)
     return _Clock.installed
 
 
@@ -26,9 +43,40 @@ def install_jumps() -> None:
     """Replace the clock of the process by one that can jump."""
     real, real_ns = time.time, time.time_ns
     _Clock.installed = True
-    _replace_clock(
-        lambda: real() + _Clock.offset, lambda: real_ns() + int(_Clock.offset * 1_000_000_000)
-    )
+    _replace_clock(lambda: real() + _Clock.offset, lambda: real_ns() + int(_Clock.offset * _NS))
+    _replace_timers(lambda now: now + _Clock.passed)
+
+
+def run_faster(took_effect: Callable[[], None]) -> None:
+    """Let the timers of the program run `FASTER` times as fast."""
+
+    def faster(now: float) -> float:
+        took_effect()
+        return now * FASTER
+
+    _replace_timers(faster)
+
+
+def _replace_timers(changed: Callable[[float], float]) -> None:
+    """Give the program timers that are a function of the real ones, which it takes in seconds."""
+    # Not above, because the fault injector needs `jump` alone.
+    from perdure.drill.held_state import is_program_file
+
+    def replaced(real: Callable[..., Any], unit: int) -> Callable[..., Any]:
+        def read(*clock: int) -> Any:
+            if not is_program_file(sys._getframe(1).f_code.co_filename):
+                return real(*clock)
+            if clock and clock[0] in _WALL:
+                return time.time() if unit == 1 else time.time_ns()
+            value = changed(real(*clock) / unit)
+            return value if unit == 1 else int(value * unit)
+
+        return read
+
+    for name in (*_TIMERS, "clock_gettime"):
+        for full, unit in ((name, 1), (f"{name}_ns", _NS)):
+            if hasattr(time, full):
+                setattr(time, full, replaced(getattr(time, full), unit))
 
 
 def count_time() -> None:
@@ -43,6 +91,7 @@ def count_time() -> None:
     time.perf_counter = lambda: ticks() / 1000
     time.perf_counter_ns = lambda: ticks() * 10**6
     time.process_time = time.perf_counter
+    _replace_timers(lambda _: ticks() / 1000)
     _replace_clock(lambda: start + ticks() / 1000, lambda: start * 10**9 + ticks() * 10**6)
 
 

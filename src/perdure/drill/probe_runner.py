@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,18 @@ class ProbeRunner:
     """Runs the program again with one thing changed, each time in a new directory."""
 
     def __init__(
-        self, program: DrilledProgram, directory: Path, plain: Outcome, observed: Observed
+        self,
+        program: DrilledProgram,
+        directory: Path,
+        plain: Outcome,
+        observed: Observed,
+        progress: Callable[[str, None], None] = lambda *_: None,
     ) -> None:
         self.plain = plain
         self.observed = observed
         self._program = program
         self._directory = directory
+        self._progress = progress
         self._count = 0
 
     def undisturbed(
@@ -57,6 +63,7 @@ class ProbeRunner:
     ) -> tuple[Outcome, Path]:
         self._count += 1
         directory = self._directory / f"probe-{self._count}"
+        self._progress(f"further run {self._count}", None)
         environment = (
             probe_environment(self._directory, probes, program.environment, put) if probes else {}
         )

@@ -12,10 +12,11 @@ PERDURE_DRILL_PROBE names them. These take away what makes two runs differ:
 
 These plant what another machine does otherwise; that they took effect is recorded as an event:
 
-- "jumps": the clock can jump.
+- "jumps": the clock can jump, and the timers that the program reads.
 - "shuffled directories": the entries of a directory come in another order.
 - "poisoned memory": memory that nothing was written to holds a pattern, not zeros.
 - "late threads": the tasks of a thread pool begin later, and not in their order.
+- "fast timers": the timers that the program reads run 60 times as fast.
 
 "resume" puts back what the process held; see `resume_probe`.
 """
@@ -38,11 +39,11 @@ from types import ModuleType
 from typing import Any
 
 from perdure.drill.held_state import is_program_file
-from perdure.drill.jumping_clock import count_time, install_jumps
+from perdure.drill.jumping_clock import count_time, install_jumps, run_faster
 
 PROBE = "PERDURE_DRILL_PROBE"
 PUT = "PERDURE_DRILL_PUT"
-PLANTS = ("shuffled directories", "poisoned memory", "late threads")
+PLANTS = ("shuffled directories", "poisoned memory", "late threads", "fast timers")
 
 _POISON = 0xA5
 _LATE_S = 0.004
@@ -106,6 +107,7 @@ def install_probes() -> None:
         "shuffled directories": _shuffle_directories,
         "poisoned memory": _poison,
         "late threads": _delay_threads,
+        "fast timers": lambda: run_faster(lambda: _took_effect("fast timers")),
         "resume": _resume,
     }
     for probe in os.environ.get(PROBE, "").split(","):

@@ -66,7 +66,11 @@ class ResumeDiagnosis:
         for what, attempts in tries.items():
             runs = [self._runner.faulted(attempts)[0] for _ in range(2)]
             differences = [self._runner.difference(run) for run in runs]
-            known = [found.what for found in differences if found is not None and found.leaves]
+            known = [
+                found.what
+                for run, found in zip(runs, differences, strict=True)
+                if found is not None and (found.leaves or not run.problem)
+            ]
             if len(known) == len(runs):
                 fired = "; ".join(runs[0].fired)
                 self.evidence.append(f"control: {what} ({fired}): 2 of 2 differ, {known[0]}")

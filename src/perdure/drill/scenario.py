@@ -130,6 +130,7 @@ class Observed:
         sequence: The step of each commit of worker 0, in their order.
         first_commit_s: Seconds from the start to the first commit.
         before_commit: How often worker 0 had reached each point once its first commit was made.
+        runs: The run directory of each commit of `sequence`; empty if there is only one.
         epoch_ends: Positions in `sequence` of the last commits before an epoch's end; empty if the
             checkpoints do not show epochs.
         versions: The releases that the program ran on.
@@ -152,15 +153,37 @@ class Observed:
     sequence: tuple[int, ...] = ()
     first_commit_s: float = 0.0
     before_commit: Mapping[str, int] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()
     epoch_ends: tuple[int, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def restorable(self) -> list[int]:
-        """The commits, counted from 1, above step 0 and with something left to do after them."""
-        last = max((*self.steps, *self.sequence), default=0)
-        return [number for number, step in enumerate(self.sequence, 1) if 0 < step < last]
+        """The commits, counted from 1, above step 0 and with something left to do after them.
+
+        That is a later step of the same run directory: one phase of a program may end where the next
+        one begins.
+        """
+        return [
+            number for number, step in enumerate(self.sequence, 1) if 0 < step < self._last(number)
+        ]
+
+    @property
+    def last_commits(self) -> list[int]:
+        """The last commit of each run directory, counted from 1, if it is above step 0."""
+        numbers = {run: number for number, run in enumerate(self._runs, 1)}
+        return sorted(number for number in numbers.values() if self.sequence[number - 1] > 0)
+
+    @property
+    def _runs(self) -> tuple[str, ...]:
+        return self.runs or ("",) * len(self.sequence)
+
+    def _last(self, number: int) -> int:
+        """The last step in the run directory of a commit."""
+        run = self._runs[number - 1]
+        steps = (step for step, of in zip(self.sequence, self._runs, strict=True) if of == run)
+        return max(*steps, *(self.steps if len(set(self._runs)) == 1 else ()), 0)
 
 
 @dataclass(frozen=True)

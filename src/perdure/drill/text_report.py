@@ -47,17 +47,25 @@ class TextReporter:
             console.print(_table(document))
         for kind, why in sorted(document["not_tested"].items()):
             console.print(f"[dim]not tested: {kind}: {escape(why.splitlines()[0])}[/dim]")
+        for limit in document["limits"]:
+            console.print(f"[dim]limit: {escape(limit)}[/dim]")
         plain = document["undisturbed"]
         if plain["difference"]:
             console.print("[bold red]two undisturbed runs differ[/bold red]")
             _explain(console, plain)
         explained: set[str] = set()
         for run in document["runs"]:
-            if run["verdict"] in ("differs", "failed") and str(run["diagnosis"]) not in explained:
-                explained.add(str(run["diagnosis"]))
+            diagnosis = run["diagnosis"]
+            if run["verdict"] in ("differs", "failed") and (
+                diagnosis is None or str(diagnosis) not in explained
+            ):
+                explained.add(str(diagnosis))
                 fired = escape(describe_fired(run["fired"], run["faults"]))
                 console.print(f"[bold red]run {run['run']}[/bold red] ({fired})")
-                _explain(console, run)
+                if (run["diagnosis"] or {}).get("cause") == "not looked for":
+                    console.print(f"  {escape(run['diagnosis']['what'])}")
+                else:
+                    _explain(console, run)
         console.print(verdict(document))
 
 
@@ -76,6 +84,9 @@ def verdict(document: Mapping[str, Any]) -> str:
     """The verdict of a report in one line."""
     runs = document["runs"]
     good = sum(run["verdict"] == "pass" for run in runs)
+    if document["stopped"]:
+        so_far = f"{good} of {len(runs)} faulted runs so far end with the same bits"
+        return f"STOPPED: the drill is not over; {so_far}"
     if document["pass"]:
         fired = sum(len(run["fired"]) for run in runs)
         end = (document["undisturbed"]["fingerprint"] or "")[:16]

@@ -24,6 +24,10 @@ class DrillHook(Protocol):
         """The storage to use in place of the one at `location`."""
         ...
 
+    def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
+        """Is called for a run directory whose `keep` best checkpoints by a metric are kept."""
+        ...
+
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """The clock to use in place of `clock`."""
         ...

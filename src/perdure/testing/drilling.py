@@ -39,7 +39,7 @@ def drill(
             the kinds in turn.
         seed: Decides the places and times of the faults.
         workers: Processes of the group.
-        read_only: Run directories that the program only reads; they are not redirected.
+        read_only: Run directories that the program only reads; they are left where they are.
         environment: Variables for the program, on top of those of this process.
         fail_fast: Stop at the first run that differs or fails.
         directory: Keeps the runs that differ; by default a temporary directory.

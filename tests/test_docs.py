@@ -76,7 +76,7 @@ NOT_KILLED = {
 }
 
 
-FRAMEWORKS = {"CLUSTER.md": "torch", "RUN.md": "jax"}
+FRAMEWORKS = {"CLUSTER.md": "torch", "JAX.md": "jax", "RUN.md": "jax"}
 """The server to fork for a document; to import its framework would take a new process seconds."""
 
 
@@ -232,6 +232,7 @@ def kill_and_resume(directory: Path, path: Path, code: list[Block]) -> tuple[dic
 # Runs that are in the middle when they are copied. The other runs have one checkpoint.
 RESUMED = {
     "README.md": {"runs/first"},
+    "JAX.md": {"runs/jit"},
     "LOOPS.md": {"runs/trainer", "runs/hooks", "runs/preemptible", "runs/watched"},
     "MODELS.md": {
         f"runs/{name}" for name in ("nnx", "equinox", "keras-jax", "ema", "float16", "torch")

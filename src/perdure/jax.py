@@ -1,8 +1,9 @@
-"""For users of JAX: strategies, metrics and losses.
+"""For users of JAX: strategies, metrics, losses and members that differ between processes.
 
 Inside the package this module is `perdure.jax`; `import jax` still means the framework.
 """
 
+from perdure.checkpoint import PerRank
 from perdure.distribute import (
     AutoShardPolicy,
     InputContext,
@@ -33,6 +34,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "PerRank",
     "PerReplica",
     "ReduceOp",
     "compute_average_loss",

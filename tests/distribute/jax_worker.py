@@ -198,7 +198,23 @@ def attention_state() -> Any:
     return {"w": jax.random.normal(jax.random.key(1), (16, 64))}
 
 
+# --- a scan over layers: XLA's partitioner orders what no turn of a loop changes in another way ---
+
+
+def scan_grad(state: Any, batch: Any, key: Any) -> Any:
+    def loss(w: Any) -> Any:
+        x = pixels(batch)[:, 0, :16, 0]
+        return (jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2).sum()
+
+    return {"grads": jax.grad(loss)(state["w"]), "n": batch["weight"].sum()}
+
+
+def scan_state() -> Any:
+    return {"w": jax.random.normal(jax.random.key(1), (3, 16, 16))}
+
+
 MODELS = {
+    "scan": (scan_state, scan_grad, attention_update),
     "attention": (attention_state, attention_grad, attention_update),
     "cnn": (cnn_state, cnn_grad, cnn_update),
     "nnx": (nnx_state, nnx_grad, nnx_update),
@@ -226,7 +242,7 @@ def by_comparison() -> dict[str, Any]:
         return answers[-1]
 
     out: dict[str, Any] = {}
-    for model in ("tiny", "attention"):
+    for model in ("tiny", "scan", "attention"):
         out[model] = {}
         for name, way in (("compared", noted), ("not compared", lambda *_: True)):
             jax_hlo.same_program = way

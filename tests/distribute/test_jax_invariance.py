@@ -88,6 +88,8 @@ def test_devices_run_together_only_if_the_compiled_programs_are_equal(alone: Any
     # `grad` and `update`, on 2 and on 8 devices.
     assert models["tiny"]["compared"] == [1, [True] * 4]
     assert models["tiny"]["not compared"] == [1, []]
+    # On 2 devices. On 8 it is one program already, which is not compared in pieces.
+    assert models["scan"]["compared"] == [1, [True] * 2]
     assert models["attention"]["compared"] == [1, [False, False]]
 
 

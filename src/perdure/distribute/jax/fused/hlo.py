@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import re
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,7 @@ _NAME = re.compile(r"%[\w.\-]+")
 _HEAD = re.compile(r"^(ENTRY )?(%[\w.\-]+) .*$", re.MULTILINE)
 _CALL = re.compile(r" call\((.*)\), to_apply=(%[\w.\-]+)")
 _COPY = re.compile(r"^(\S+) copy\((%[\w.\-]+)\)")
+_WHILE = re.compile(r" while\((%[\w.\-]+)\), condition=(%[\w.\-]+), body=(%[\w.\-]+)(.*)$")
 # Raised by reading if another release of XLA prints its programs in another way.
 _NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError, ImportError, TypeError)
 _ELIDED = "constant({...})"
@@ -86,30 +88,57 @@ class _HloModule:
 
     The module's header is left out: it has the module's name and the number of devices. A computation
     that the entry or a called computation applies is one kernel, whose instructions count in their
-    order; their own instructions are kernels, of which only the operands count.
+    order; their own instructions are kernels, of which only the operands count, and so are those of a
+    loop in them.
     """
 
     def __init__(self, text: str, *, open_calls: bool = False) -> None:
-        self._kernels: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
         self._lines: dict[str, list[str]] = {}
         for block in re.split(r"^\}$", text, flags=re.MULTILINE):
             if not (head := _HEAD.search(block)):
                 continue
             lines = _ATTRIBUTES.sub("", block[head.end() :]).strip().split("\n")
             if head[1]:
-                self.entry = _Computation(lines, self._kernels, open_calls)
+                self.entry = _Computation(lines, self, open_calls=open_calls)
                 return
             names: dict[str, str] = {}
 
             def canonical(name: re.Match[str], names: dict[str, str] = names) -> str:
-                return self._kernels.get(name[0]) or names.setdefault(name[0], f"%{len(names)}")
+                return self.kernels.get(name[0]) or names.setdefault(name[0], f"%{len(names)}")
 
             self._lines[head[2]] = lines
-            self._kernels[head[2]] = _hash(_NAME.sub(canonical, "\n".join(lines)))
+            self.kernels[head[2]] = _hash(_NAME.sub(canonical, "\n".join(lines)))
         raise ValueError("a compiled program shows no entry computation")
 
     def called(self, name: str) -> _Computation:
-        return _Computation(self._lines[name], self._kernels, False)
+        return _Computation(self._lines[name], self)
+
+    def loop(self, start: list[str], text: re.Match[str], depth: int) -> list[str]:
+        """The elements that a loop ends with, if it begins with the elements `start`.
+
+        An element that no turn changes is its start, in the loop and after it. The others are numbered
+        without those: where they stand in the tuple depends on the order of the passes of the compiler.
+        """
+
+        def after(name: str, elements: list[str]) -> _Computation:
+            return _Computation(self._lines[name], self, elements=elements, depth=depth + 1)
+
+        unknown = [f"element {index} at depth {depth}" for index in range(len(start))]
+        kept = [a == b for a, b in zip(unknown, after(text[3], unknown).leaves, strict=True)]
+        number = itertools.count()
+        elements = [
+            value if same else f"variable {next(number)} at depth {depth}"
+            for value, same in zip(start, kept, strict=True)
+        ]
+        turn, more = after(text[3], elements).leaves, after(text[2], elements).result
+        changed = [n for n, same in enumerate(kept) if not same]
+        begins, ends = ([values[n] for n in changed] for values in (start, turn))
+        whole = _hash(f"while {begins} {ends} {more} {text[4]}")
+        return [
+            value if same else f"{whole} {element}"
+            for value, same, element in zip(start, kept, elements, strict=True)
+        ]
 
 
 class _Call:
@@ -131,12 +160,23 @@ class _Computation:
     """Values by hashes of how they are made; instructions come after their operands.
 
     With `open_calls` the results of a call have names of their own, and the call is in `calls`.
+    `elements` are those of the parameter of a loop's body or condition, `depth` the number of loops
+    around its instructions.
     """
 
-    def __init__(self, lines: list[str], kernels: dict[str, str], open_calls: bool) -> None:
-        made, calls = dict(kernels), dict[str, _Call]()
+    def __init__(
+        self,
+        lines: list[str],
+        module: _HloModule,
+        *,
+        open_calls: bool = False,
+        elements: list[str] | None = None,
+        depth: int = 0,
+    ) -> None:
+        made, calls = dict(module.kernels), dict[str, _Call]()
         parameters: dict[int, str] = {}
         tuples: dict[str, list[str]] = {}
+        parts: dict[str, list[str]] = {}
         types: dict[str, str] = {}
         self.result, self.leaves = "", list[str]()
         for line in lines:
@@ -152,6 +192,14 @@ class _Computation:
                     tuples[name] = calls[name].parts(count)
             elif part and part[1] in calls:
                 made[name] = calls[part[1]].part(int(part[2]))
+            elif part and part[1] in parts:
+                made[name] = parts[part[1]][int(part[2])]
+            elif (loop := _WHILE.search(text)) and loop[1] in tuples:
+                tuples[name] = parts[name] = module.loop(tuples[loop[1]], loop, depth)
+                made[name] = _hash(f"tuple {parts[name]}")
+            elif elements is not None and " parameter(0)" in text:
+                tuples[name] = parts[name] = elements
+                made[name] = _hash(f"tuple {elements}")
             elif copy and types[copy[2]] == copy[1]:
                 made[name] = made[copy[2]]  # in the same layout: the same bytes elsewhere
             else:

@@ -238,7 +238,7 @@ def test_sigterm_saves_at_the_next_step_and_exits_with_75(tmp_path: Path) -> Non
     previous = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(tmp_path, save_interval_steps=100) as manager:
         assert not manager.reached_preemption(1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert manager.reached_preemption(2)
         with pytest.raises(SystemExit) as left:
             manager.save_and_exit(2, state(2))

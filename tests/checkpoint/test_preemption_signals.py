@@ -43,7 +43,7 @@ def test_a_chosen_signal_asks_for_a_save(name: str, tmp_path: Path) -> None:
         for other in NAMES:  # only the chosen one is taken over
             is_ours = signal.getsignal(signal.Signals[other]) == manager.preemption._on_signal
             assert is_ours == (other == name)
-        os.kill(os.getpid(), signal.Signals[name])
+        signal.raise_signal(signal.Signals[name])
         assert manager.reached_preemption(2)
     assert {other: signal.getsignal(signal.Signals[other]) for other in NAMES} == before
 
@@ -87,7 +87,7 @@ def test_a_forked_worker_ends_by_sigterm_alone(name: str, status: int, tmp_path:
         manager.reached_preemption(1)
         child = os.fork()
         if child == 0:
-            os.kill(os.getpid(), signal.Signals[name])
+            signal.raise_signal(signal.Signals[name])
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
@@ -139,7 +139,7 @@ def test_a_notice_that_comes_just_after_the_end_of_a_worker_counts(
 
     def wait(seconds: float) -> None:
         fired.append(seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("perdure.checkpoint.preemption.time.sleep", wait)
     flag = PreemptionFlag()
@@ -158,7 +158,7 @@ def test_a_loop_that_gets_no_more_data_leaves_with_75(error: Exception, tmp_path
         with CheckpointManager(tmp_path) as manager:
             manager.save(1, {"n": 1})
             manager.reached_preemption(1)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             raise error
 
     with pytest.raises(SystemExit) as left:
@@ -177,7 +177,7 @@ def test_any_other_error_stays_one(error: Exception, notice: bool, tmp_path: Pat
         with CheckpointManager(tmp_path) as manager:
             manager.reached_preemption(1)
             if notice:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             raise error
 
     with pytest.raises(type(error)) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from itertools import groupby
@@ -280,7 +279,7 @@ def test_stopped_and_finished_runs_run_no_further_steps(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_exits_with_75(whole: End, tmp_path: Path) -> None:
     def signalled() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     options = {"save_freq": False, "options": {"save_before_preemption": True}}
@@ -314,7 +313,7 @@ class InValidation(keras.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches += 1
         if (self.epoch, batch) == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def in_validation(
@@ -433,7 +432,7 @@ def test_sigterm_in_several_validations_ends_with_the_same_bits(kind: str, tmp_p
 def test_sigterm_before_a_validation_exits_before_it(tmp_path: Path) -> None:
     class Signalling(Indexed):
         def on_epoch_end(self) -> None:  # Keras calls it when it resets the data
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     data = Signalling()
     begun: list[int] = []
@@ -454,7 +453,7 @@ def test_steps_per_epoch_with_a_validation_resumes(steps: int, term: bool, tmp_p
     whole = uninterrupted(f"{steps} steps", lambda: train(None, **fit))
     before = signal.getsignal(signal.SIGTERM)
     options = {"save_before_preemption": True}
-    fault = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if term else None
+    fault = (lambda: signal.raise_signal(signal.SIGTERM)) if term else None
     # Interrupted again after a resume, which must have restored everything that the first run knew.
     for fault_at in [(1, 0), (2, 0), (2, 1)]:
         try:
@@ -473,7 +472,7 @@ def test_sigterm_after_an_interrupted_fit_has_its_own_meaning(tmp_path: Path) ->
     try:
         with pytest.raises(Fault):
             train(tmp_path / "run", (1, 2), options={"save_before_preemption": True})
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert got == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)

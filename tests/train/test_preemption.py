@@ -44,7 +44,7 @@ def handler() -> Iterator[None]:
 
 
 def sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 class At(Hook):

@@ -175,10 +175,10 @@ class _Places:
             )
         steps = self.observed.steps[:-1] or self.observed.steps
         if self._after_commit and self.observed.sequence:
-            # One step more, because a save in the background is committed while the next one runs.
-            first = self.observed.sequence[0] + 1
-            if later := [step for step in steps if step > first]:
-                return self.rng.choice(later)
+            # The second save waits for the first, which is committed once the step after it is reported.
+            for saved in (*self.observed.sequence[1:2], self.observed.sequence[0] + 1):
+                if later := [step for step in steps if step > saved]:
+                    return self.rng.choice(later)
         return self.rng.choice(steps[: max(1, int(len(steps) * self._share))])
 
     def moment(self, low: float, high: float) -> float:

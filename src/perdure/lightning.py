@@ -15,6 +15,7 @@ from typing import Any
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.errors import StateError, UnsupportedLeafError, missing_extra
+from perdure.heartbeats import beat
 from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
 from perdure.state import flatten
@@ -169,6 +170,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begin the first epoch of this process, at the batch that comes next."""
+        beat("compile", trainer.global_step)
         fetcher = _fetcher(trainer)
         resumed, self._resumed = self._resumed, None
         is_new = resumed is None or self._batches >= trainer.num_training_batches
@@ -200,6 +202,7 @@ class ExactResume(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
         self._batches += 1
+        beat("step", trainer.global_step)
 
     def _begun_late(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that begins when the first is drawn."""

@@ -40,6 +40,7 @@ from perdure.errors import (
     StateError,
     StepNotFoundError,
 )
+from perdure.heartbeats import beat
 from perdure.state.leaf_values import plain_value
 from perdure.store import Leaf, Run, Storage
 from perdure.store.format import WEAK_PREFIX, decode_json, steps_text
@@ -100,6 +101,7 @@ class Reader(StorageReader):
             StepNotFoundError: There is no such checkpoint.
             CorruptionError: The manifest of the `step` that was asked for is damaged, or all are.
         """
+        beat("restore")
         run = self._run
         self._manifest = manifest = self._newest() if self.step is None else run.manifest(self.step)
         self.step = manifest.step
@@ -167,6 +169,7 @@ class Reader(StorageReader):
             target.copy_(_part_of(leaf, item))
             planner.commit_tensor(item, target)
         self._restore_generators()
+        beat("compile", self.step)
         return done(None)
 
     def _newest(self) -> Manifest:

@@ -24,8 +24,8 @@ from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.dcp.layout import (
     LAYOUT,
+    DcpLayout,
     DcpRank,
-    Layout,
     Place,
     done,
     generators,
@@ -81,7 +81,7 @@ class Reader(StorageReader):
         self._run = Run(directory)
         self._random = save_random_state
         self._manifest: Manifest | None = None
-        self._layout = Layout()
+        self._layout = DcpLayout()
         self._entries: dict[Place, LeafEntry] = {}
         self._rank = DcpRank(0, 1)
 
@@ -107,9 +107,9 @@ class Reader(StorageReader):
         self.step = manifest.step
         texts = [leaf.text for leaf in manifest.process_leaves if leaf.path == LAYOUT and leaf.text]
         self._layout = layout = (
-            decode_json(texts[0].encode(), Layout, f"{run.where}: {LAYOUT} of step {self.step}")
+            decode_json(texts[0].encode(), DcpLayout, f"{run.where}: {LAYOUT} of step {self.step}")
             if texts
-            else Layout()
+            else DcpLayout()
         )
         self._entries = dict(named_leaves(manifest.leaves, layout))
         found: dict[str, Any] = {}

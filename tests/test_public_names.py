@@ -137,6 +137,7 @@ def test_every_package_for_users_is_frozen() -> None:
         "demo",
         "framework_group",
         "heartbeats",
+        "host_generators",
         "host_version",
         "ports",
         "process_group",

@@ -8,16 +8,15 @@ Inside the package this module is `perdure.accelerate`; `import accelerate` stil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from perdure.checkpoint import CheckpointManager, Restored
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import StateError, missing_extra
+from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
-from perdure.state.process_random import capture, encode, restore_all
 
 require_version("accelerate", "accelerate", "1.1", "2")
 try:
@@ -75,11 +74,12 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     manager.claim()
     resumed = manager.restore() if manager.all_steps() else None
-    at_save = encode(capture())
+    at_save = generator_states()
     step = first_epoch = finished = 0
     if resumed is not None:
         members = _members(accelerator)
-        manager.restore(resumed.step, members, leaves=list(members))
+        leaves = members.keys() | resumed.state.keys() - {"position", "epoch_began"}
+        manager.restore(resumed.step, members, leaves=sorted(leaves))
         step, position = resumed.step, resumed.state["position"]
         first_epoch, finished = position["epoch"], position["finished"]
         accelerator.step = position["accumulated"]
@@ -93,7 +93,7 @@ def _batches(
             state = {"position": _position(accelerator, epoch, finished), "epoch_began": began}
             is_preempted = manager.reached_preemption(step)
             if resumed is not None:  # this batch was drawn before the save, too
-                _restore(at_save)
+                restore_generators(at_save)
                 resumed = None
                 if is_preempted:  # nothing was trained since
                     manager.exit_preempted()
@@ -128,7 +128,7 @@ def _position(accelerator: Any, epoch: int, finished: int) -> dict[str, int]:
 
 def _generators(loader: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The generators with which an epoch begins: they may decide its order."""
-    states = encode(capture())
+    states = generator_states()
     shuffling = getattr(loader, "synchronized_generator", None)
     if shuffling is not None:
         states[_LOADER] = shuffling.get_state().numpy().tobytes()
@@ -141,9 +141,4 @@ def _set_generators(loader: Any, resumed: Restored) -> None:
     if shuffling is not None:
         data = torch.frombuffer(bytearray(shuffling), dtype=torch.uint8)
         loader.synchronized_generator.set_state(data)
-    _restore(states)
-
-
-def _restore(states: Mapping[str, bytes]) -> None:
-    for note in restore_all(states):
-        warn_caller(note)
+    restore_generators(states)

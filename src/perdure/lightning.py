@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from perdure.checkpoint.arguments import step_number
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.errors import StateError, UnsupportedLeafError, missing_extra
+from perdure.heartbeats import beat
+from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
 from perdure.state import flatten
 from perdure.state import restore as restore_state
-from perdure.state.process_random import capture, encode, restore_all
 from perdure.store import Run
 
 require_version("lightning", "lightning", "2.5", "3")
@@ -159,7 +159,7 @@ class ExactResume(Callback):
         return {
             "batches": self._batches,
             "epoch_began": _tensors(self._epoch_began),
-            "now": _tensors(encode(capture())),
+            "now": _tensors(generator_states()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -170,6 +170,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begin the first epoch of this process, at the batch that comes next."""
+        beat("compile", trainer.global_step)
         fetcher = _fetcher(trainer)
         resumed, self._resumed = self._resumed, None
         is_new = resumed is None or self._batches >= trainer.num_training_batches
@@ -180,31 +181,32 @@ class ExactResume(Callback):
                 # begun, and would take a checkpoint of that epoch for one of its begin.
                 trainer.fit_loop.reset_restart_stage()
         if not is_new and not _is_positioned(fetcher):
-            _restore(self._epoch_began)
+            restore_generators(self._epoch_began)
             iter(fetcher)
             for _ in range(self._batches):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
-        _restore(resumed or {})
+        restore_generators(resumed or {})
         if is_new and not _is_positioned(fetcher):
             if fetcher.length is None:  # it has drawn a batch ahead
-                self._epoch_began = encode(capture())
+                self._epoch_began = generator_states()
                 iter(fetcher)
             else:  # a validation that the last process did not finish comes first
                 fetcher.iterator = self._begun_late(fetcher.combined_loader)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note the generators before Lightning begins the next epoch."""
-        self._epoch_began = encode(capture())
+        self._epoch_began = generator_states()
         self._batches = 0
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
         self._batches += 1
+        beat("step", trainer.global_step)
 
     def _begun_late(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that begins when the first is drawn."""
-        self._epoch_began = encode(capture())
+        self._epoch_began = generator_states()
         yield from loader
 
 
@@ -236,8 +238,3 @@ def _tensors(states: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: data.numpy().tobytes() for name, data in tensors.items()}
-
-
-def _restore(states: Mapping[str, bytes]) -> None:
-    for note in restore_all(states):
-        warn_caller(note)

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from perdure.checkpoint import CheckpointManager, Restored
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import ArgumentError, StateError, missing_extra
+from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
-from perdure.state.process_random import capture, encode, restore_all
 
 require_version("transformers", "transformers", "5", "6")
 try:
@@ -104,12 +103,13 @@ class _Checkpoints(TrainerCallback):
         self._newest = newest
         # The order of an epoch, and the seeds of data workers, may be drawn when it begins.
         self._epoch_began: dict[str, bytes] = {}
-        self._at_save = encode(capture())
+        self._at_save = generator_states()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._newest is not None:
             members = self._members()
-            self._manager.restore(self._newest.step, members, leaves=list(members))
+            leaves = members.keys() | self._newest.state.keys() - {"trainer", "epoch_began"}
+            self._manager.restore(self._newest.step, members, leaves=sorted(leaves))
             if state.global_step != self._newest.step:
                 raise StateError(
                     f"{self._manager.directory}: expected that the Trainer resumes at step "
@@ -119,16 +119,16 @@ class _Checkpoints(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._newest is not None:
             saved = self._newest.state["epoch_began"]
-            _restore_generators({name: data.tobytes() for name, data in saved.items()})
-        self._epoch_began = encode(capture())
+            restore_generators({name: data.tobytes() for name, data in saved.items()})
+        self._epoch_began = generator_states()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         manager, step = self._manager, state.global_step
         is_resumed = self._newest is not None
         if is_resumed:
             self._newest = None
-            _restore_generators(self._at_save)
-        elif step:
+            restore_generators(self._at_save)
+        elif step and manager.should_save(step):  # the state of the Trainer has its whole log
             manager.save(step, self._state(state))
         if manager.reached_preemption(step):
             if is_resumed:  # nothing was trained since
@@ -138,7 +138,7 @@ class _Checkpoints(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop or state.global_step >= state.max_steps:
             if float(state.epoch).is_integer():  # a later run may begin another epoch
-                self._epoch_began = encode(capture())
+                self._epoch_began = generator_states()
             self._manager.save(state.global_step, self._state(state), force=True)
 
     def _members(self) -> dict[str, Any]:
@@ -160,11 +160,6 @@ class _Checkpoints(TrainerCallback):
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
         began = {name: np.frombuffer(data, np.uint8) for name, data in self._epoch_began.items()}
         return self._members() | {"trainer": json.dumps(values), "epoch_began": began}
-
-
-def _restore_generators(states: Mapping[str, bytes]) -> None:
-    for note in restore_all(states):
-        warn_caller(note)
 
 
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:

@@ -300,6 +300,26 @@ def test_a_run_that_continues_from_parts_is_warned_once(tmp_path: Path) -> None:
     assert not first_save_warns(tmp_path, like=like, strict=False)
 
 
+def test_parts_of_a_step_that_was_restored_exactly_before_are_no_other_state(
+    tmp_path: Path,
+) -> None:
+    state = {"a": np.full(2, 1), "b": 1}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+    with CheckpointManager(tmp_path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = manager.restore()
+        manager.restore(whole.step, state, leaves="a")
+        manager.save(3, state)
+        manager.wait_until_finished()
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(3)
+        manager.restore(2, state, leaves="a")
+        with pytest.warns(UserWarning, match="step 2 only in part"):
+            manager.save(4, state)
+
+
 def test_a_look_at_another_step_in_the_middle_of_a_run_is_no_resume(tmp_path: Path) -> None:
     state = {"a": np.zeros(2), "b": 1}
     with CheckpointManager(tmp_path) as manager, warnings.catch_warnings():

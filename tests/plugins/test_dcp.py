@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import perdure
 import perdure.dcp
 from forked import events, run_forked
+from perdure import heartbeats
 from perdure.errors import ArgumentError, MissingExtraError, NotARunError
 from perdure.host_version import require_version
 from perdure.store import Run
@@ -63,6 +64,17 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -
     [(_, own)] = work("own", tmp_path / "own")
     assert own["start"] == 3
     assert own["model"] != whole["model"]
+
+
+def test_saves_and_loads_report_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(heartbeats, "listeners", [lambda *beat: beats.append(beat)])
+    save(tmp_path / "run", 7, {"x": torch.ones(2)})
+    assert beats == [("step", 7)]
+    load(tmp_path / "run", {"x": torch.zeros(2)})
+    assert beats[1:] == [("restore", None), ("compile", 7)]
 
 
 def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:

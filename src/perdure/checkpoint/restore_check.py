@@ -23,6 +23,7 @@ class RestoreCheck:
     def __init__(self) -> None:
         self._template: Template | None = None
         self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
+        self._exact: int | None = None
         self._partial: int | None = None
 
     def expect(self, like: Any) -> None:
@@ -45,9 +46,17 @@ class RestoreCheck:
         """
         self._known = _structure(leaves)
 
+    def restored_exactly(self, step: int) -> None:
+        """A restore gave the program the whole state of `step`, perhaps without a target."""
+        self._exact, self._partial = step, None
+
     def restored_in_part(self, step: int) -> None:
-        """A restore gave the program another state than that of `step`, which it may save."""
-        self._partial = step
+        """A restore gave the program another state than that of `step`, which it may save.
+
+        Unless it has the whole state already, and moves parts of it into objects.
+        """
+        if step != self._exact:
+            self._partial = step
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""

@@ -68,10 +68,11 @@ class Restorer:
         if report.has_differences:
             warn_caller(f"{where}: the target and the checkpoint differ; {report}")
         if report.is_exact:
+            self._check.restored_exactly(step)
             self._restore_random(where, loaded)
+            self._warn_of_other_group(loaded)
         else:
             self._check.restored_in_part(step)
-        self._warn_of_other_group(loaded)
         return Restored(state, step, report)
 
     def expect(self, like: Any) -> None:
@@ -88,6 +89,7 @@ class Restorer:
     def _rebuild(
         self, where: str, loaded: Loaded, like: Any, request: RestoreRequest
     ) -> tuple[Any, RestoreReport]:
+        self._has_shards = False
         manifest, leaves = loaded.manifest, loaded.leaves
         self._managed.recipe.check_resume(where, manifest.recipe)
         specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
@@ -118,14 +120,14 @@ class Restorer:
         saved = processes_of(loaded.process_leaves)
         if not self._has_shards or saved in (0, self._processes.count):
             return
-        self._has_shards = False
         if self._processes.is_chief:
             warn_caller(
                 f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, "
                 f"and this run has {self._processes.count}. The state is restored bit for bit, but the "
                 f"next steps will not have the bits of an uninterrupted run, because gradients and "
-                f"norms are added over the processes in another order. Resume with {saved} processes "
-                f"for the same bits; recipe={{'processes': processes.count}} makes this an error."
+                f"norms are added over the processes in another order (gradients are not with "
+                f"`perdure.torch.LogicalReplicas`). Resume with {saved} processes for the same bits; "
+                f"recipe={{'processes': processes.count}} makes this an error."
             )
 
 

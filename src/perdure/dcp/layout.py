@@ -34,7 +34,7 @@ Place = tuple[str, tuple[int, ...] | None]
 generators = ProcessRandom()  # of the process: drawn from counts since this import
 
 
-class Layout(Struct, omit_defaults=True):
+class DcpLayout(Struct, omit_defaults=True):
     """What DCP knows of a checkpoint beyond its leaves.
 
     Attributes:
@@ -107,9 +107,9 @@ def box_path(path: str, chunk: ChunkStorageMetadata) -> str:
     return f"{path}/[{','.join(f'{start}:{start + size}' for start, size in ends)}]"
 
 
-def layout_of(metadata: Metadata, entries: Sequence[LeafEntry]) -> Layout:
+def layout_of(metadata: Metadata, entries: Sequence[LeafEntry]) -> DcpLayout:
     """What the leaves do not say of a checkpoint."""
-    layout = Layout(flat=metadata.planner_data is None)
+    layout = DcpLayout(flat=metadata.planner_data is None)
     dtypes = {entry.path: entry.dtype for entry in entries}
     for name, entry in metadata.state_dict_metadata.items():
         path = join_dotted("", name)
@@ -128,7 +128,9 @@ def layout_of(metadata: Metadata, entries: Sequence[LeafEntry]) -> Layout:
     return layout
 
 
-def named_leaves(leaves: Iterable[LeafEntry], layout: Layout) -> Iterator[tuple[Place, LeafEntry]]:
+def named_leaves(
+    leaves: Iterable[LeafEntry], layout: DcpLayout
+) -> Iterator[tuple[Place, LeafEntry]]:
     """Each leaf that DCP can hold, by its name and its offsets (None for an object)."""
     objects = set(layout.objects)
     for leaf in leaves:

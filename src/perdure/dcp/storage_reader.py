@@ -24,8 +24,8 @@ from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.dcp.layout import (
     LAYOUT,
+    DcpLayout,
     DcpRank,
-    Layout,
     Place,
     done,
     generators,
@@ -40,6 +40,7 @@ from perdure.errors import (
     StateError,
     StepNotFoundError,
 )
+from perdure.heartbeats import beat
 from perdure.state.leaf_values import plain_value
 from perdure.store import Leaf, Run, Storage
 from perdure.store.format import WEAK_PREFIX, decode_json, steps_text
@@ -80,7 +81,7 @@ class Reader(StorageReader):
         self._run = Run(directory)
         self._random = save_random_state
         self._manifest: Manifest | None = None
-        self._layout = Layout()
+        self._layout = DcpLayout()
         self._entries: dict[Place, LeafEntry] = {}
         self._rank = DcpRank(0, 1)
 
@@ -100,14 +101,15 @@ class Reader(StorageReader):
             StepNotFoundError: There is no such checkpoint.
             CorruptionError: The manifest of the `step` that was asked for is damaged, or all are.
         """
+        beat("restore")
         run = self._run
         self._manifest = manifest = self._newest() if self.step is None else run.manifest(self.step)
         self.step = manifest.step
         texts = [leaf.text for leaf in manifest.process_leaves if leaf.path == LAYOUT and leaf.text]
         self._layout = layout = (
-            decode_json(texts[0].encode(), Layout, f"{run.where}: {LAYOUT} of step {self.step}")
+            decode_json(texts[0].encode(), DcpLayout, f"{run.where}: {LAYOUT} of step {self.step}")
             if texts
-            else Layout()
+            else DcpLayout()
         )
         self._entries = dict(named_leaves(manifest.leaves, layout))
         found: dict[str, Any] = {}
@@ -167,6 +169,7 @@ class Reader(StorageReader):
             target.copy_(_part_of(leaf, item))
             planner.commit_tensor(item, target)
         self._restore_generators()
+        beat("compile", self.step)
         return done(None)
 
     def _newest(self) -> Manifest:

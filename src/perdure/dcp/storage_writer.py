@@ -31,6 +31,7 @@ from perdure.dcp.layout import (
     saved_bytes,
 )
 from perdure.errors import ArgumentError, StateError
+from perdure.heartbeats import beat
 from perdure.state.leaf_errors import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
@@ -81,6 +82,7 @@ class Writer(StorageWriter):
         self._captured = generators.capture() if save_random_state else None
         self._run: Run | None = None
         self._rank = DcpRank(0, 1)
+        beat("step", self._step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -43,7 +43,7 @@ def require_restorable(value: Any) -> None:
         )
 
 
-def is_whole(value: Any) -> bool:
+def has_all_elements(value: Any) -> bool:
     """Whether this process has all elements of a `DTensor`."""
     return not any(_shards(value))
 

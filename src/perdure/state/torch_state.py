@@ -19,8 +19,8 @@ from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_shards import (
     gathered_leaf,
+    has_all_elements,
     is_dtensor,
-    is_whole,
     local_tensor,
     region,
     require_restorable,
@@ -71,7 +71,7 @@ class TorchState:
         check_in_use(value)
         part = None
         if is_dtensor(value):
-            if not is_whole(value):
+            if not has_all_elements(value):
                 if gathers_shards():
                     return gathered_leaf(value, spec.dtype)
                 part = region(value)

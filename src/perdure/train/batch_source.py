@@ -79,9 +79,8 @@ class LoaderBatchSource(IteratorBatchSource):
     def _next(self, step: int) -> Any:
         if self._before is None:
             self._before = self._position()
-        for _ in range(
-            3
-        ):  # the rest of this epoch, which may be empty; two empty epochs end the data
+        # The rest of this epoch may be empty; two empty epochs after it end the data.
+        for _ in range(3):
             if self._epoch is None:
                 self._epoch = iter(self._iterator)
             for batch in self._epoch:

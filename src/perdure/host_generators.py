@@ -1,0 +1,19 @@
+"""The random generators of this process as what a plug-in keeps in the checkpoint of its host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.state.process_random import capture, encode, restore_all
+
+
+def generator_states() -> dict[str, bytes]:
+    """The present state of each generator, by its name."""
+    return encode(capture())
+
+
+def restore_generators(states: Mapping[str, bytes]) -> None:
+    """Restore generators; warns about each that cannot be restored."""
+    for note in restore_all(states):
+        warn_caller(note)

@@ -122,7 +122,17 @@ def errors() -> dict[str, str]:
         LogicalReplicas(ddp, COUNT)
         ddp(batch(0, 0)).backward()
 
+    def left() -> None:
+        ddp = made()
+        replicas = LogicalReplicas(ddp, COUNT)
+        for replica in replicas:
+            ddp(batch(0, replica)).backward()
+            break
+        assert all(parameter.grad is None for parameter in ddp.parameters())
+        next(iter(replicas))
+
     return {
+        "left": refused(left),
         "outside": refused(outside),
         "without_backward": refused(lambda: steps(0)),
         "twice": refused(lambda: steps(2)),

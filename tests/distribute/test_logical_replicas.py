@@ -69,6 +69,7 @@ def test_a_loop_that_is_not_one_backward_for_each_replica_is_an_error(
         assert "inside of `for replica in replicas`" in errors["outside"]
         assert f"one backward() for replica {6 * process}" in errors["without_backward"]
         assert "out of order" in errors["twice"]
+        assert f"a loop that was left at replica {6 * process}" in errors["left"]
         assert "multiple of the 2 processes" in errors["multiple"]
         assert "find_unused_parameters" in errors["unused"]
         assert "one mesh of one dimension, found dead with " in errors["two_dimensions"]

@@ -175,7 +175,7 @@ class _Places:
             )
         steps = self.observed.steps[:-1] or self.observed.steps
         if self._after_commit and self.observed.sequence:
-            # The second save waits for the first, which is committed once the step after it is reported.
+            # The second save waits for the first, which is committed once the step after is reported.
             for saved in (*self.observed.sequence[1:2], self.observed.sequence[0] + 1):
                 if later := [step for step in steps if step > saved]:
                     return self.rng.choice(later)

@@ -45,7 +45,7 @@ class LogicalReplicas:
         TopologyError: `count` is no multiple of the number of processes.
         StateError: The model is neither, or DDP was made with `find_unused_parameters` or
             `static_graph`, or FSDP2 with another mesh. Later, in a step: a `backward` outside of the
-            loop, or a replica without one.
+            loop, or a replica without one; or, in the step after it, a loop that was left early.
     """
 
     def __init__(self, model: torch.nn.Module, count: int) -> None:
@@ -69,6 +69,8 @@ class LogicalReplicas:
         self._current: int | None = None
         self._sums: dict[Hashable, TreeSum[torch.Tensor]] = {}
         self._pushed = 0
+        self._model = model
+        self._left_at: int | None = None
         if is_ddp:
             _register_with_ddp(model, self)
         else:
@@ -76,6 +78,7 @@ class LogicalReplicas:
 
     def __iter__(self) -> Iterator[int]:
         """The numbers of the replicas of this process, in one step."""
+        self._require_finished()
         self._sums = {}
         try:
             for replica in self._local:
@@ -87,9 +90,24 @@ class LogicalReplicas:
                         f"{self._pushed} gradients for {len(self._sums)} parameters (or groups of "
                         f"them). Call it once for each replica, outside of no_sync()."
                     )
+        except GeneratorExit:  # a `break`: the model has no gradients of this step
+            self._left_at = self._current
+            raise
         finally:
             self._current = None
             self._sums = {}
+            if self._left_at is not None:
+                for parameter in self._model.parameters():
+                    parameter.grad = None  # so that `optimizer.step()` changes nothing
+
+    def _require_finished(self) -> None:
+        if (replica := self._left_at) is not None:
+            self._left_at = None
+            raise StateError(
+                f"LogicalReplicas: expected all replicas in each step, found a loop that was left at "
+                f"replica {replica}. The gradients of that step were removed. Compute all replicas, "
+                f"also if their examples have weight 0."
+            )
 
     def reduce_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """The communication hook of DDP: takes the gradients of a bucket for the current replica."""

@@ -62,6 +62,15 @@ def test_every_chosen_signal_counts_and_the_exit_ignores_all(tmp_path: Path) -> 
     assert Run(tmp_path).steps() == [2]
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """Python's own handler, also if the tests were started in the background, which ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_a_second_ctrl_c_interrupts(tmp_path: Path) -> None:
     options = ManagerOptions(preemption_signals=("SIGTERM", "SIGINT"))
     with CheckpointManager(tmp_path, options=options) as manager:

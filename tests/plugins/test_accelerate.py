@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plugin_programs import answer_of, run_program
 
 from perdure import EXIT_PREEMPTED
 from perdure.errors import StateError
@@ -21,21 +20,8 @@ if importlib.util.find_spec("accelerate") is None:
     pytest.skip("Accelerate is not installed; make proof-doors has it", allow_module_level=True)
 WORKER = Path(__file__).with_name("accelerate_worker.py")
 BATCHES = 18
-
-
-def work(how: str, directory: Path) -> tuple[int, Any, str]:
-    """Exit status, answer and standard error of one program."""
-    done = subprocess.run(
-        [sys.executable, WORKER, how, directory], capture_output=True, text=True, timeout=300
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    return done.returncode, json.loads(lines[-1]) if lines else None, done.stderr
-
-
-def ended(how: str, directory: Path) -> dict[str, Any]:
-    status, answer, err = work(how, directory)
-    assert status == 0, err
-    return answer
+work = partial(run_program, WORKER)
+ended = partial(answer_of, WORKER)
 
 
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from plugin_programs import answer_of, run_program
 
 from damage import flip
 from perdure.errors import CorruptionError, StateError
@@ -23,21 +24,8 @@ if not all(map(importlib.util.find_spec, ("lightning",))):
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 WORKER = Path(__file__).with_name("lightning_worker.py")
 MATRIX = Path(__file__).with_name("lightning_matrix.py")
-
-
-def work(how: str, directory: Path) -> tuple[int, Any, str]:
-    """Exit status, answer and standard error of one program."""
-    done = subprocess.run(
-        [sys.executable, WORKER, how, directory], capture_output=True, text=True, timeout=300
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    return done.returncode, json.loads(lines[-1]) if lines else None, done.stderr
-
-
-def ended(how: str, directory: Path) -> dict[str, Any]:
-    status, answer, err = work(how, directory)
-    assert status == 0, err
-    return answer
+work = partial(run_program, WORKER)
+ended = partial(answer_of, WORKER)
 
 
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plugin_programs import answer_of, run_program
 
 from damage import flip
 from perdure import EXIT_PREEMPTED
@@ -22,21 +21,8 @@ from perdure.store import Run
 if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
     pytest.skip("the Trainer is not installed; make proof-doors has it", allow_module_level=True)
 WORKER = Path(__file__).with_name("transformers_worker.py")
-
-
-def work(how: str, directory: Path) -> tuple[int, Any, str]:
-    """Exit status, answer and standard error of one program."""
-    done = subprocess.run(
-        [sys.executable, WORKER, how, directory], capture_output=True, text=True, timeout=300
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    return done.returncode, json.loads(lines[-1]) if lines else None, done.stderr
-
-
-def resumed(how: str, directory: Path) -> dict[str, Any]:
-    status, answer, err = work(how, directory)
-    assert status == 0, err
-    return answer
+work = partial(run_program, WORKER)
+resumed = partial(answer_of, WORKER)
 
 
 @pytest.fixture(scope="module")

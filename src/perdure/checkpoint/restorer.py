@@ -41,7 +41,6 @@ class Restorer:
         self._processes = managed.processes
         self._check = check
         self._random = random
-        self._has_shards = False
 
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
@@ -62,7 +61,7 @@ class Restorer:
             warn_of_skipped(run.where, loaded, quarantine_skipped(run, loaded, readable))
         step = loaded.manifest.step
         where = f"{run.where}: step {step}"
-        state, report = run_in_all(
+        state, report, has_shards = run_in_all(
             self._processes, lambda: self._rebuild(where, loaded, like, request)
         )
         if report.has_differences:
@@ -70,7 +69,8 @@ class Restorer:
         if report.is_exact:
             self._check.restored_exactly(step)
             self._restore_random(where, loaded)
-            self._warn_of_other_group(loaded)
+            if has_shards:
+                self._warn_of_other_group(loaded)
         else:
             self._check.restored_in_part(step)
         return Restored(state, step, report)
@@ -88,22 +88,21 @@ class Restorer:
 
     def _rebuild(
         self, where: str, loaded: Loaded, like: Any, request: RestoreRequest
-    ) -> tuple[Any, RestoreReport]:
-        self._has_shards = False
+    ) -> tuple[Any, RestoreReport, bool]:
+        """The state, what differs, and whether arrays of the target are sharded over processes."""
         manifest, leaves = loaded.manifest, loaded.leaves
         self._managed.recipe.check_resume(where, manifest.recipe)
         specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
         stored = StoredState(specs, manifest.containers)
         with rank_context(self._processes.index, self._processes.count) as rank:
             if like is None:
-                return restore_without_target(leaves, request, stored)
+                return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
                 self._check.expect(like)
             state, report = restore_requested(like, leaves, request, stored)
-            self._has_shards = rank.has_shards
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
-            return state, report
+            return state, report, rank.has_shards
 
     def _restore_random(self, where: str, loaded: Loaded) -> None:
         """The last part of a restore, because the others may draw random numbers."""
@@ -113,14 +112,12 @@ class Restorer:
             warn_caller(note)
 
     def _warn_of_other_group(self, loaded: Loaded) -> None:
-        """Warn if arrays that another number of processes saved are now sharded over these.
+        """Warn if another number of processes saved arrays that are now sharded over these.
 
         Their bits are the same. Those of the next step are not, unless a strategy computes it.
         """
         saved = processes_of(loaded.process_leaves)
-        if not self._has_shards or saved in (0, self._processes.count):
-            return
-        if self._processes.is_chief:
+        if self._processes.is_chief and saved not in (0, self._processes.count):
             warn_caller(
                 f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, "
                 f"and this run has {self._processes.count}. The state is restored bit for bit, but the "

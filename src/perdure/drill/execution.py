@@ -37,6 +37,7 @@ from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.supervise import history
+from perdure.supervise.checked_command import checked_command
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
@@ -357,7 +358,7 @@ def _check_command(command: Sequence[str]) -> None:
         line = shlex.join(("python", *command))
         raise LaunchError(f"{script}: expected a command. Write: perdure drill -- {line}")
     try:
-        Supervisor(command)
+        checked_command(command)
     except LaunchError as error:
         text = str(error).replace("perdure run --", "perdure drill --")
         raise LaunchError(text) from error

@@ -51,7 +51,7 @@ class WorkingDirectory:
         self._list_contents()
 
     def make(self, directory: Path) -> Path:
-        """Write a copy below `directory`, and return the root that stands for `/`."""
+        """Write a copy below `directory`; returns the directory that takes the place of `/`."""
         root = os.path.join(os.path.realpath(directory), ROOT)
         os.mkdir(root)
         for name in self._directories:

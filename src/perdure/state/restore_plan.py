@@ -1,4 +1,4 @@
-"""Plans a restore: which leaf of a checkpoint goes where, and what of the target keeps its value.
+"""Plans a restore: which leaf of a checkpoint goes where, and which parts of the target stay.
 
 Invariant: a plan changes nothing, and what a plan without `differences` restores fits the target.
 """
@@ -304,10 +304,8 @@ class _Planner:
 
     def _keep_dependants(self) -> None:
         """Keep the optimizers of parameters that were not restored, and the schedulers of those."""
-        live = dict(self._walk.values)
-        for path, node in self._walk.objects.items():
-            live[path] = node.target
-            live |= {join_part(path, part): value for part, value in node.part_values().items()}
+        live = self._values()
+        live |= {path: node.target for path, node in self._walk.objects.items()}
         restored = {id(value) for path, value in live.items() if not self._is_kept(path)}
         kept = {id(live[path]): path for path in self._missing | self._mismatched if path in live}
         pending = [path for path in self._parts if not self._is_kept(path)]
@@ -327,9 +325,7 @@ class _Planner:
 
     def _refuse_abstract(self) -> None:
         """An abstract leaf has no value to keep."""
-        values = dict(self._walk.values)
-        for path, node in self._walk.objects.items():
-            values |= {join_part(path, part): value for part, value in node.part_values().items()}
+        values = self._values()
         for path in self._asked_for(values):
             if self._is_kept(path) and _is_abstract(values[path]):
                 reason = (
@@ -337,6 +333,13 @@ class _Planner:
                     "checkpoint has none that fits; give the target an array there"
                 )
                 self._refused[path] = Difference(path, reason=reason)
+
+    def _values(self) -> dict[str, Any]:
+        """The live values of the target by path: its leaves, and the parts of its objects."""
+        values = dict(self._walk.values)
+        for path, node in self._walk.objects.items():
+            values |= {join_part(path, part): value for part, value in node.part_values().items()}
+        return values
 
     def _asked_for(self, paths: Iterable[str]) -> list[str]:
         selection = self._request.selection

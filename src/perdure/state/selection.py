@@ -11,9 +11,9 @@ from perdure.errors import ArgumentError
 class Selection:
     """The leaves at some paths and below them.
 
-    In a pattern, `*` stands for any text inside one part of a path, and the part `**` for any number of
-    parts, also none: `*/bias`, `model/**/kernel`. What lies below a match is selected too, so that
-    `model` and `model/**` are the same.
+    In a pattern, `*` matches any text within one part of a path, and the part `**` matches any number
+    of parts, including none: `*/bias`, `model/**/kernel`. What lies below a match is selected too, so
+    that `model` and `model/**` are the same.
 
     Args:
         leaves: one path or pattern, or several.

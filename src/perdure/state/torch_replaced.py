@@ -1,4 +1,4 @@
-"""Finds a program that restored a tensor, goes on with the one from before, and saves the restored one.
+"""Finds a program that restored a tensor, continues with the old one, and saves the restored one.
 
 A restore changes parameters and modules in place, but returns a new tensor for any other tensor: two
 restores into one target are two values, and members of a target may share memory. A program that

@@ -64,7 +64,7 @@ class Cursor:
 
 
 def _place(leaves: Sequence[LeafEntry], share: float) -> tuple[str, int]:
-    """The leaf, and its chunk, behind this share of the bytes of a state."""
+    """The leaf and the number of its chunk at this share of the bytes of a state."""
     left = share * sum(sum(leaf.sizes()) for leaf in leaves)
     for leaf in leaves:
         for index, size in enumerate(leaf.sizes()):

@@ -21,11 +21,11 @@ def create_file(path: Path, flags: int = 0) -> int:
 
 def open_file(path: Path) -> BinaryIO:
     """Open `path` to read; raises `OSError` if it is no regular file."""
-    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "expected a regular file", str(path))
-    return file
+    return open(descriptor, "rb")
 
 
 def remedy(error: OSError, path: Path) -> str:

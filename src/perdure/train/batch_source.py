@@ -66,7 +66,7 @@ class IteratorBatchSource(BatchSource):
 
 
 class LoaderBatchSource(IteratorBatchSource):
-    """Batches from a loader with a position, one pass over which is an epoch; the next one follows."""
+    """Batches from a loader that saves its position. One pass is an epoch; another pass follows."""
 
     def __init__(self, loader: Any, recipe: Mapping[str, Any]) -> None:
         super().__init__(loader, recipe)

@@ -117,7 +117,8 @@ def array_class_name(value: Any) -> str:
         return "numpy" if value.dtype.isnative else "numpy.swapped"
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         name = "torch"
-        if isinstance(value, torch.nn.Parameter):
+        # Python code of PyTorch answers `isinstance(value, Parameter)`: slow for many tensors.
+        if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
             name += ".Parameter" if value.requires_grad else ".Parameter.frozen"
         elif value.requires_grad:
             name += ".requires_grad"

@@ -50,6 +50,9 @@ SCALARS: dict[type, ScalarType] = {
     type(None): ScalarType("py:none", lambda _: "", lambda _: None),
 }
 _BY_DTYPE = {scalar.dtype: scalar for scalar in SCALARS.values()}
+_SMALL_BYTES = 4096
+"""So few are compared faster as copies than as NumPy arrays."""
+
 _LITTLE = sys.byteorder == "little"
 # dtypes whose memory, in native byte order, a memoryview can show as the bytes of a checkpoint.
 BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
@@ -154,9 +157,7 @@ def key_words(leaf: Leaf) -> np.ndarray[Any, Any]:
 def same_bits(stored: Leaf, present: Leaf) -> bool:
     """Whether two leaves are equal bit for bit; a number may have become another kind of number."""
     if (stored.dtype, stored.shape) == (present.dtype, present.shape):
-        return len(stored.data) == len(present.data) and np.array_equal(
-            np.frombuffer(stored.data, np.uint8), np.frombuffer(present.data, np.uint8)
-        )
+        return _same_bytes(stored.data, present.data)
     if stored.shape or present.shape or not (stored.is_scalar or present.is_scalar):
         return False
     with suppress(StateError, ValueError, TypeError):  # a value that is not a number differs
@@ -164,6 +165,14 @@ def same_bits(stored: Leaf, present: Leaf) -> bool:
         numbers = (bool, int, float)
         return isinstance(first, numbers) and isinstance(second, numbers) and first == second
     return False
+
+
+def _same_bytes(one: memoryview, other: memoryview) -> bool:
+    if len(one) != len(other):
+        return False
+    if len(one) <= _SMALL_BYTES:
+        return bytes(one) == bytes(other)
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 def _check_array_type(value: np.ndarray[Any, Any] | np.generic) -> None:

@@ -190,13 +190,13 @@ class ObjectStates:
         if leaf.is_scalar:
             return plain_value(leaf)
         with PathInErrors(path):
-            target = array_template(arrays, leaf, like)
+            target, chosen = like, None
             if like is not _MISSING and _same_library(array_class_name(like), arrays):
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target
-                    present = leaf_adapter(like, self._adapters)
-                    if present is not None and present[1] == LeafSpec.of(leaf):
-                        target = like
-            chosen = leaf_adapter(target, self._adapters)
+                    chosen = leaf_adapter(like, self._adapters)
+            if chosen is None or chosen[1] != LeafSpec.of(leaf):
+                target = array_template(arrays, leaf, like)
+                chosen = leaf_adapter(target, self._adapters)
             assert chosen is not None
             value = load_leaf(chosen[0], target, leaf)
         return value.copy() if isinstance(value, np.ndarray) else value
@@ -240,8 +240,11 @@ class ObjectStates:
         )
 
 
+_COMPARED = Leaf("", (), memoryview(b""))
+
+
 class _ComparedLeaves(Leaves):
-    """Compares each leaf that is added with the stored one, and keeps none of the bytes."""
+    """Compares each leaf that is added with the stored one, and keeps its path only."""
 
     def __init__(self, stored: Mapping[str, Leaf]) -> None:
         super().__init__()
@@ -249,7 +252,7 @@ class _ComparedLeaves(Leaves):
         self.differences: list[Difference] = []
 
     def __setitem__(self, path: str, leaf: Leaf) -> None:
-        super().__setitem__(path, Leaf(leaf.dtype, leaf.shape, memoryview(b"")))
+        super().__setitem__(path, _COMPARED)
         stored = self._stored.get(path)
         if stored is not None and stored.shape == leaf.shape and leaf.region is not None:
             stored = cut(stored, leaf.region)

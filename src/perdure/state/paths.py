@@ -73,7 +73,11 @@ def ancestors(path: str) -> Iterator[str]:
 
 def nearest(path: str, paths: Container[str]) -> str | None:
     """The longest of `paths` that `path` is or lies below; None if there is none."""
-    return next((above for above in ancestors(path) if above in paths), None)
+    while path not in paths:  # without `ancestors`, because a restore asks this about every leaf
+        if not path:
+            return None
+        path = path.rpartition("/")[0]
+    return path
 
 
 def is_below(path: str, ancestors: Sequence[str]) -> bool:

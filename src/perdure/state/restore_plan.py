@@ -83,13 +83,12 @@ def plan_restore(
     context = current_rank_context()
     with rank_context(context.index, context.count) as ranks:
         walk = TargetWalk(like, stored.specs, selection=request.selection)
-    # Of a `PerRank` member, only the leaves of this process are restored.
-    own = {
-        path: leaf for path, leaf in renaming.rename(leaves).items() if not ranks.leaves_out(path)
-    }
+    own = renaming.rename(leaves)
+    if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
+        own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
     planner = _Planner(walk, Leaves(own, stored.containers), request, stored)
     plan = planner.plan()
-    renamed = sorted(renaming(path) for path in leaves if renaming(path) != path)
+    renamed = sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
     plan.report = planner.report(tuple(path for path in renamed if path in plan.leaves))
     return plan
 

@@ -137,19 +137,19 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
 
     An object with `load_state_dict` takes any leaves, except those that its own check refuses.
     """
-    stored = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+    stored: dict[str, LeafSpec] = {}
     lines: list[Difference] = []
-    if template.objects:
-        object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
-        for path, leaf in leaves.items():
-            if (parent := nearest(path, object_leaves)) is not None:
-                object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
-                del stored[path]
-        for parent, check in template.objects.items():
-            lines += [
-                line._replace(path=join_part(parent, line.path) if line.path else parent)
-                for line in check(object_leaves[parent])
-            ]
+    object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
+    for path, leaf in leaves.items():
+        if object_leaves and (parent := nearest(path, object_leaves)) is not None:
+            object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
+        else:
+            stored[path] = LeafSpec.of(leaf)
+    for parent, check in template.objects.items():
+        lines += [
+            line._replace(path=join_part(parent, line.path) if line.path else parent)
+            for line in check(object_leaves[parent])
+        ]
     if template.leaves != stored:
         for path in template.leaves.keys() | stored.keys():
             expected, present = template.leaves.get(path), stored.get(path)

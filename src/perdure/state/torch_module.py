@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ _MODULE_VERBS = (
     "set_extra_state",
     "_save_to_state_dict",
     "_load_from_state_dict",
+)
+_MODULE_CODE = tuple(getattr(torch.nn.Module, verb) for verb in _MODULE_VERBS)
+_COPYING_CODE = (
+    # These add what a state of an old version lacks, and then call the method of `Module`.
+    torch.nn.modules.batchnorm._NormBase._load_from_state_dict,
+    torch.nn.modules.instancenorm._InstanceNorm._load_from_state_dict,
 )
 _MODULE_HOOKS = (
     "_state_dict_pre_hooks",
@@ -60,24 +66,28 @@ class ModuleState(Stateful):
         return {join_dotted("", name): state[full] for name, full in full_names.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        present = self.target.state_dict()
-        full_names = _full_names(self.target, present)
-        if self.can_fail and any(isinstance(value, LAZY) for value in present.values()):
+        live = self.target.state_dict(keep_vars=True)
+        full_names = _full_names(self.target, live)
+        if any(isinstance(value, LAZY) for value in live.values()) and self.can_fail:
             raise StateError(
                 "a lazy module with extra state or code of its own for loading cannot get its earlier "
                 "state back if the restore fails later. Run one forward pass before the restore."
             )
-        values = type(present)({full_names.get(name, name): state[name] for name in state})
-        # The versions of the module's code. With older ones, the code would convert the values.
-        if (versions := getattr(present, "_metadata", None)) is not None:
-            values._metadata = versions  # type: ignore[attr-defined]
-        live = self.target.state_dict(keep_vars=True)
+        values = type(live)({full_names.get(name, name): state[name] for name in state})
         for name, tensor in live.items():
             if name in values and has_shared_elements(tensor):
                 copy_into(tensor, values[name])
                 values[name] = tensor  # PyTorch skips the copy of a tensor onto itself
             elif name in values and _is_meta(tensor) and not _is_meta(values[name]):
                 _give_memory(tensor, values[name])
+        if values.keys() == live.keys() and _only_copies(self.target):
+            with torch.no_grad():
+                for name, tensor in live.items():
+                    tensor.copy_(values[name])
+            return
+        # The versions of the module's code. With older ones, the code would convert the values.
+        if (versions := getattr(live, "_metadata", None)) is not None:
+            values._metadata = versions  # type: ignore[attr-defined]
         self.target.load_state_dict(values)
 
     def check(self) -> Check:
@@ -122,11 +132,11 @@ def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, 
     """The names in a module's state, by the same name without the parts of wrappers (DDP,
     `torch.compile`)."""
     cuts: list[tuple[str, str]] = []
-    for name, part in module.named_modules(remove_duplicate=False):
-        if (inner := _inner_name(part)) is not None:
-            cuts.append((f"{name}." if name else "", f"{inner}."))
-    if not cuts:
+    if not any(map(_inner_name, {type(part) for part in module.modules()})):
         return {name: name for name in state}
+    for name, part in module.named_modules(remove_duplicate=False):
+        if (inner := _inner_name(type(part))) is not None:
+            cuts.append((f"{name}." if name else "", f"{inner}."))
     full_names = {}
     for full in state:
         name = full
@@ -137,25 +147,46 @@ def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, 
     return full_names
 
 
-def _inner_name(module: torch.nn.Module) -> str | None:
+def _inner_name(kind: type[torch.nn.Module]) -> str | None:
     for wrapper, inner in _WRAPPERS.items():
-        if isinstance(module, wrapper):
+        if issubclass(kind, wrapper):
             return inner
-    kind = type(module)  # compared by name, because the import of `torch._dynamo` is slow
+    # Compared by name, because the import of `torch._dynamo` is slow.
     compiled = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
     return "_orig_mod" if compiled else None
 
 
 def _has_standard_load(module: torch.nn.Module) -> bool:
     """Whether a load runs only code of PyTorch: no methods, attributes or hooks of the user's."""
-    for part in module.modules():
-        for verb in _MODULE_VERBS:
-            if not _is_from_torch(getattr(type(part), verb)) or verb in vars(part):
-                return False
+    return all(map(_is_from_torch, _special_code(module)))
+
+
+def _only_copies(module: torch.nn.Module) -> bool:
+    """Whether a load does no more than copy the values into the tensors that `state_dict` returns.
+
+    `torch.nn.Module.load_state_dict` compares all names once for each module. Without it, the time
+    grows with the number of tensors, and not with its square.
+    """
+    return all(map(_is_from_torch, _MODULE_CODE)) and (
+        all(code in _COPYING_CODE for code in _special_code(module))
+        and not torch.__future__.get_swap_module_params_on_conversion()
+    )
+
+
+def _special_code(module: torch.nn.Module) -> Iterator[Any]:
+    """The code that takes part in a save or a load, beside the methods that all modules have.
+
+    None for a method that was replaced on one object.
+    """
+    parts = list(module.modules())
+    for kind in {type(part) for part in parts}:
+        methods = [getattr(kind, verb) for verb in _MODULE_VERBS]
+        yield from (method for method in methods if method not in _MODULE_CODE)
+    for part in parts:
+        if not vars(part).keys().isdisjoint(_MODULE_VERBS):
+            yield None
         for hooks in _MODULE_HOOKS:
-            if not all(_is_from_torch(hook) for hook in getattr(part, hooks, {}).values()):
-                return False
-    return True
+            yield from getattr(part, hooks, {}).values()
 
 
 def _is_from_torch(function: Any) -> bool:
@@ -189,18 +220,20 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
     """The tensors of a module on the meta device, with what a restore needs for them."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
+    if not on_meta:
+        return []
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     how = "Call `module.to_empty(device=...)`"
     lines = []
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta and id(tensor) in saved:
+    for name, tensor in on_meta:
+        if id(tensor) in saved:
             reason = f"is on the meta device, and the module has code of its own for loading. {how}"
-        elif tensor.is_meta:
+        else:
             reason = (
                 f"is on the meta device and never saved (persistent=False). {how}, and compute it"
             )
-        else:
-            continue
         lines.append(Difference(join_dotted("", name), reason=f"{reason} before the restore"))
     return lines
 

@@ -42,7 +42,8 @@ class TorchState:
     def spec(self, value: Any) -> LeafSpec | None:
         if not isinstance(value, torch.Tensor):
             return None
-        if isinstance(value, LAZY):
+        is_exact = type(value) in _EXACT
+        if not is_exact and isinstance(value, LAZY):
             raise UnsupportedLeafError(
                 "a lazy parameter without a shape. Run one forward pass before the first save, and "
                 "before a restore outside of its module."
@@ -53,9 +54,11 @@ class TorchState:
                 f"a tensor of layout {value.layout}{also}; expected a dense one. Convert it with "
                 f"`.to_dense()`, `.dequantize()` or `.to_padded_tensor()`."
             )
+        if is_exact:
+            return tensor_spec(value)
         if is_dtensor(value):
             require_restorable(value)
-        elif type(value) not in _EXACT and not _is_plain_tensor(value):
+        elif not _is_plain_tensor(value):
             raise UnsupportedLeafError(
                 f"a tensor of the class {type_name(value)} has more than its elements. Save a plain "
                 f"tensor and the other attributes."
@@ -81,9 +84,11 @@ class TorchState:
         data = octets.data if octets.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
 
-    @torch.inference_mode(mode=False)  # an inference tensor could not be trained later
     def load(self, like: Any, leaf: Leaf) -> Any:
         """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""
+        if torch.is_inference_mode_enabled():  # an inference tensor could not be trained later
+            with torch.inference_mode(mode=False):
+                return self.load(like, leaf)
         if is_dtensor(like):
             shard = shard_of(like, leaf)
             if isinstance(like, torch.nn.Parameter):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedTensorMixin
 
 from perdure.state.leaf_spec import LeafSpec
 
-LAZY = (UninitializedParameter, UninitializedBuffer)
-"""The classes of tensors that have no shape yet."""
+LAZY = UninitializedTensorMixin
+"""The base class of tensors that have no shape yet."""
 
 
 def tensor_spec(tensor: torch.Tensor) -> LeafSpec:
     """dtype and shape of a tensor that is not lazy."""
-    return LeafSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return LeafSpec(_dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def has_shared_elements(value: Any) -> bool:
@@ -24,7 +30,10 @@ def has_shared_elements(value: Any) -> bool:
         return False
     if value.layout != torch.strided or value.is_nested:
         return False
-    return any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
+    steps = value.stride()
+    return 0 in steps and any(
+        n > 1 and step == 0 for n, step in zip(value.shape, steps, strict=True)
+    )
 
 
 def copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:

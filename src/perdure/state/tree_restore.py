@@ -27,6 +27,7 @@ from perdure.state.restore_request import RestoreRequest
 from perdure.state.stateful import Stateful
 from perdure.state.template import TargetWalk, differences
 from perdure.state.tree_flatten import unflatten
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Arrays
 
@@ -71,11 +72,12 @@ def restore_requested(
     Raises:
         MismatchError, StateError: as `restore`; a pattern or a rename fits nothing.
     """
-    plan = plan_restore(like, leaves, request, stored)
-    if plan.differences:
-        hints = ways_out(like, leaves, request, stored, plan)
-        raise mismatch_error(plan.differences, advice(plan.differences) + hints)
-    return _Restore(plan).run(like), plan.report
+    with gc_paused(len(leaves)):
+        plan = plan_restore(like, leaves, request, stored)
+        if plan.differences:
+            hints = ways_out(like, leaves, request, stored, plan)
+            raise mismatch_error(plan.differences, advice(plan.differences) + hints)
+        return _Restore(plan).run(like), plan.report
 
 
 def restore_without_target(

@@ -87,6 +87,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one checkpoint: of the state that `make(1)` of the test's file returns."""
+    from perdure import CheckpointManager
+
+    directory = tmp_path_factory.mktemp("run")
+    with CheckpointManager(directory) as manager:
+        manager.save(1, request.module.make(1))
+    return directory
+
+
+@pytest.fixture
+def manager(run: Path) -> Iterator[Any]:
+    """A manager of that run."""
+    from perdure import CheckpointManager
+
+    with CheckpointManager(run) as manager:
+        yield manager
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Any]:
     """S3 as moto speaks it, one server for all tests of this process.

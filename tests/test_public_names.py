@@ -138,6 +138,7 @@ def test_every_package_for_users_is_frozen() -> None:
         "framework_group",
         "heartbeats",
         "host_generators",
+        "host_resume",
         "host_version",
         "ports",
         "process_group",

@@ -15,7 +15,13 @@ import numpy as np
 
 from perdure.checkpoint import CheckpointManager, Restored
 from perdure.errors import StateError, missing_extra
-from perdure.host_generators import generator_states, restore_generators
+from perdure.host_generators import (
+    generator_states,
+    restore_generators,
+    states_from_arrays,
+    states_to_arrays,
+)
+from perdure.host_resume import newest_checkpoint, restore_members
 from perdure.host_version import require_version
 
 require_version("accelerate", "accelerate", "1.1", "2")
@@ -72,14 +78,11 @@ def batches(
 def _batches(
     accelerator: Any, loader: Any, manager: CheckpointManager, epochs: int
 ) -> Iterator[tuple[int, Any]]:
-    manager.claim()
-    resumed = manager.restore() if manager.all_steps() else None
+    resumed = newest_checkpoint(manager)
     at_save = generator_states()
     step = first_epoch = finished = 0
     if resumed is not None:
-        members = _members(accelerator)
-        leaves = members.keys() | resumed.state.keys() - {"position", "epoch_began"}
-        manager.restore(resumed.step, members, leaves=sorted(leaves))
+        restore_members(manager, resumed, _members(accelerator), {"position", "epoch_began"})
         step, position = resumed.step, resumed.state["position"]
         first_epoch, finished = position["epoch"], position["finished"]
         accelerator.step = position["accumulated"]
@@ -132,11 +135,11 @@ def _generators(loader: Any) -> dict[str, np.ndarray[Any, Any]]:
     shuffling = getattr(loader, "synchronized_generator", None)
     if shuffling is not None:
         states[_LOADER] = shuffling.get_state().numpy().tobytes()
-    return {name: np.frombuffer(state, np.uint8) for name, state in states.items()}
+    return states_to_arrays(states)
 
 
 def _set_generators(loader: Any, resumed: Restored) -> None:
-    states = {name: data.tobytes() for name, data in resumed.state["epoch_began"].items()}
+    states = states_from_arrays(resumed.state["epoch_began"])
     shuffling = states.pop(_LOADER, None)
     if shuffling is not None:
         data = torch.frombuffer(bytearray(shuffling), dtype=torch.uint8)

@@ -15,11 +15,15 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from perdure.checkpoint import CheckpointManager, Restored
 from perdure.errors import ArgumentError, StateError, missing_extra
-from perdure.host_generators import generator_states, restore_generators
+from perdure.host_generators import (
+    generator_states,
+    restore_generators,
+    states_from_arrays,
+    states_to_arrays,
+)
+from perdure.host_resume import newest_checkpoint, restore_members
 from perdure.host_version import require_version
 
 require_version("transformers", "transformers", "5", "6")
@@ -71,8 +75,7 @@ def train(
 
 
 def _train(trainer: Trainer, manager: CheckpointManager, arguments: dict[str, Any]) -> Any:
-    manager.claim()
-    newest = manager.restore() if manager.all_steps() else None
+    newest = newest_checkpoint(manager)
     callback = _Checkpoints(trainer, manager, newest)
     trainer.add_callback(callback)
     try:
@@ -107,9 +110,8 @@ class _Checkpoints(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._newest is not None:
-            members = self._members()
-            leaves = members.keys() | self._newest.state.keys() - {"trainer", "epoch_began"}
-            self._manager.restore(self._newest.step, members, leaves=sorted(leaves))
+            read_only = {"trainer", "epoch_began"}
+            restore_members(self._manager, self._newest, self._members(), read_only)
             if state.global_step != self._newest.step:
                 raise StateError(
                     f"{self._manager.directory}: expected that the Trainer resumes at step "
@@ -118,8 +120,7 @@ class _Checkpoints(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._newest is not None:
-            saved = self._newest.state["epoch_began"]
-            restore_generators({name: data.tobytes() for name, data in saved.items()})
+            restore_generators(states_from_arrays(self._newest.state["epoch_began"]))
         self._epoch_began = generator_states()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,7 +159,7 @@ class _Checkpoints(TrainerCallback):
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
-        began = {name: np.frombuffer(data, np.uint8) for name, data in self._epoch_began.items()}
+        began = states_to_arrays(self._epoch_began)
         return self._members() | {"trainer": json.dumps(values), "epoch_began": began}
 
 

@@ -9,7 +9,6 @@ import pickle
 import random
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class Counter:
         self.state = state
 
 
-def members(k: int) -> dict[str, Any]:
+def make(k: int) -> dict[str, Any]:
     return {
         "model": {
             "enc": {"w": np.full((2, 3), k, np.float32), "bias": np.full(3, k, np.float32)},
@@ -45,20 +44,6 @@ def members(k: int) -> dict[str, Any]:
         "count": Counter(k),
         "step": k,
     }
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("parts")
-    with CheckpointManager(directory) as manager:
-        manager.save(1, members(1))
-    return directory
-
-
-@pytest.fixture
-def manager(run: Path) -> Iterator[CheckpointManager]:
-    with CheckpointManager(run) as manager:
-        yield manager
 
 
 def values(state: Any) -> dict[str, Any]:
@@ -81,7 +66,7 @@ def values(state: Any) -> dict[str, Any]:
 def test_a_pattern_restores_what_it_matches_and_nothing_else(
     manager: CheckpointManager, leaves: Any, restored: set[str]
 ) -> None:
-    like = members(9)
+    like = make(9)
     state, step = manager.restore(like=like, leaves=leaves)
     assert step == 1
     assert {name for name, value in values(state).items() if value == 1} == restored
@@ -105,7 +90,7 @@ def test_a_pattern_restores_what_it_matches_and_nothing_else(
 def test_a_pattern_without_a_match_and_a_part_of_an_object_are_refused(
     manager: CheckpointManager, leaves: Any, error: type[Exception], phrase: str
 ) -> None:
-    like = members(9)
+    like = make(9)
     with pytest.raises(error, match=phrase):
         manager.restore(like=like, leaves=leaves)
     assert set(values(like).values()) == {9}
@@ -126,7 +111,7 @@ def test_without_a_target_patterns_and_renames_select_what_is_read(
 
 def other_members(k: int) -> dict[str, Any]:
     """A new head, a member more, one less, and an object that the checkpoint has no state for."""
-    state = members(k)
+    state = make(k)
     state["model"]["head"] = {
         "w": np.full((3, 7), k, np.float32),
         "bias": np.full(4, k, np.float64),
@@ -180,7 +165,7 @@ def test_a_generator_of_another_kind_is_never_half_restored(tmp_path: Path) -> N
 def test_strict_false_restores_everything_if_everything_fits(manager: CheckpointManager) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        restored = manager.restore(like=members(9), strict=False)
+        restored = manager.restore(like=make(9), strict=False)
     assert set(values(restored.state).values()) == {1}
     assert restored.report == RestoreReport()
     assert restored.report.is_exact
@@ -193,7 +178,7 @@ def test_a_restore_of_nothing_at_all_is_an_error(manager: CheckpointManager) -> 
 
 
 def test_a_rename_moves_branches_and_is_reported(manager: CheckpointManager) -> None:
-    like = {"net": {"e": members(9)["model"]["enc"], "head": members(9)["model"]["head"]},
+    like = {"net": {"e": make(9)["model"]["enc"], "head": make(9)["model"]["head"]},
             "count": Counter(9), "total": 9}  # fmt: skip
     rename = {"model": "net", "model/enc": "net/e", "step": "total"}
     state, step, = restored = manager.restore(like=like, rename=rename)  # fmt: skip
@@ -209,11 +194,11 @@ def test_a_rename_moves_branches_and_is_reported(manager: CheckpointManager) -> 
         ({"count/n": "n"}, "inside of the object at 'count'"),
     ):
         with pytest.raises(MismatchError, match=phrase):
-            manager.restore(like=members(9), rename=wrong, strict=False)
+            manager.restore(like=make(9), rename=wrong, strict=False)
 
 
 def test_a_cast_converts_to_the_dtype_of_the_target(manager: CheckpointManager) -> None:
-    like = members(9)
+    like = make(9)
     like["model"]["enc"] = {k: v.astype(np.float16) for k, v in like["model"]["enc"].items()}
     restored = manager.restore(like=like, cast=True)
     weight = restored.state["model"]["enc"]["w"]
@@ -239,13 +224,13 @@ def ways_out(manager: CheckpointManager, like: Any, **arguments: Any) -> set[str
 
 def test_an_error_names_the_ways_out_that_would_help(manager: CheckpointManager) -> None:
     assert ways_out(manager, other_members(9)) == {"strict=False", "cast=True"}
-    wide = members(9)
+    wide = make(9)
     wide["model"]["enc"]["w"] = np.zeros((2, 3), np.float64)
     assert ways_out(manager, wide) == {"strict=False", "cast=True"}
-    integers = members(9)
+    integers = make(9)
     integers["model"]["enc"]["w"] = np.zeros((2, 3), np.int32)
     assert ways_out(manager, integers) == {"strict=False"}
-    moved = members(9)
+    moved = make(9)
     moved["net"] = moved.pop("model")
     assert ways_out(manager, moved) == {"strict=False", "rename={'model': 'net'}", "rename="}
     assert manager.restore(like=moved, rename={"model": "net"}).report.is_exact
@@ -356,7 +341,7 @@ def test_a_new_run_begins_with_parts_of_an_old_one_and_resumes_exactly(tmp_path:
 def test_a_group_restores_the_same_parts(run: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(run, processes=processes) as manager:
-            like = {"model": members(9)["model"], "new": processes.index}
+            like = {"model": make(9)["model"], "new": processes.index}
             restored = manager.restore(like=like, strict=False)
             state = restored.state
             return float(state["model"]["head"]["w"].flat[0]), state["new"], restored.report.missing
@@ -402,7 +387,7 @@ def test_metadata_is_a_tree_of_shapes_that_reads_no_array(
 
 
 def test_a_restored_state_is_a_pair_with_a_report(manager: CheckpointManager) -> None:
-    restored = pickle.loads(pickle.dumps(manager.restore(like=members(9), leaves="step")))
+    restored = pickle.loads(pickle.dumps(manager.restore(like=make(9), leaves="step")))
     assert isinstance(restored, Restored)
     assert restored[1] == restored.step == 1
     assert restored.report.leaves == ("step",)

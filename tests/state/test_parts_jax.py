@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,6 @@ def assert_equal(one: Any, other: Any) -> None:
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("jax")
-    with CheckpointManager(directory) as manager:
-        manager.save(1, make(1))
-    return directory
-
-
-@pytest.fixture
-def manager(run: Path) -> Iterator[CheckpointManager]:
-    with CheckpointManager(run) as manager:
-        yield manager
 
 
 def test_abstract_targets_with_and_without_a_sharding(manager: CheckpointManager) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +76,6 @@ def same_names(one: Any, other: Any) -> set[str]:
     """The names of a module whose values are equal."""
     first, second = bits(one), bits(other)
     return {name for name in first if first[name] == second.get(name)}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("torch")
-    with CheckpointManager(directory) as manager:
-        manager.save(1, make(1))
-    return directory
-
-
-@pytest.fixture
-def manager(run: Path) -> Iterator[CheckpointManager]:
-    with CheckpointManager(run) as manager:
-        yield manager
 
 
 def test_a_pattern_selects_parameters_inside_a_module(manager: CheckpointManager) -> None:

@@ -88,7 +88,9 @@ def plan_restore(
         own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
     planner = _Planner(walk, Leaves(own, stored.containers), request, stored)
     plan = planner.plan()
-    renamed = sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
+    renamed = (
+        sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
+    )
     plan.report = planner.report(tuple(path for path in renamed if path in plan.leaves))
     return plan
 

@@ -28,7 +28,6 @@ _MODULE_VERBS = (
     "_save_to_state_dict",
     "_load_from_state_dict",
 )
-_MODULE_CODE = tuple(getattr(torch.nn.Module, verb) for verb in _MODULE_VERBS)
 _COPYING_CODE = (
     # These add what a state of an old version lacks, and then call the method of `Module`.
     torch.nn.modules.batchnorm._NormBase._load_from_state_dict,
@@ -167,9 +166,8 @@ def _only_copies(module: torch.nn.Module) -> bool:
     `torch.nn.Module.load_state_dict` compares all names once for each module. Without it, the time
     grows with the number of tensors, and not with its square.
     """
-    return all(map(_is_from_torch, _MODULE_CODE)) and (
-        all(code in _COPYING_CODE for code in _special_code(module))
-        and not torch.__future__.get_swap_module_params_on_conversion()
+    return not torch.__future__.get_swap_module_params_on_conversion() and all(
+        code in _COPYING_CODE for code in _special_code(module)
     )
 
 
@@ -192,6 +190,12 @@ def _special_code(module: torch.nn.Module) -> Iterator[Any]:
 def _is_from_torch(function: Any) -> bool:
     function = getattr(function, "hook", function)
     return str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+# Without those that a program had replaced before this module was imported.
+_MODULE_CODE = tuple(
+    filter(_is_from_torch, (getattr(torch.nn.Module, verb) for verb in _MODULE_VERBS))
+)
 
 
 def _have_separate_memory(state: Mapping[str, Any]) -> bool:

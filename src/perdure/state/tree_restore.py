@@ -52,7 +52,8 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     After an error the target is what it was before, unless the message names an object whose earlier
     state could not be loaded again.
     """
-    return restore_requested(like, leaves, RestoreRequest(), StoredState.of(leaves))[0]
+    with gc_paused(len(leaves)):
+        return restore_requested(like, leaves, RestoreRequest(), StoredState.of(leaves))[0]
 
 
 def restore_requested(

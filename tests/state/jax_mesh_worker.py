@@ -1,4 +1,7 @@
-"""A process with 8 CPU devices: states sharded over one mesh are saved, and restored on the others."""
+"""A process with 8 CPU devices: states sharded over one mesh are saved, and restored on the others.
+
+`jax_mesh_worker.py DIRECTORY [MESH...]`, with meshes such as 2x4; MESHES by default.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from perdure import CheckpointManager
 from perdure.state import flatten
 
-MESHES = [(2, 4), (4, 2), (8, 1), (1, 1), None]
+MESHES: list[Any] = [(2, 4), (4, 2), (8, 1), (1, 1), None]
 SPECS = {
     "both": P("x", "y"),
     "rows": P(("x", "y")),
@@ -54,14 +57,17 @@ def step(state: Any) -> Any:
 
 
 def main() -> None:
-    directory = sys.argv[1]
+    directory, *words = sys.argv[1:]
+    meshes: list[Any] = (
+        [tuple(map(int, word.split("x"))) for word in words] + [None] if words else MESHES
+    )
     out: dict[str, Any] = {"equal": {}, "placed": [], "wanted": []}
     expected = bits(state(None, 1))
-    for number, saved in enumerate(MESHES):
+    for number, saved in enumerate(meshes):
         with CheckpointManager(f"{directory}/{number}") as manager:
             manager.save(1, state(saved, 1))
             manager.wait_until_finished()
-            for mesh in MESHES:
+            for mesh in meshes:
                 restored, _ = manager.restore(1, state(mesh, 2))
                 name = f"{saved or 'no mesh'} to {mesh or 'no mesh'}"
                 out["equal"][name] = bits(restored) == expected

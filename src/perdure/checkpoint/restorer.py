@@ -99,7 +99,7 @@ class Restorer:
                 return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
                 self._check.expect(like)
-            state, report = restore_requested(like, leaves, request, stored)
+            state, report = restore_requested(like, leaves, request, stored, takes=True)
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards

@@ -43,7 +43,8 @@ class ObjectStates:
     compared.
 
     `rebuild` restores a live object inside a state from its leaves, given the object and its path.
-    `keep` has the paths of the values of modules that keep their present value.
+    `keep` has the paths of the values of modules that keep their present value. With `takes`, nobody
+    uses the leaves afterwards, so that an object which changes no array may get their memory.
     Reading the state of one object visits only the leaves below its path.
     """
 
@@ -52,9 +53,12 @@ class ObjectStates:
         leaves: Mapping[str, Leaf],
         rebuild: Callable[[Any, str], Any],
         keep: Collection[str] = (),
+        takes: bool = False,
     ) -> None:
         self.leaves = leaves
         self._keep = keep
+        self._may_take = takes
+        self._takes = False
         self.containers = containers_of(leaves)
         self._rebuild = rebuild
         self._adapters = loaded_adapters()
@@ -78,6 +82,13 @@ class ObjectStates:
 
         An object without any stored state is added to `missing`.
         """
+        outer, self._takes = self._takes, self._may_take and stateful.changes_no_array
+        try:
+            return self._state(stateful, path)
+        finally:
+            self._takes = outer
+
+    def _state(self, stateful: Stateful, path: str) -> Any:
         present = read_state(stateful, path)
         if isinstance(present, ModuleValues):
             return self._module_values(present, path, stateful.arrays)
@@ -198,7 +209,8 @@ class ObjectStates:
                 target = array_template(arrays, leaf, like)
                 chosen = leaf_adapter(target, self._adapters)
             assert chosen is not None
-            value = load_leaf(chosen[0], target, leaf)
+            take = getattr(chosen[0], "take", None) if self._takes else None
+            value = load_leaf(chosen[0], target, leaf) if take is None else take(target, leaf)
         return value.copy() if isinstance(value, np.ndarray) else value
 
     # Checkpoints of format 2 and older do not describe containers. Their values get the containers

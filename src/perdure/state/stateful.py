@@ -34,6 +34,10 @@ class Stateful:
     comes_first = False
     """Whether others can only be loaded after this object. It is backed up like one that may fail."""
 
+    changes_no_array = False
+    """Whether `load` never writes into an array of the state that it is given. Then these arrays may be
+    in the memory of the leaves with which the object is compared."""
+
     def __init__(self, target: Any) -> None:
         self.target = target
 

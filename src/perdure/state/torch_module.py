@@ -120,6 +120,10 @@ class ModuleState(Stateful):
         return undo
 
     @property
+    def changes_no_array(self) -> bool:  # type: ignore[override]
+        return not self.can_fail
+
+    @property
     def can_fail(self) -> bool:  # type: ignore[override]
         """False if only code of PyTorch takes part in a load, and copies nothing but tensors."""
         return not _has_standard_load(self.target) or not _have_separate_memory(

@@ -30,6 +30,7 @@ from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, te
 from perdure.store.leaf import Leaf
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
+_ALIGNMENT = 64
 _NO_DISPATCH = (
     torch.Tensor.__torch_dispatch__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_dispatch_impl,
@@ -110,6 +111,17 @@ class TorchState:
         remember(like, target)
         return target
 
+    @torch.inference_mode(mode=False)
+    def take(self, like: Any, leaf: Leaf) -> Any:
+        """As `load`, but in the memory of the leaf if it is aligned as PyTorch aligns its own."""
+        is_plain = type(like) is torch.Tensor and like.is_cpu and not like.requires_grad
+        is_contiguous = like.is_contiguous() or like.shape != leaf.shape
+        if is_plain and is_contiguous and leaf.nbytes and not leaf.data.readonly:
+            octets = torch.frombuffer(leaf.data, dtype=torch.uint8)
+            if not octets.data_ptr() % _ALIGNMENT:
+                return octets.view(getattr(torch, leaf.dtype)).reshape(leaf.shape)
+        return self.load(like, leaf)
+
     def variable(self, value: Any) -> Stateful | None:
         """A parameter or other trained tensor: the optimizer that steps it refers to this object."""
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
@@ -170,6 +182,10 @@ class _Optimizer(Stateful):
 
     def may_add(self, path: str) -> bool:
         return path.startswith("param_groups/") and path.count("/") == 2
+
+    @property
+    def changes_no_array(self) -> bool:  # type: ignore[override]
+        return self._is_standard
 
     @torch.inference_mode(mode=False)
     def load(self, state: Any) -> None:
@@ -244,10 +260,10 @@ def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
             leaf = ADAPTER.leaf(stored)
             assert leaf is not None
             return shard_of(parameter, leaf)
-        exact = torch.empty_like(
-            parameter, dtype=stored.dtype, device=loaded.device, requires_grad=False
-        )
-        return exact.copy_(stored)
+        exact = torch.empty_like(parameter, dtype=stored.dtype, device="meta", requires_grad=False)
+        if stored.device == loaded.device and stored.stride() == exact.stride():
+            return stored
+        return torch.empty_like(exact, device=loaded.device).copy_(stored)
     if isinstance(stored, dict):
         values = {key: _exact_state(stored[key], loaded[key], parameter) for key in stored}
         return values if type(stored) is dict else stored

@@ -57,7 +57,12 @@ def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
 
 
 def restore_requested(
-    like: Any, leaves: Mapping[str, Leaf], request: RestoreRequest, stored: StoredState
+    like: Any,
+    leaves: Mapping[str, Leaf],
+    request: RestoreRequest,
+    stored: StoredState,
+    *,
+    takes: bool = False,
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; everything else in `like` stays the very same.
 
@@ -66,6 +71,8 @@ def restore_requested(
         leaves: the leaves of the checkpoint that the request wants, by their paths there.
         request: what to restore, and how.
         stored: everything that the checkpoint has.
+        takes: whether restored values may be in the memory of `leaves`, which the caller has just
+            loaded and does not use afterwards.
 
     Returns:
         The state, and how it differs from the checkpoint.
@@ -78,7 +85,7 @@ def restore_requested(
         if plan.differences:
             hints = ways_out(like, leaves, request, stored, plan)
             raise mismatch_error(plan.differences, advice(plan.differences) + hints)
-        return _Restore(plan).run(like), plan.report
+        return _Restore(plan, takes).run(like), plan.report
 
 
 def restore_without_target(
@@ -123,12 +130,12 @@ class _Backup(NamedTuple):
 class _Restore:
     """One restore: builds all new values, then changes the objects of the target in place."""
 
-    def __init__(self, plan: RestorePlan) -> None:
+    def __init__(self, plan: RestorePlan, takes: bool) -> None:
         self._leaves, self._specs = plan.leaves, plan.specs
         self._keep, self._keep_branches = plan.keep, plan.keep_branches
         self._keeps_some = bool(plan.keep or plan.keep_branches)
         self._adapters = loaded_adapters()
-        self._objects = ObjectStates(plan.leaves, self._build_inside_object, plan.keep)
+        self._objects = ObjectStates(plan.leaves, self._build_inside_object, plan.keep, takes)
         self._changes: list[_Change] = []
 
     def run(self, like: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from forked import TOPOLOGY, run_forked
 from perdure import EXIT_PREEMPTED
 from perdure.store import Run
 
@@ -25,8 +27,10 @@ def torchrun(directory: Path, *arguments: str, restarts: int = 0) -> tuple[int, 
 def test_a_preempted_worker_is_restarted_and_all_end_quietly(tmp_path: Path) -> None:
     """Status 75 counts as a failure for torchrun, which starts the group again."""
     # One process has the same bits: all workers have one batch, and (g + g) / 2 is g.
-    alone = [sys.executable, str(WORKER), "--directory", str(tmp_path / "undisturbed")]
-    subprocess.run(alone, timeout=LIMIT_S, check=True)
+    alone = ["--directory", str(tmp_path / "undisturbed")]
+    environment = {name: text for name, text in os.environ.items() if name not in TOPOLOGY}
+    [(status, _, said)] = run_forked("torch", WORKER, [alone], [environment])
+    assert status == 0, said
     status, said = torchrun(tmp_path / "run", "--how", "term", restarts=1)
     assert status == 0, said
     assert f"exitcode: {EXIT_PREEMPTED}" in said

@@ -42,6 +42,7 @@ LONGEST_FIRST = (
     "distribute/test_jax_generated.py",
     "distribute/test_models_matrix.py",
     "launch/test_launchers.py",
+    "state/test_jax_training.py",
     "distribute/test_torch_invariance.py",
     "distribute/test_torchrun.py",
     "distribute/test_optimizer_in_run.py",

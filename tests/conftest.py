@@ -30,25 +30,28 @@ os.environ.pop("TF_CONFIG", None)
 settings.register_profile("perdure", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("perdure")
 
-# The files that take longest (20 s or more on 2 cores), the longest first. `make test` hands whole
-# files to the workers in this order: a long one that starts last would leave a core idle.
+# The files that take 10 s of processor time or more, the longest first. `make test` hands whole files
+# to the workers in this order: a long one that starts last would leave a core idle.
 LONGEST_FIRST = (
-    "test_demo.py",
     "drill/test_drill.py",
+    "test_demo.py",
     "distribute/test_jax_invariance.py",
-    "fit/test_fit_backends.py",
     "test_docs.py",
+    "fit/test_fit_backends.py",
     "test_examples.py",
-    "distribute/test_torch_invariance.py",
+    "distribute/test_jax_generated.py",
     "distribute/test_models_matrix.py",
     "launch/test_launchers.py",
-    "distribute/test_jax_generated.py",
-    "state/test_keras_state.py",
+    "state/test_jax_training.py",
+    "distribute/test_torch_invariance.py",
+    "distribute/test_torchrun.py",
     "distribute/test_optimizer_in_run.py",
-    "distribute/test_exchange.py",
-    "distribute/test_surface.py",
-    "checkpoint/test_random_walk.py",
     "store/test_machine.py",
+    "distribute/test_surface.py",
+    "distribute/test_logical_replicas.py",
+    "checkpoint/test_random_walk.py",
+    "distribute/test_sharded_torch.py",
+    "distribute/test_exchange.py",
 )
 
 

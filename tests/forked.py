@@ -30,6 +30,10 @@ ENGINES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "torch": ({}, ("perdure.torch", "torch.distributed", "torch._dynamo")),
     "keras-jax": ({"KERAS_BACKEND": "jax"}, ("keras", "perdure.jax", "optax", "flax.nnx")),
     "keras-torch": ({"KERAS_BACKEND": "torch"}, ("keras", "perdure.torch", "torch._dynamo")),
+    "documents": (
+        {"KERAS_BACKEND": "jax"},
+        ("keras", "perdure.jax", "optax", "flax.nnx", "equinox", "perdure.torch", "torch._dynamo"),
+    ),
 }
 """Of each kind of server: variables that the imports read, and what it imports."""
 

@@ -70,10 +70,23 @@ def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(
 
 # `make proof-foundation` takes each guard out on both engines; that an all-reduce in place of the tree
 # gives other bits on PyTorch is shown by distribute/test_torch_invariance.py, too.
-def test_without_the_position_the_bits_differ(compiled: dict[str, str]) -> None:
-    status, result = demo("--seed", "11", "--without", "position", environment=compiled)
-    assert status == 1, result
+def test_without_the_position_the_bits_differ(
+    monkeypatch: pytest.MonkeyPatch, compiled: dict[str, str]
+) -> None:
+    """The phase on two processes is left out: one resume is enough for a position that is lost."""
+    for name, value in compiled.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "perdure.demo.driver.plan",
+        lambda *recipe: [phase for phase in plan(*recipe) if phase.processes == 1],
+    )
+    arguments = ["--seed", "11", "--without", "position"]
+    done = CliRunner().invoke(main, ["demo", "--json", "--epochs", EPOCHS, *arguments])
+    assert done.exit_code == 1, done.output
+    result = json.loads(done.stdout)
     assert "error" not in result, result
+    assert [phase["ended"] for phase in result["phases"]] == ["exit 0", "SIGKILL", "exit 0"]
+    assert result["phases"][2]["from"] > 0
     assert not result["pass"]
     assert result["fingerprints"][0] != result["fingerprints"][1]
     assert None not in result["fingerprints"]

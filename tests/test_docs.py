@@ -2,8 +2,8 @@
 
 The Python blocks of one file run in order in one process, in an empty directory; a traceback names the
 line of the document. A block that must not run says why on the line before it:
-`<!-- not run: the reason -->`. The processes of some documents are forks of one that has imported their
-framework.
+`<!-- not run: the reason -->`. The processes of a document with a framework are forks of one that has
+imported it.
 
 Every run directory that the blocks write is also copied in the middle, as a kill would leave it: before
 its third commit, or before its last one if it has fewer. The blocks then run again, in a new process,
@@ -76,8 +76,17 @@ NOT_KILLED = {
 }
 
 
-FRAMEWORKS = {"CLUSTER.md": "torch", "JAX.md": "jax", "RUN.md": "jax"}
-"""The server to fork for a document; to import its framework would take a new process seconds."""
+FRAMEWORKS = {
+    "CLUSTER.md": "documents",
+    "JAX.md": "documents",
+    "KERAS.md": "keras-torch",
+    "MODELS.md": "documents",
+    "PLUGINS.md": "documents",
+    "RUN.md": "documents",
+    "STRATEGIES.md": "documents",
+    "TORCH.md": "documents",
+}
+"""The server to fork for each document that imports a framework, which takes a new process seconds."""
 
 
 @dataclass(frozen=True)

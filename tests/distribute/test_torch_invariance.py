@@ -12,7 +12,11 @@ PROCESSES = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def groups() -> Any:
-    return {count: group.results("torch_worker.py", count) for count in PROCESSES}
+    """Results of one and two interpreters of their own, and of three forks of one process."""
+    return {
+        count: group.results("torch_worker.py", count, forked="torch" if count > 2 else None)
+        for count in PROCESSES
+    }
 
 
 @pytest.mark.parametrize("model", ["cnn", "batchnorm", "reduce", "recipe"])

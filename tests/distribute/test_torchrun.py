@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
+import torch.distributed.run
+
+from forked import TOPOLOGY, run_forked
 from perdure import EXIT_PREEMPTED
 from perdure.store import Run
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
-LIMIT_S = 120
+TORCHRUN = Path(torch.distributed.run.__file__)
+
+
+def forked(program: Path, arguments: list[str]) -> tuple[int, str]:
+    """The exit status and standard error of a fork of a process with PyTorch."""
+    environment = {name: text for name, text in os.environ.items() if name not in TOPOLOGY}
+    [(status, _, said)] = run_forked("torch", program, [arguments], [environment])
+    return status, said
 
 
 def torchrun(directory: Path, *arguments: str, restarts: int = 0) -> tuple[int, str]:
     """The exit status, and standard error of torchrun and its two workers."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--max-restarts", str(restarts)]
-    command += [str(WORKER), "--directory", str(directory), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    return done.returncode, done.stderr
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    options += [str(WORKER), "--directory", str(directory), *arguments]
+    return forked(TORCHRUN, options)
 
 
 def test_a_preempted_worker_is_restarted_and_all_end_quietly(tmp_path: Path) -> None:
     """Status 75 counts as a failure for torchrun, which starts the group again."""
     # One process has the same bits: all workers have one batch, and (g + g) / 2 is g.
-    alone = [sys.executable, str(WORKER), "--directory", str(tmp_path / "undisturbed")]
-    subprocess.run(alone, timeout=LIMIT_S, check=True)
+    status, said = forked(WORKER, ["--directory", str(tmp_path / "undisturbed")])
+    assert status == 0, said
     status, said = torchrun(tmp_path / "run", "--how", "term", restarts=1)
     assert status == 0, said
     assert f"exitcode: {EXIT_PREEMPTED}" in said

@@ -442,7 +442,8 @@ def test_memory_agrees_with_a_dict() -> None:
 
 
 def test_s3_agrees_with_a_dict(s3: ObjectServer) -> None:
-    assert explore(on_s3(s3), 6, 12)["damage"] > 0
+    """Few examples: a request takes milliseconds. `make proof-store ARGS=walk` has 200 walks on S3."""
+    assert explore_until(on_s3(s3), 3, 12, "damage")["damage"] > 0
 
 
 def test_control_a_store_that_loses_a_pack_fails_the_machine() -> None:

@@ -25,7 +25,7 @@ from perdure.supervise import WorkerGroup
 HERE = Path(__file__).parent
 MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
 ENGINES = ("jax", "torch")
-PARTS = ("figures", "matrix", "changes", "controls", "data", "mnist")
+PARTS = ("figures", "functions", "matrix", "changes", "controls", "data", "mnist")
 
 # (processes, devices of each; separated by commas if one process runs several topologies)
 TOPOLOGIES = {
@@ -58,6 +58,12 @@ def run(
             if kill_at and event.get("step") == kill_at:
                 group.kill()
         group.require(group.wait(), [-9] if kill_at else [0])
+
+
+def functions() -> Iterator[bool]:
+    """200 random functions on JAX, in a process of their own."""
+    for _, event in run(script("distribute_functions"), []):
+        yield from event["equal"]
 
 
 def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
@@ -185,6 +191,10 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     for engine in engines:
         if "figures" in parts:
             yield row(f"{engine}: TensorFlow's worked figures 1.25, 2.25 and 3.5", figures(engine))
+        if "functions" in parts and engine == "jax":
+            yield row(
+                "jax: outputs of 200 random functions with the bits of plain jit", functions()
+            )
         if "matrix" in parts:
             yield from matrix(engine, chosen)
         if "changes" in parts:

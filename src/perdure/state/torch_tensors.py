@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from perdure.state.leaf_spec import LeafSpec
 

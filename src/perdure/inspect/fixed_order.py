@@ -94,7 +94,7 @@ def ratio(part: ScaledSum, first: ScaledSum, second: ScaledSum) -> float | None:
     if not first.value or not second.value:
         return None if not part.value else math.copysign(math.inf, part.value)
     exponent = 2 * part.exponent - first.exponent - second.exponent
-    quotient = part.value / math.sqrt(first.value) / math.sqrt(second.value)
+    quotient = part.value / (math.sqrt(first.value) * math.sqrt(second.value))
     if exponent % 2:
         quotient, exponent = quotient * math.sqrt(2.0), exponent - 1
     return times_power(quotient, exponent // 2)

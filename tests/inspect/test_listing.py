@@ -125,3 +125,11 @@ def test_own_bytes_are_what_a_deletion_frees() -> None:
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
+
+
+def test_a_terminal_obeys_no_name(tmp_path: Path) -> None:
+    where = tmp_path / "run\x1b[2J\udcff"
+    make(where, 1)
+    for text in (str(tree(where)), tree(where)._repr_html_()):
+        assert "\x1b" not in text
+        assert text.isprintable() or all(line.isprintable() for line in text.splitlines())

@@ -1,0 +1,89 @@
+"""Looks inside run directories, without the model's code and without an ML framework.
+
+Reads only; memory is that of a few chunks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.inspect.address import (
+        StoredCheckpoint,
+        open_checkpoint,
+        open_checkpoints,
+        open_run,
+    )
+    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff, diff
+    from perdure.inspect.leaf_diff import LeafDiff
+    from perdure.inspect.leaf_reader import (
+        Elements,
+        read_array,
+        read_elements,
+        scalar_value,
+        select_leaves,
+    )
+    from perdure.inspect.leaf_stats import Stats, StatsTable, stats
+    from perdure.inspect.leaf_tree import LeafTree, TreeNode, tree
+    from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
+    from perdure.inspect.renames import Rename
+
+# Imported at first use, because most commands need few of them.
+_HOMES = {
+    "CheckpointDiff": "checkpoint_diff",
+    "Elements": "leaf_reader",
+    "FieldDiff": "checkpoint_diff",
+    "LeafDiff": "leaf_diff",
+    "LeafTree": "leaf_tree",
+    "ListedCheckpoint": "listing",
+    "Rename": "renames",
+    "RunListing": "listing",
+    "Stats": "leaf_stats",
+    "StatsTable": "leaf_stats",
+    "StoredCheckpoint": "address",
+    "TreeNode": "leaf_tree",
+    "diff": "checkpoint_diff",
+    "list_run": "listing",
+    "open_checkpoint": "address",
+    "open_checkpoints": "address",
+    "open_run": "address",
+    "read_array": "leaf_reader",
+    "read_elements": "leaf_reader",
+    "scalar_value": "leaf_reader",
+    "select_leaves": "leaf_reader",
+    "stats": "leaf_stats",
+    "tree": "leaf_tree",
+}
+
+__all__ = [
+    "CheckpointDiff",
+    "Elements",
+    "FieldDiff",
+    "LeafDiff",
+    "LeafTree",
+    "ListedCheckpoint",
+    "Rename",
+    "RunListing",
+    "Stats",
+    "StatsTable",
+    "StoredCheckpoint",
+    "TreeNode",
+    "diff",
+    "list_run",
+    "open_checkpoint",
+    "open_checkpoints",
+    "open_run",
+    "read_array",
+    "read_elements",
+    "scalar_value",
+    "select_leaves",
+    "stats",
+    "tree",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"perdure.inspect.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'perdure.inspect' has no attribute {name!r}")

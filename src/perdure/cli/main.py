@@ -14,6 +14,7 @@ from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
 
 COMMANDS = (
+    "average",
     "copy",
     "demo",
     "drill",

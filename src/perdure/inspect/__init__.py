@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         open_checkpoints,
         open_run,
     )
+    from perdure.inspect.averaging import Averaged, average
     from perdure.inspect.leaf_reader import (
         Elements,
         read_array,
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
+    from perdure.inspect.origins import origin
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
+    "Averaged": "averaging",
+    "average": "averaging",
+    "origin": "origins",
     "Elements": "leaf_reader",
     "StoredCheckpoint": "address",
     "open_checkpoint": "address",
@@ -37,11 +42,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "Averaged",
     "Elements",
     "StoredCheckpoint",
+    "average",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",
+    "origin",
     "read_array",
     "read_elements",
     "scalar_value",

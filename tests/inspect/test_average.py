@@ -79,7 +79,7 @@ def reference(values: list[np.ndarray], weights: list[float]) -> np.ndarray:
 
 
 def nearest_brain(value: float) -> float:
-    """The bfloat16 nearest to zero or to a positive normal number, ties to even, in exact arithmetic."""
+    """The bfloat16 nearest to 0 or to a positive normal number, ties to even, computed exactly."""
     if not value:
         return 0.0
     exact = Fraction(value)
@@ -196,7 +196,8 @@ def test_training_resumes_from_an_average(run: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     average([f"{run}@20,30"], out)
     with CheckpointManager(out, recipe={"seed": 1}) as manager:
-        assert manager.restore(like=state(30))["name"] == "step 30"
+        restored, _ = manager.restore(like=state(30))
+        assert restored["name"] == "step 30"
         manager.save(31, state(31))
     assert Run(out).steps() == [30, 31]
 

@@ -78,7 +78,7 @@ def command(
     for checkpoint, weight in made.sources:
         click.echo(f"{checkpoint.name}  weight {weight:.12g}")
     click.echo(
-        f"{len(made.averaged)} leaves averaged, {len(made.equal)} equal in all, {len(made.taken)} taken "
-        f"from {made.like.name}"
+        f"{len(made.averaged)} leaves averaged, {len(made.equal)} equal in all, {len(made.taken)} "
+        f"taken from {made.like.name}"
     )
     click.echo(f"{out} starts at step {manifest.step}, fingerprint {manifest.fingerprint}")

@@ -18,7 +18,9 @@ COMMANDS = (
     "copy",
     "demo",
     "drill",
+    "export",
     "fork",
+    "import",
     "ls",
     "prune",
     "rollback",
@@ -27,6 +29,10 @@ COMMANDS = (
     "status",
     "verify",
 )
+
+
+_MODULES = {"import": "import_run"}
+"""Commands whose module has another name, because theirs is a keyword of Python."""
 
 
 class _Commands(click.Group):
@@ -38,7 +44,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return import_module(f"perdure.cli.{cmd_name}").command
+        return import_module(f"perdure.cli.{_MODULES.get(cmd_name, cmd_name)}").command
 
     def invoke(self, ctx: click.Context) -> Any:
         # Under `perdure run` a command is no training loop, and a program beside it may be one.

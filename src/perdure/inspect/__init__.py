@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         open_run,
     )
     from perdure.inspect.averaging import Averaged, average
+    from perdure.inspect.exporting import Exported, export
+    from perdure.inspect.importing import import_run
+    from perdure.inspect.leaf_names import NameMap
     from perdure.inspect.leaf_reader import (
         Elements,
         read_array,
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
+    "Exported": "exporting",
+    "NameMap": "leaf_names",
+    "export": "exporting",
+    "import_run": "importing",
     "Averaged": "averaging",
     "average": "averaging",
     "origin": "origins",
@@ -44,8 +51,12 @@ _HOMES = {
 __all__ = [
     "Averaged",
     "Elements",
+    "Exported",
+    "NameMap",
     "StoredCheckpoint",
     "average",
+    "export",
+    "import_run",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",

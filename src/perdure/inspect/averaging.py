@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.inspect.average_weights import checked_weights, ema_weights, schedule_weights
+from perdure.inspect.leaf_chunks import chunks_in_order, streamed
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
 from perdure.inspect.origins import ORIGIN, source_of
 from perdure.store import Storage
@@ -224,17 +225,14 @@ def _mean_leaves(
     weights = [weight for _, weight in sources]
     total = math.fsum(weights)
 
-    def chunks(entry: LeafEntry) -> Callable[[], Iterator[memoryview]]:
-        def mean() -> Iterator[memoryview]:
-            dtype = element_dtype(entry)
-            for _ in entry.chunks:
-                parts = (next(stream).values for stream in streams)
-                yield _mean(parts, weights, total, dtype)
-
-        return mean
+    def mean_of(entry: LeafEntry) -> Iterator[memoryview]:
+        dtype = element_dtype(entry)
+        for _ in entry.chunks:
+            parts = (next(stream).values for stream in streams)
+            yield _mean(parts, weights, total, dtype)
 
     entries = [tables[-1][path] for path in paths]
-    return [_streamed(entry, chunks(entry)) for entry in entries]
+    return [streamed(entry, mean_of) for entry in entries]
 
 
 def _mean(
@@ -259,23 +257,11 @@ def _mean(
 
 def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[StreamedLeaf]:
     """Leaves of one checkpoint as they are."""
-    from perdure.store.chunk_stream import stream_chunks
-
     table = _by_path(checkpoint.manifest.every_leaf())
     ordered = sorted(paths, key=lambda path: pack_order(table[path].nbytes, path))
     entries = [table[path] for path in ordered]
-    numbered = [(entry, number) for entry in entries for number in range(len(entry.chunks))]
-    stream = stream_chunks(checkpoint.run.storage, checkpoint.manifest, numbered)
-
-    def chunks(entry: LeafEntry) -> Callable[[], Iterator[memoryview]]:
-        return lambda: (next(stream) for _ in entry.chunks)
-
-    return [_streamed(entry, chunks(entry)) for entry in entries]
-
-
-def _streamed(entry: LeafEntry, chunks: Callable[[], Iterator[memoryview]]) -> StreamedLeaf:
-    nbytes = 0 if entry.text is not None else entry.nbytes
-    return StreamedLeaf(entry.path, entry.dtype, entry.shape, nbytes, chunks, entry.text)
+    chunks_of = chunks_in_order(checkpoint, entries)
+    return [streamed(entry, chunks_of) for entry in entries]
 
 
 def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:

@@ -132,7 +132,7 @@ def export(
             from perdure.inspect.export_check import check_export
 
             check_export(job, to, temporary)
-        files = _files(temporary)
+        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
     return Exported(
         os.fspath(out),
@@ -310,7 +310,7 @@ def _export_model(
 
     with new_output(out) as temporary:
         write_model(checkpoint, to, temporary, branch, model, verify=verify)
-        files = _files(temporary)
+        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     return Exported(
         os.fspath(out),
         checkpoint,

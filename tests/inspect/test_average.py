@@ -28,6 +28,7 @@ from perdure.errors import (
     SaveError,
     StepExistsError,
     StepNotFoundError,
+    StoreError,
 )
 from perdure.inspect import average, origin
 from perdure.inspect.average_weights import SCHEDULES, ema_weights, schedule_weights
@@ -253,6 +254,9 @@ def test_what_is_refused(run: str, tmp_path: Path) -> None:
     assert "above 0" in refused(ArgumentError, f"{run}@10,20", weights=[1, math.nan])
     assert "1.5" in refused(ArgumentError, f"{run}@10,20", ema=1.5)
     assert "several" in refused(ArgumentError, f"{run}@10,20", ema=0.5, weights=[1, 1])
+    with pytest.raises(StoreError, match="inside the other"):
+        average([f"{run}@10,20"], Path(run) / "inside")
+    assert not (Path(run) / "inside").exists()
     assert "'wave'" in refused(ArgumentError, f"{run}@10,20", schedule="wave")
     assert "twice" in refused(ArgumentError, f"{run}@10,10", ema=0.5)
     other = tmp_path / "other"

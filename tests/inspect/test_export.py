@@ -299,6 +299,9 @@ def test_what_an_export_refuses(run: str, tmp_path: Path) -> None:
     )
     assert "matches no leaf" in refused(ArgumentError, names=NameMap(["nothing/*=x.*"]))
     assert "needs the code" in refused(ArgumentError, to="keras")
+    assert "needs the code" in refused(ArgumentError, to="jax_export")
+    assert "end in .keras" in refused(ArgumentError, to="keras", model="m.py:f")
+    assert "file.py:function" in refused(ArgumentError, to="onnx", model="m.py:f", leaves="other")
     assert "needs no model" in refused(ArgumentError, model="m.py:f")
     with pytest.raises(ArgumentError, match="in a directory that exists"):
         export(run, "npz", tmp_path / "no" / "out")

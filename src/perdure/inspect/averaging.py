@@ -21,7 +21,6 @@ from perdure.inspect.leaf_chunks import chunks_in_order, streamed
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
 from perdure.inspect.origins import ORIGIN, source_of
 from perdure.store import Storage
-from perdure.store.copy import refuse_same_place
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.streamed_save import (
     StreamedLeaf,
@@ -101,10 +100,8 @@ def average(
     averaged, equal = _split(opened, base, patterns)
     chosen = {*averaged, *equal}
     taken = [entry.path for entry in base.manifest.leaves if entry.path not in chosen]
-    run = new_run(out)
+    run = new_run(out, [checkpoint.run.storage for checkpoint in [*opened, base]])
     with run:
-        for checkpoint in [*opened, base]:
-            refuse_same_place(checkpoint.run.storage, run.storage)
         origin = {
             "made_by": "average",
             "method": method,

@@ -38,7 +38,7 @@ class Exported:
         out: The file or folder.
         checkpoint: Where it was taken from.
         names: The name in the file of each leaf that was written, by its path.
-        left_out: Paths of Python scalars that the format cannot hold.
+        left_out: Paths of Python scalars, or of seeds of a model, that the format cannot hold.
         nbytes: Bytes of the arrays.
         files: The files, in order.
         verified: Whether all arrays were read back and compared with the hashes of the manifest.
@@ -299,6 +299,8 @@ def _export_model(
         )
     if names is not None:
         raise ArgumentError(f"{to}: the names are those of the model; leave out `names`.")
+    if to == "keras" and not os.fspath(out).endswith(".keras"):
+        raise ArgumentError(f"{os.fspath(out)}: Keras loads files that end in .keras; name it so.")
     branch = branch_of(patterns or ["model"])
     if not branch:
         raise ArgumentError(
@@ -306,16 +308,17 @@ def _export_model(
             f"{patterns!r}."
         )
     entries = select_leaves(checkpoint, branch)
+    paths = [entry.path for entry in entries]
     from perdure.inspect.model_formats import write_model
 
     with new_output(out) as temporary:
-        write_model(checkpoint, to, temporary, branch, model, verify=verify)
+        left_out = write_model(checkpoint, to, temporary, branch, model, verify=verify)
         files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     return Exported(
         os.fspath(out),
         checkpoint,
-        {entry.path: entry.path.removeprefix(f"{branch}/") for entry in entries},
-        (),
+        {path: path.removeprefix(f"{branch}/") for path in paths if path not in left_out},
+        tuple(left_out),
         sum(entry.nbytes for entry in entries),
         files,
         verify,

@@ -22,8 +22,10 @@ def write_model(
     model: str | Callable[[], Any],
     *,
     verify: bool,
-) -> None:
+) -> list[str]:
     """Write the Keras model that `model` returns with the values of the checkpoint at `branch`.
+
+    Returns the paths of leaves that the format does not hold: the states of random generators.
 
     Raises:
         ArgumentError: `model` cannot be used, or `verify` is asked for in another format than "keras".
@@ -52,6 +54,7 @@ def write_model(
             model_export.check_keras_file(written, inside)
         if written != path:
             os.rename(written, path)
+        return [name for name in leaves if model_export.is_seed(name)]
     finally:
         if written != path and os.path.exists(written):
             os.remove(written)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from perdure.errors import LockedError, SaveError, StepExistsError
+from perdure.store.copy import refuse_same_place
 from perdure.store.entry_builder import EntryBuilder
 from perdure.store.format import CHUNK_BYTES, MAX_STEP, hash_bytes, pack_name, time_text
 from perdure.store.free_space import (
@@ -53,17 +54,20 @@ def text_leaf(path: str, dtype: str, text: str) -> StreamedLeaf:
     return StreamedLeaf(path, dtype, (), 0, lambda: iter(()), text)
 
 
-def new_run(directory: str | os.PathLike[str] | Storage) -> Run:
+def new_run(directory: str | os.PathLike[str] | Storage, apart_from: Iterable[Storage] = ()) -> Run:
     """Become the writer of a new run directory, which must be empty or missing.
 
     What an earlier call left that was interrupted is removed.
 
     Raises:
+        StoreError: `directory` is one of `apart_from`, or inside it or around it.
         NotARunError: `directory` holds other files.
         StepExistsError: `directory` holds checkpoints.
         LockedError, SaveError: As `Run.begin_writing`.
     """
     run = Run(directory, create=True)
+    for other in apart_from:
+        refuse_same_place(other, run.storage)
     if steps := run.steps():
         raise StepExistsError(
             f"{run.where}: expected an empty or missing directory, found a run with {len(steps)} "

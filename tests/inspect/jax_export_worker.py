@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from perdure import CheckpointManager
 from perdure.errors import ArgumentError, MismatchError, PerdureError
 from perdure.inspect import export, import_run
+from perdure.store import Run
 
 # Keras hands its variables to NumPy 2, which warns that their `__array__` is outdated.
 warnings.filterwarnings("ignore", "__array__ implementation doesn't accept", DeprecationWarning)
@@ -96,7 +97,7 @@ def orbax(folder: Path) -> dict[str, Any]:
     run = folder / "arrays"
     with CheckpointManager(run) as manager:
         manager.save(1, {**state, "raw": b"1"})
-        fingerprint = manager.fingerprint(1)
+    fingerprint = Run(run).manifest(1).fingerprint
     done = export(run, "orbax", folder / "orbax", verify=True)
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(folder / "orbax")

@@ -17,6 +17,7 @@ COMMANDS = (
     "average",
     "copy",
     "demo",
+    "diff",
     "drill",
     "export",
     "fork",
@@ -26,7 +27,9 @@ COMMANDS = (
     "rollback",
     "run",
     "show",
+    "stats",
     "status",
+    "tree",
     "verify",
 )
 

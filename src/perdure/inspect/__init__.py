@@ -1,6 +1,6 @@
-"""Looks inside run directories, without the model's code and without an ML framework.
+"""Looks inside run directories, and takes things out, without the model's code or an ML framework.
 
-Reads only; memory is that of a few chunks.
+No run that exists is changed; memory is that of a few chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         open_run,
     )
     from perdure.inspect.averaging import Averaged, average
+    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff, diff
     from perdure.inspect.exporting import Exported, export
     from perdure.inspect.importing import import_run
+    from perdure.inspect.leaf_diff import LeafDiff
     from perdure.inspect.leaf_names import NameMap
     from perdure.inspect.leaf_reader import (
         Elements,
@@ -26,19 +28,35 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
+    from perdure.inspect.leaf_stats import Stats, StatsTable, stats
+    from perdure.inspect.leaf_tree import LeafTree, TreeNode, tree
+    from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
     from perdure.inspect.origins import origin
+    from perdure.inspect.renames import Rename
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
+    "Averaged": "averaging",
+    "CheckpointDiff": "checkpoint_diff",
     "Exported": "exporting",
     "NameMap": "leaf_names",
+    "average": "averaging",
     "export": "exporting",
     "import_run": "importing",
-    "Averaged": "averaging",
-    "average": "averaging",
     "origin": "origins",
     "Elements": "leaf_reader",
+    "FieldDiff": "checkpoint_diff",
+    "LeafDiff": "leaf_diff",
+    "LeafTree": "leaf_tree",
+    "ListedCheckpoint": "listing",
+    "Rename": "renames",
+    "RunListing": "listing",
+    "Stats": "leaf_stats",
+    "StatsTable": "leaf_stats",
     "StoredCheckpoint": "address",
+    "TreeNode": "leaf_tree",
+    "diff": "checkpoint_diff",
+    "list_run": "listing",
     "open_checkpoint": "address",
     "open_checkpoints": "address",
     "open_run": "address",
@@ -46,17 +64,31 @@ _HOMES = {
     "read_elements": "leaf_reader",
     "scalar_value": "leaf_reader",
     "select_leaves": "leaf_reader",
+    "stats": "leaf_stats",
+    "tree": "leaf_tree",
 }
 
 __all__ = [
     "Averaged",
+    "CheckpointDiff",
     "Elements",
     "Exported",
+    "FieldDiff",
+    "LeafDiff",
+    "LeafTree",
+    "ListedCheckpoint",
     "NameMap",
+    "Rename",
+    "RunListing",
+    "Stats",
+    "StatsTable",
     "StoredCheckpoint",
+    "TreeNode",
     "average",
+    "diff",
     "export",
     "import_run",
+    "list_run",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",
@@ -65,6 +97,8 @@ __all__ = [
     "read_elements",
     "scalar_value",
     "select_leaves",
+    "stats",
+    "tree",
 ]
 
 

@@ -413,7 +413,8 @@ def test_hostile_safetensors_are_refused(tmp_path: Path, name: str, data: bytes)
 
 def test_what_an_import_refuses(tmp_path: Path) -> None:
     source = tmp_path / "a.npz"
-    np.savez(source, **{"w": np.ones(2), "b.c": np.ones(3)})
+    arrays: dict[str, Any] = {"w": np.ones(2), "b.c": np.ones(3)}
+    np.savez(source, **arrays)
     out = tmp_path / "run"
 
     def refused(message: str, **options: Any) -> None:

@@ -63,7 +63,7 @@ def _restore_arguments(ocp: Any, tree: Any) -> Any:
         return {key: _restore_arguments(ocp, child) for key, child in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [_restore_arguments(ocp, child) for child in tree]
-    is_array = hasattr(tree, "shape")
+    is_array = hasattr(tree, "shape") and type(tree).__name__ != "ScalarMetadata"
     return ocp.RestoreArgs(restore_type=np.ndarray) if is_array else ocp.RestoreArgs()
 
 

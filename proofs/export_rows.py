@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perdure import CheckpointManager
-from perdure.errors import MissingExtraError, StateError
+from perdure.errors import ArgumentError, MissingExtraError, StateError
 from perdure.inspect import average, export
 from perdure.store import Run
 
@@ -87,7 +87,7 @@ def models(folder: Path) -> None:
         out = folder / f"{to}.keras"
         try:
             export(folder / "run", to, out, model=f"{code}:build", verify=to == "keras")
-        except (StateError, MissingExtraError, ValueError) as error:
+        except (ArgumentError, MissingExtraError, StateError) as error:
             print(f"   {to} on {backend}: not written: {str(error).splitlines()[0][:150]}")
             check(f"{to} on {backend}: nothing is left", not out.exists())
             continue

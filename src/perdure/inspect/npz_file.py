@@ -32,7 +32,7 @@ def write_npz(
     """Write arrays, and Python scalars as arrays without axes.
 
     bfloat16 and the other dtypes of ml_dtypes are written as NumPy writes them, as raw elements
-    (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back, and `jax.numpy.load` does so by itself.
+    (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back.
     """
     with StoredZip(file) as archive:
         for leaf in leaves:

@@ -9,7 +9,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from perdure.errors import ArgumentError, CorruptionError, MissingExtraError, StateError
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    MissingExtraError,
+    PerdureError,
+    StateError,
+)
 from perdure.state import flatten
 from perdure.state.keras_state import SEED
 from perdure.store.leaf import Leaf
@@ -43,6 +49,8 @@ def write_model(model: Any, to: str, path: str) -> None:
                 ]
                 model(zeros[0] if len(zeros) == 1 else zeros)
             model.export(path, format=kind, verbose=False)
+    except PerdureError:
+        raise
     except ImportError as error:
         raise MissingExtraError(
             f"{to}: Keras {keras.__version__} on {keras.backend.backend()} needs a package that is not "

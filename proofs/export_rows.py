@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -202,23 +201,24 @@ def cost(folder: Path) -> None:
 
 
 def command(*words: str) -> None:
-    """Run a command in a process of its own, and print its seconds and its peak memory."""
-    before = time.perf_counter()
+    """Run a command in a process of its own, and print its seconds and its memory.
+
+    Of the memory the most that was resident, and what of it at the end was no mapped file.
+    """
     program = (
-        "import sys; from perdure.cli import main; import resource;\n"
+        "import sys; from perdure.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "finally:\n"
-        "    status = open('/proc/self/status').read().split('\\n')\n"
-        "    kinds = ('RssAnon', 'VmHWM')\n"
-        "    print([line for line in status if line.startswith(kinds)], file=sys.stderr)\n"
+        "    status = open('/proc/self/status').read()\n"
+        "    for kind in ('VmHWM:', 'RssAnon:'):\n"
+        "        print(status.partition(kind)[2].split()[0], file=sys.stderr)\n"
     )
+    before = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True)
     seconds = time.perf_counter() - before
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(
-        f"   {words[0]} {words[-1] if words[0] == 'export' else ''}: {seconds:.1f} s, {peak:.0f} MiB"
-    )
-    print(f"   {done.stderr.decode().splitlines()[-1]}")
+    peak, own = (int(kilobytes) // 1024 for kilobytes in done.stderr.split()[-2:])
+    name = " ".join(word for word in words if "/" not in word)
+    print(f"   {name}: {seconds:.1f} s, at most {peak} MiB, {own} MiB of it its own", flush=True)
 
 
 def remove(path: Path) -> None:

@@ -120,14 +120,29 @@ def export(
         return _export_model(found, to, out, patterns, model, names=names, verify=verify)
     if model is not None:
         raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
+    return _export_arrays(
+        found, to, os.fspath(out), patterns, names, shard_bytes=shard_bytes, verify=verify
+    )
+
+
+def _export_arrays(
+    checkpoint: StoredCheckpoint,
+    to: str,
+    out: str,
+    patterns: list[str] | None,
+    names: NameMap | None,
+    *,
+    shard_bytes: int,
+    verify: bool,
+) -> Exported:
     style = "path" if to in ("npz", "orbax") else "dotted"
-    named = named_leaves(select_leaves(found, patterns), style, branch_of(patterns), names)
+    named = named_leaves(select_leaves(checkpoint, patterns), style, branch_of(patterns), names)
     arrays = [leaf for leaf in named if not is_scalar(leaf.entry)]
     _refuse_dtypes(arrays, to)
     scalars = [(leaf, scalar_value(leaf.entry)) for leaf in named if is_scalar(leaf.entry)]
-    job = ExportJob(found, arrays, scalars, shard_bytes, [])
+    job = ExportJob(checkpoint, arrays, scalars, shard_bytes, [])
     with new_output(out) as temporary:
-        _WRITERS[to](job, temporary, os.fspath(out))
+        _WRITERS[to](job, temporary, out)
         if verify:
             from perdure.inspect.export_check import check_export
 
@@ -135,8 +150,8 @@ def export(
         files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
     return Exported(
-        os.fspath(out),
-        found,
+        out,
+        checkpoint,
         written,
         tuple(job.left_out),
         sum(leaf.entry.nbytes for leaf in arrays),

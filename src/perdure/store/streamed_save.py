@@ -122,12 +122,11 @@ def save_streamed(
         others = tuple(sorted(entries[len(leaves) :], key=lambda entry: entry.path))
         packs = tuple(builder.packs(lambda _: pack.size))
         version = format_of(entries, containers, others)
-        where = f"{run.where}: the manifest of this save"
         manifest = Manifest(
             format=version,
             step=step,
             created=time_text(time.time()),
-            fingerprint=checked_fingerprint(version, packs, own, where),
+            fingerprint=checked_fingerprint(version, packs, own, f"{run.where}: this save"),
             recipe=dict(recipe or {}),
             metrics={},
             packs=packs,

@@ -127,7 +127,11 @@ class Comparison:
             self._measure(x_parts, y_parts, differs)
 
     def _measure(self, x: Array, y: Array, differs: Array) -> None:
-        a, b = as_float64(x), as_float64(y)
+        a = as_float64(x)
+        if not differs.any():
+            self._add_equal(a[np.isfinite(a)])
+            return
+        b = as_float64(y)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             self._not_finite += int(np.count_nonzero(differs & ~finite))
@@ -147,6 +151,15 @@ class Comparison:
             x, y, a, b = x[differs], y[differs], a[differs], b[differs]
         self._steps(x, y)
         self._distances(x, y, a, b)
+
+    def _add_equal(self, a: Array) -> None:
+        """Add finite elements that are the same on both sides, with the bits of any other way."""
+        if a.size:
+            squares = ScaledSum()
+            squares.add(a, a)
+            for name in ("xx", "yy", "xy"):
+                self._sums[name].merge(squares.value, squares.exponent)
+            self._abs = self._abs or 0
 
     def _distances(self, x: Array, y: Array, a: Array, b: Array) -> None:
         """Measure pairs that differ, in their own dtype and as float64."""

@@ -14,11 +14,14 @@ from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
 
 COMMANDS = (
+    "average",
     "copy",
     "demo",
     "diff",
     "drill",
+    "export",
     "fork",
+    "import",
     "ls",
     "prune",
     "rollback",
@@ -31,6 +34,10 @@ COMMANDS = (
 )
 
 
+_MODULES = {"import": "import_run"}
+"""Commands whose module has another name, because theirs is a keyword of Python."""
+
+
 class _Commands(click.Group):
     """Imports the module of a command only when that command is used."""
 
@@ -40,7 +47,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return import_module(f"perdure.cli.{cmd_name}").command
+        return import_module(f"perdure.cli.{_MODULES.get(cmd_name, cmd_name)}").command
 
     def invoke(self, ctx: click.Context) -> Any:
         # Under `perdure run` a command is no training loop, and a program beside it may be one.

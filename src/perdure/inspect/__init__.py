@@ -1,6 +1,6 @@
-"""Looks inside run directories, without the model's code and without an ML framework.
+"""Looks inside run directories, and takes things out, without the model's code or an ML framework.
 
-Reads only; memory is that of a few chunks.
+No run that exists is changed; memory is that of a few chunks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
         open_checkpoints,
         open_run,
     )
+    from perdure.inspect.averaging import Averaged, average
     from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff, diff
+    from perdure.inspect.exporting import Exported, export
+    from perdure.inspect.importing import import_run
     from perdure.inspect.leaf_diff import LeafDiff
+    from perdure.inspect.leaf_names import NameMap
     from perdure.inspect.leaf_reader import (
         Elements,
         read_array,
@@ -27,27 +31,35 @@ if TYPE_CHECKING:
     from perdure.inspect.leaf_stats import Stats, StatsTable, stats
     from perdure.inspect.leaf_tree import LeafTree, TreeNode, tree
     from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
+    from perdure.inspect.origins import origin
     from perdure.inspect.renames import Rename
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
+    "Averaged": "averaging",
     "CheckpointDiff": "checkpoint_diff",
     "Elements": "leaf_reader",
+    "Exported": "exporting",
     "FieldDiff": "checkpoint_diff",
     "LeafDiff": "leaf_diff",
     "LeafTree": "leaf_tree",
     "ListedCheckpoint": "listing",
+    "NameMap": "leaf_names",
     "Rename": "renames",
     "RunListing": "listing",
     "Stats": "leaf_stats",
     "StatsTable": "leaf_stats",
     "StoredCheckpoint": "address",
     "TreeNode": "leaf_tree",
+    "average": "averaging",
     "diff": "checkpoint_diff",
+    "export": "exporting",
+    "import_run": "importing",
     "list_run": "listing",
     "open_checkpoint": "address",
     "open_checkpoints": "address",
     "open_run": "address",
+    "origin": "origins",
     "read_array": "leaf_reader",
     "read_elements": "leaf_reader",
     "scalar_value": "leaf_reader",
@@ -57,23 +69,30 @@ _HOMES = {
 }
 
 __all__ = [
+    "Averaged",
     "CheckpointDiff",
     "Elements",
+    "Exported",
     "FieldDiff",
     "LeafDiff",
     "LeafTree",
     "ListedCheckpoint",
+    "NameMap",
     "Rename",
     "RunListing",
     "Stats",
     "StatsTable",
     "StoredCheckpoint",
     "TreeNode",
+    "average",
     "diff",
+    "export",
+    "import_run",
     "list_run",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",
+    "origin",
     "read_array",
     "read_elements",
     "scalar_value",

@@ -123,6 +123,8 @@ def read_elements(
     checkpoint: StoredCheckpoint,
     entries: Iterable[LeafEntry],
     chunks: Mapping[str, Iterable[int]] | None = None,
+    *,
+    ahead: int | None = None,
 ) -> Iterator[Elements]:
     """Read and verify array leaves in the given order, a chunk at a time.
 
@@ -132,6 +134,7 @@ def read_elements(
         checkpoint: The checkpoint.
         entries: Leaves of it.
         chunks: By path, the numbers of the chunks to read; all of them by default.
+        ahead: How many reads of up to 4 MiB are under way at a time.
 
     Raises:
         UnsupportedLeafError: NumPy has no form of a leaf's dtype. Nothing of that leaf was read.
@@ -152,7 +155,7 @@ def read_elements(
     wanted = [(entry, number) for entry, number, _ in numbered]
     run = checkpoint.run
     try:
-        stream = stream_chunks(run.storage, checkpoint.manifest, wanted)
+        stream = stream_chunks(run.storage, checkpoint.manifest, wanted, ahead=ahead)
         for (entry, number, dtype), data in zip(numbered, stream, strict=True):
             start = number * (CHUNK_BYTES // dtype.itemsize)
             yield Elements(entry, start, np.frombuffer(data, dtype))

@@ -18,7 +18,11 @@ ChunkNumber = tuple[LeafEntry, int]
 
 
 def stream_chunks(
-    storage: Storage, manifest: Manifest, chunks: Iterable[ChunkNumber]
+    storage: Storage,
+    manifest: Manifest,
+    chunks: Iterable[ChunkNumber],
+    *,
+    ahead: int | None = None,
 ) -> Iterator[memoryview]:
     """Yield the decoded bytes of chunks, in the order of `chunks` and a few ahead of the caller.
 
@@ -29,13 +33,16 @@ def stream_chunks(
         storage: The run directory.
         manifest: A manifest of it.
         chunks: (leaf of the manifest, number of the chunk in the leaf).
+        ahead: How many reads of up to CHUNK_BYTES are under way at a time; by default as many as suit
+            the storage.
 
     Raises:
         CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
         StepNotFoundError: The checkpoint was deleted meanwhile.
         UnreachableError: A pack cannot be read.
     """
-    threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
+    usual = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
+    threads = ahead or usual
     pending: deque[Future[list[memoryview]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="perdure-stream") as readers:
         try:

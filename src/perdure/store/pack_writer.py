@@ -56,6 +56,9 @@ BLOCK = 4096
 GATHER_BYTES = 256 * 1024
 """Small chunks are given to the storage in pieces of about this size."""
 
+Release = Callable[[], None] | None
+"""Gives a buffer of page-aligned memory back; None for memory that Python frees."""
+
 
 class Written(NamedTuple):
     """What a save wrote.
@@ -155,7 +158,12 @@ class NewPack:
         return self._sink is None
 
     def add(
-        self, digest: str, data: memoryview, left: int, size: int, release: Callable[[], None]
+        self,
+        digest: str,
+        data: memoryview,
+        left: int,
+        size: int,
+        release: Release = None,
     ) -> None:
         """Append a chunk of `size` bytes, stored as `data`, unless it is there already.
 
@@ -164,19 +172,18 @@ class NewPack:
             data: Its bytes as they are stored.
             left: An upper bound of the bytes of this chunk and all that follow.
             size: Its bytes once it is decoded.
-            release: Called once `data` may be reused.
+            release: Called once `data` may be reused; None if no call is needed.
         """
         if digest not in self.places and (place := self.known.get(digest)) is not None:
             self.places[digest] = place
-        if digest in self.places:
-            release()
-            return
-        sink = self._open(left)
-        self._place(digest, len(data), size)
-        if release is not _nothing and len(data) == size and isinstance(sink, AdoptingSink):
-            sink.write_from(data, release)
-        else:
+        if digest not in self.places:
+            sink = self._open(left)
+            self._place(digest, len(data), size)
+            if release is not None and len(data) == size and isinstance(sink, AdoptingSink):
+                sink.write_from(data, release)
+                return
             sink.write(data)
+        if release is not None:
             release()
 
     def copy(self, chunks: Sequence[PackedChunk], data: memoryview, left: int) -> None:
@@ -258,8 +265,8 @@ _Job = tuple[list[str], int, memoryview, str]
 """The hashes of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
 _Small = tuple[list[str], memoryview]
 """The hashes of a leaf, and its last chunk, which is small. A tuple, because there may be many."""
-_Prepared = tuple[_Job, str, memoryview, Callable[[], None]]
-"""A large chunk, its hash, its stored bytes, and a function to call once they are written."""
+_Prepared = tuple[_Job, str, memoryview, Release]
+"""A large chunk, its hash, its stored bytes, and what to call once they are written."""
 
 
 def _in_pack_order(
@@ -299,27 +306,23 @@ def _prepared(
     Chunks that are `known` are not encoded. The buffers of the copies are added to `buffers`.
     """
 
-    def work(job: _Job, copy: memoryview, release: Callable[[], None]) -> _Prepared:
+    def work(job: _Job, copy: memoryview, release: Release) -> _Prepared:
         digest = hash_bytes(copy)
         if encode is None or any(digest in places for places in known):
             return job, digest, copy, release
         return job, digest, encode(copy, job[3], digest), release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2])), _nothing) for job in chunks)
+        return (work(job, memoryview(bytes(job[2])), None) for job in chunks)
     if encode is None:
         return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
     executor = pool("encode", ENCODE_THREADS)
     return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
 
 
-def _nothing() -> None:
-    """The `release` of memory that is not page-aligned and is freed by Python."""
-
-
 def _on_copies(
     executor: ThreadPoolExecutor,
-    work: Callable[[_Job, memoryview, Callable[[], None]], _Prepared],
+    work: Callable[[_Job, memoryview, Release], _Prepared],
     chunks: Sequence[_Job],
     ahead: int,
     buffers: list[mmap.mmap],

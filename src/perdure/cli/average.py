@@ -1,0 +1,84 @@
+"""`perdure average RUN@STEP... -o OUT`: the weighted mean of checkpoints, as a new run directory."""
+
+from __future__ import annotations
+
+import click
+
+from perdure.cli.output import document, json_option
+from perdure.inspect import average, origin
+from perdure.inspect.average_weights import SCHEDULES
+
+
+class _Numbers(click.ParamType):
+    name = "W,W,..."
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[float]:
+        try:
+            return [float(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"expected numbers with commas between them, found {value!r}.", param, ctx)
+
+
+@click.command("average")
+@click.argument("checkpoints", metavar="RUN@STEP...", nargs=-1, required=True)
+@click.option("-o", "--out", required=True, metavar="OUT", help="The new run directory.")
+@click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")
+@click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average, by steps.")
+@click.option(
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    default="uniform",
+    help="How the weights depend on the order of the steps.",
+)
+@click.option("--leaves", multiple=True, metavar="PATTERN", help="Average only these leaves.")
+@click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
+@json_option
+def command(
+    checkpoints: tuple[str, ...],
+    out: str,
+    weights: list[float] | None,
+    ema: float | None,
+    schedule: str,
+    leaves: tuple[str, ...],
+    like: str | None,
+    as_json: bool,
+) -> None:
+    """Average checkpoints into the new run directory OUT: RUN@100,200,300 or several RUN@STEP.
+
+    Arrays of floating-point numbers are averaged in float64, in the order of the steps, and rounded
+    once, so that the result has the same fingerprint wherever it is made. All other leaves are those
+    of the newest of the checkpoints, or of --like. OUT has the step of that one, and its manifest
+    says what it was made from.
+    """
+    made = average(
+        checkpoints,
+        out,
+        weights=weights,
+        ema=ema,
+        schedule=schedule,
+        leaves=leaves or None,
+        like=like,
+    )
+    manifest = made.manifest
+    if as_json:
+        document(
+            {
+                "run": made.run,
+                "step": manifest.step,
+                "fingerprint": manifest.fingerprint,
+                "averaged": list(made.averaged),
+                "equal": list(made.equal),
+                "taken": list(made.taken),
+                **(origin(manifest) or {}),
+            }
+        )
+        return
+    for checkpoint, weight in made.sources:
+        click.echo(f"{checkpoint.name}  weight {weight:.12g}")
+    click.echo(
+        f"{len(made.averaged)} leaves averaged, {len(made.equal)} equal in all, {len(made.taken)} "
+        f"taken from {made.like.name}"
+    )
+    click.echo(f"{out} starts at step {manifest.step}, fingerprint {manifest.fingerprint}")

@@ -1,0 +1,36 @@
+"""`perdure import SRC RUN`: arrays of other tools as step 0 of a new run directory."""
+
+from __future__ import annotations
+
+import click
+
+from perdure.cli.output import document, json_option, size_text
+from perdure.inspect import NameMap, import_run
+from perdure.inspect.foreign_files import READ_FORMATS
+
+
+@click.command("import")
+@click.argument("source", metavar="SRC")
+@click.argument("run", metavar="RUN")
+@click.option("--from", "kind", type=click.Choice(READ_FORMATS), help="The format of SRC.")
+@click.option("--branch", default="", metavar="PATH", help="Put the leaves below this path.")
+@click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
+@json_option
+def command(
+    source: str, run: str, kind: str | None, branch: str, names: str | None, as_json: bool
+) -> None:
+    """Save the arrays of SRC as step 0 of the new run directory RUN.
+
+    SRC is a .safetensors file, a folder of them, a state dict of PyTorch, a .npz archive or a folder
+    of Orbax. The dots of a name become the parts of a path: encoder.0.weight is the leaf
+    encoder/0/weight. Torch files are read with weights_only=True only, so that no code in them runs.
+    """
+    name_map = None if names is None else NameMap.read(names)
+    manifest = import_run(source, run, kind=kind, branch=branch, names=name_map)
+    if as_json:
+        leaves = [leaf.path for leaf in manifest.leaves]
+        document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
+        return
+    click.echo(
+        f"{run} starts at step 0 with {len(manifest.leaves)} leaves, {size_text(manifest.nbytes)}"
+    )

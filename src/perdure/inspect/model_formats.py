@@ -1,0 +1,90 @@
+"""Exports that need the code of the model: it is built, restored from the checkpoint, and written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from perdure.errors import ArgumentError
+from perdure.inspect.address import StoredCheckpoint
+from perdure.state import restore
+from perdure.state.paths import insert, split_path
+
+
+def write_model(
+    checkpoint: StoredCheckpoint,
+    to: str,
+    path: str,
+    branch: str,
+    model: str | Callable[[], Any],
+    *,
+    verify: bool,
+) -> list[str]:
+    """Write the Keras model that `model` returns with the values of the checkpoint at `branch`.
+
+    Returns the paths of leaves that the format does not hold: the states of random generators.
+
+    Raises:
+        ArgumentError: `model` cannot be used, or `verify` is asked for in another format than "keras".
+        MismatchError: The model does not fit the checkpoint; the text lists each leaf.
+        MissingExtraError, StateError: As `perdure.keras.model_export.write_model`.
+    """
+    if verify and to != "keras":
+        raise ArgumentError(
+            f"verify: {to} files hold a program, in which no single array can be compared; leave it "
+            f"out."
+        )
+    built = load_function(model)() if isinstance(model, str) else model()
+    from perdure.keras import model_export  # names the extra to install, if Keras is missing
+
+    prefix = f"{branch}/"
+    leaves = checkpoint.run.load(checkpoint.step, lambda name: name.startswith(prefix)).leaves
+    target: dict[str, Any] = {}
+    insert(target, split_path(branch), built)
+    restore(target, leaves)
+    # Keras asks for this ending.
+    written = f"{path}.{to}" if to in ("keras", "onnx") else path
+    try:
+        model_export.write_model(built, to, written)
+        if verify:
+            inside = {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
+            model_export.check_keras_file(written, inside)
+        if written != path:
+            os.rename(written, path)
+        return [name for name in leaves if model_export.is_seed(name)]
+    finally:
+        if written != path and os.path.exists(written):
+            os.remove(written)
+
+
+def load_function(text: str) -> Callable[[], Any]:
+    """The function that `file.py:function` names. Runs the file.
+
+    Raises:
+        ArgumentError: There is no such file, or no such function in it.
+    """
+    file, colon, name = text.rpartition(":")
+    if not (colon and name and os.path.isfile(file)):
+        raise ArgumentError(
+            f"model: expected file.py:function with a file that exists, found {text!r}."
+        )
+    module_name = os.path.splitext(os.path.basename(file))[0]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ArgumentError(f"model: {file} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module_name, module)
+    sys.path.insert(
+        0, os.path.dirname(os.path.abspath(file))
+    )  # for what the file imports beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ArgumentError(f"model: {file} has no function {name!r}.")
+    return function

@@ -1,0 +1,37 @@
+"""Exports whose consumers need JAX, in a fork of a process that has it: Keras, `jax.export`, Orbax."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from forked import run_forked
+
+WORKER = Path(__file__).with_name("jax_export_worker.py")
+
+
+def test_keras_jax_and_orbax_load_the_bits(tmp_path: Path) -> None:
+    ((status, output, errors),) = run_forked("keras-jax", WORKER, [[str(tmp_path)]], [{}])
+    assert status == 0, errors
+    answer = json.loads(output.splitlines()[-1])
+    model = answer["keras"]
+    assert model["files"] == ["m.keras"]
+    assert model["left_out"] == ["model/seed_generator/seed_generator_state"]
+    assert model["variables"]
+    assert model["call"]
+    assert [model["misfit"], model["no function"], model["verify"]] == model["expected"]
+    assert model["left"] == []
+    orbax = answer["orbax"]
+    assert orbax["arrays"]
+    assert orbax["scalars"] == [3, "x"]
+    assert orbax["left_out"] == ["raw"]
+    assert orbax["back"] == [
+        ["name", "py:str", []],
+        ["params/b", "bfloat16", [3]],
+        ["params/scale", "float64", []],
+        ["params/w", "float32", [2, 3]],
+        ["step", "py:int", []],
+    ]
+    assert orbax["changed"], "the bytes could not be held"
+    assert orbax["standard"] == [["train/params/w", "bfloat16", [4, 2]]]
+    assert orbax["no such"] == "DataError"

@@ -38,7 +38,7 @@ from perdure.drill.fault_plan import (
     possible_kinds,
     required_restores,
 )
-from perdure.drill.html_report import render_html
+from perdure.inspect.drill_page import render_html
 from perdure.drill.scenario import (
     Commit,
     Launch,

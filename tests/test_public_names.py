@@ -28,6 +28,7 @@ MODULES = (
     "perdure.distribute.metrics",
     "perdure.drill",
     "perdure.errors",
+    "perdure.inspect",
     "perdure.jax",
     "perdure.keras",
     "perdure.lightning",

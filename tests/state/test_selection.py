@@ -14,7 +14,7 @@ from perdure.state.cast import cast_leaf
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences
 from perdure.state.leaf_values import plain_value
 from perdure.state.renaming import Renaming
-from perdure.state.selection import Selection
+from perdure.store.selection import Selection
 
 PATHS = ("model/enc/0/bias", "model/enc/0/w", "model/head/bias", "model2/w", "bias", "a%2Fb")
 

@@ -13,8 +13,8 @@ from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
-from perdure.state.selection import Selection
 from perdure.store import Loaded, Run, Storage
+from perdure.store.selection import Selection
 from perdure.store.urls import split_step
 
 

@@ -11,7 +11,7 @@ import click
 
 from perdure import __version__, heartbeats
 from perdure.cli.output import discard_unwritten, is_output_error, report
-from perdure.errors import NotARunError, PerdureError, StepNotFoundError
+from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
 
 COMMANDS = (
     "copy",
@@ -62,7 +62,8 @@ class _Commands(click.Group):
             if as_json:
                 click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
             report(str(error))
-            ctx.exit(2 if isinstance(error, (NotARunError, StepNotFoundError)) else 1)
+            usage = (ArgumentError, NotARunError, StepNotFoundError)
+            ctx.exit(2 if isinstance(error, usage) else 1)
 
 
 @click.group(cls=_Commands)

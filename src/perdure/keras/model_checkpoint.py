@@ -27,8 +27,8 @@ from perdure.keras.fit_internals import (
 )
 from perdure.keras.open_managers import close_manager, open_manager
 from perdure.state import restore
-from perdure.state.selection import Selection
 from perdure.store import Run, Storage
+from perdure.store.selection import Selection
 
 
 class ModelCheckpoint(MonitorCallback):

@@ -8,7 +8,8 @@ import numpy as np
 
 from perdure.errors import StateError
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.leaf_values import array_bytes, leaf_array, numpy_dtype, plain_value
+from perdure.state.leaf_values import array_bytes, leaf_array, plain_value
+from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.leaf import Leaf
 

@@ -15,7 +15,7 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import LeafSpec
-from perdure.store.format import WEAK_PREFIX
+from perdure.store.dtypes import numpy_dtype
 from perdure.store.leaf import Leaf
 
 # Below the limits of `sys.set_int_max_str_digits`, which cannot be set lower than 640 digits.
@@ -76,27 +76,6 @@ def scalar_text(value: Any) -> tuple[str, str]:
 def is_plain(value: Any) -> bool:
     """Whether a value is a NumPy array or a Python number, with which any framework computes."""
     return isinstance(value, (np.ndarray, np.generic, bool, int, float, complex))
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a leaf's dtype name, including those of ml_dtypes (bfloat16, float8).
-
-    Raises:
-        UnsupportedLeafError: NumPy has no such dtype.
-    """
-    name = name.removeprefix(WEAK_PREFIX)
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        try:
-            return np.dtype(getattr(ml_dtypes, name))
-        except AttributeError:
-            raise UnsupportedLeafError(
-                f"dtype {name!r} has no NumPy form here; restore into a template of the framework "
-                f"that wrote it."
-            ) from None
 
 
 def array_spec(array: np.ndarray[Any, Any] | np.generic) -> LeafSpec:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import ArgumentError
 from perdure.state.renaming import Renaming
-from perdure.state.selection import Selection
+from perdure.store.selection import Selection
 
 
 class RestoreRequest(NamedTuple):

@@ -13,10 +13,10 @@ from perdure.state.leaf_errors import PathInErrors, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.leaf_values import is_plain
 from perdure.state.paths import join_key, join_part, nearest
-from perdure.state.selection import Selection
 from perdure.state.stateful import Stateful
 from perdure.state.wholes import is_whole
 from perdure.store.leaf import Leaf
+from perdure.store.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -109,4 +109,7 @@ def _no_such_step(storage: Storage, step: int) -> str:
             f"Step {step} was set aside by a rollback; `perdure rollback {storage.where} --undo` "
             f"brings it back."
         )
-    return message + "Ask for one of those."
+    if not steps:
+        return message + "Save one first, or name another run directory."
+    nearest = min(steps, key=lambda other: (abs(other - step), -other))
+    return message + f"Ask for one of those; the nearest is step {nearest}."

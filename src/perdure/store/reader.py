@@ -40,7 +40,7 @@ SMALL_BYTES = 256 * 1024
 
 
 @dataclass(slots=True)
-class _Read:
+class PackRead:
     """One read: (leaf, chunk, memory of the chunk) of one chunk, or of neighbours in a pack."""
 
     parts: list[tuple[LeafEntry, Chunk, memoryview]] = field(default_factory=list)
@@ -109,10 +109,10 @@ def load_entries(
             parts.append((entry, chunk, target[start : start + size]))
             start += size
 
-    spans = _spans(storage, list(_grouped(parts)))
+    spans = _spans(storage, list(grouped_reads(parts)))
     if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
         for span in spans:
-            for check in _fetch(storage, manifest, span):
+            for check in fetch_reads(storage, manifest, span):
                 check()
         return leaves
     hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash")
@@ -120,9 +120,9 @@ def load_entries(
     failed = threading.Event()
     with hashers, ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
 
-        def fetch(span: Sequence[_Read]) -> list[Future[None]]:
+        def fetch(span: Sequence[PackRead]) -> list[Future[None]]:
             pending: list[Future[None]] = []
-            for read, check in zip(span, _fetch(storage, manifest, span), strict=True):
+            for read, check in zip(span, fetch_reads(storage, manifest, span), strict=True):
                 if failed.is_set():
                     break
                 if read.in_place():
@@ -179,17 +179,17 @@ def damaged_chunks(
             (entry, chunk, memoryview(buffer)[:size])  # used for one chunk after the other
             for entry, chunk, size in chunks
         ]
-        reads = list(_grouped(parts))
+        reads = list(grouped_reads(parts))
         while reads:
             read = reads.pop(0)
             try:
-                for check in _fetch(storage, manifest, [read]):
+                for check in fetch_reads(storage, manifest, [read]):
                     check()
             except DamagedChunk as error:
                 if len(read.parts) == 1:
                     errors.append(error)
                 else:  # read them one by one to find the damaged ones
-                    reads[:0] = [_Read([part], part[1].length) for part in read.parts]
+                    reads[:0] = [PackRead([part], part[1].length) for part in read.parts]
     finally:
         give_buffer(buffer)
     return errors
@@ -229,20 +229,20 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 
 
-def _grouped(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[_Read]:
+def grouped_reads(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[PackRead]:
     """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES."""
-    under_way = _Read()
+    under_way = PackRead()
     pack, end = -1, -1
     # Sorted by place, so that neighbours meet and the disk is read from front to back.
     for part in sorted(parts, key=lambda part: (part[1].pack, part[1].offset)):
         chunk = part[1]
         if len(part[2]) >= SMALL_BYTES:
-            yield _Read([part], chunk.length)
+            yield PackRead([part], chunk.length)
             continue
         follows = chunk.pack == pack and chunk.offset == end
         if under_way.parts and (not follows or under_way.nbytes + chunk.length > CHUNK_BYTES):
             yield under_way
-            under_way = _Read()
+            under_way = PackRead()
         under_way.parts.append(part)
         under_way.nbytes += chunk.length
         pack, end = chunk.pack, chunk.offset + chunk.length
@@ -250,7 +250,7 @@ def _grouped(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[_Read
         yield under_way
 
 
-def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
+def _spans(storage: Storage, reads: Sequence[PackRead]) -> list[list[PackRead]]:
     """The reads of each request: one read, or from an object store all that lie side by side.
 
     To an object store a request costs more than its bytes (some servers look at the whole object for
@@ -260,7 +260,7 @@ def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
         return [[read] for read in reads]
     share = -(-sum(read.nbytes for read in reads) // storage.streams)
     most = min(max(share, CHUNK_BYTES), STREAM_BYTES)
-    spans: list[list[_Read]] = []
+    spans: list[list[PackRead]] = []
     room = buffered = 0
     place = (-1, -1)
     for read in reads:
@@ -275,8 +275,8 @@ def _spans(storage: Storage, reads: Sequence[_Read]) -> list[list[_Read]]:
     return spans
 
 
-def _fetch(
-    storage: Storage, manifest: Manifest, span: Sequence[_Read]
+def fetch_reads(
+    storage: Storage, manifest: Manifest, span: Sequence[PackRead]
 ) -> Iterator[Callable[[], None]]:
     """Fill the memory of one read after the other; yields a function that checks it."""
     entry, first, _ = span[0].parts[0]
@@ -302,7 +302,9 @@ def _fetch(
         raise read_error(error, place) from error
 
 
-def _check(storage: Storage, manifest: Manifest, read: _Read, data: memoryview, got: int) -> None:
+def _check(
+    storage: Storage, manifest: Manifest, read: PackRead, data: memoryview, got: int
+) -> None:
     """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
     in_place = read.in_place()
     chunks = [(chunk.hash, chunk.length, len(target)) for _, chunk, target in read.parts]

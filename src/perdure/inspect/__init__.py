@@ -1,0 +1,55 @@
+"""Looks inside run directories, without the model's code and without an ML framework.
+
+Reads only; memory is that of a few chunks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.inspect.address import (
+        StoredCheckpoint,
+        open_checkpoint,
+        open_checkpoints,
+        open_run,
+    )
+    from perdure.inspect.leaf_reader import (
+        Elements,
+        read_array,
+        read_elements,
+        scalar_value,
+        select_leaves,
+    )
+
+# Imported at first use, because most commands need few of them.
+_HOMES = {
+    "Elements": "leaf_reader",
+    "StoredCheckpoint": "address",
+    "open_checkpoint": "address",
+    "open_checkpoints": "address",
+    "open_run": "address",
+    "read_array": "leaf_reader",
+    "read_elements": "leaf_reader",
+    "scalar_value": "leaf_reader",
+    "select_leaves": "leaf_reader",
+}
+
+__all__ = [
+    "Elements",
+    "StoredCheckpoint",
+    "open_checkpoint",
+    "open_checkpoints",
+    "open_run",
+    "read_array",
+    "read_elements",
+    "scalar_value",
+    "select_leaves",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"perdure.inspect.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'perdure.inspect' has no attribute {name!r}")

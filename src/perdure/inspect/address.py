@@ -1,0 +1,191 @@
+"""Opens what a person names: a run directory, `RUN`, or checkpoints of it, `RUN@STEP`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from perdure.errors import ArgumentError, CorruptionError, NotARunError, StepNotFoundError
+from perdure.store import Run
+from perdure.store.format import steps_text
+from perdure.store.manifest import Manifest
+from perdure.store.storage import Storage
+from perdure.store.urls import name_at_step
+
+Where = str | os.PathLike[str] | Storage | Run
+"""A run directory, or checkpoints of one: `RUN` or `RUN@...` as text, a path, or an open run."""
+
+FORMS = "RUN@STEP, RUN@latest, RUN@best:max:METRIC or RUN@best:min:METRIC"
+
+_STEPS = re.compile(r"(?P<run>.+)@(?P<which>latest|best|best:[^@/]*|\d+(?:,\d+)*)", re.DOTALL)
+_BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """One committed checkpoint, opened for reading.
+
+    Attributes:
+        run: Its run directory. Nothing here changes it.
+        manifest: What was committed.
+        name: What to call it in output: `RUN@STEP`, with RUN as it was given.
+    """
+
+    run: Run = field(repr=False)
+    manifest: Manifest = field(repr=False)
+    name: str
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.manifest.step
+
+
+class Address(NamedTuple):
+    """A run directory, and the text after its `@`; None for the run directory itself."""
+
+    run: Run
+    given: str
+    which: str | None
+
+
+def open_run(where: Where) -> Run:
+    """Open a run directory; text that names one of its checkpoints is refused.
+
+    Raises:
+        NotARunError: There is no run directory.
+        ArgumentError: `where` names a checkpoint.
+    """
+    address = find_run(where)
+    if address.which is not None:
+        raise ArgumentError(
+            f"expected a run directory, found one of its checkpoints: {address.given}@"
+            f"{address.which}. Leave out @{address.which}."
+        )
+    return address.run
+
+
+def open_checkpoint(where: Where) -> StoredCheckpoint:
+    """Open one checkpoint.
+
+    Args:
+        where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the newer
+            of two equal ones), `RUN@best:min:METRIC`, or `RUN` alone for the newest. `RUN` is a path or
+            a URL and may have an `@` in it.
+
+    Raises:
+        NotARunError: There is no run directory.
+        StepNotFoundError: It holds no such checkpoint; the text names the nearest step.
+        CorruptionError: The manifest of the checkpoint is damaged.
+        UnreachableError: It cannot be read.
+        ArgumentError: `where` names several checkpoints, or a best one without its metric.
+    """
+    address = find_run(where)
+    steps = _steps(address)
+    if len(steps) > 1:
+        raise ArgumentError(f"expected one step, found {address.given}@{address.which}.")
+    return checkpoint_at(address.run, steps[0], address.given)
+
+
+def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
+    """Open several checkpoints of one run, in the given order: `RUN@100,200`, or `RUN` for all.
+
+    Raises as `open_checkpoint` does. A run without a checkpoint is an error.
+    """
+    address = find_run(where)
+    steps = _steps(address)
+    if address.which is None:
+        steps = address.run.steps()
+    return [checkpoint_at(address.run, step, address.given) for step in steps]
+
+
+def checkpoint_at(run: Run, step: int, given: str | None = None) -> StoredCheckpoint:
+    """The checkpoint of a step, with `given` as the name of its run; raises as `open_checkpoint`."""
+    try:
+        manifest = run.manifest(step)
+    except CorruptionError as error:
+        raise CorruptionError(with_advice(error, run)) from error
+    return StoredCheckpoint(run, manifest, name_at_step(given or run.where, step))
+
+
+def with_advice(error: CorruptionError, run: Run) -> str:
+    """The text of an error for damage, with what to do about it."""
+    return f"{error} `perdure verify {run.where}` lists all damage; an older step may be whole."
+
+
+def find_run(where: Where) -> Address:
+    """Open the run directory of `where`, which may name checkpoints of it.
+
+    The whole text is tried as the name of a run directory too, and first if it is a directory here.
+
+    Raises:
+        NotARunError: There is no run directory.
+    """
+    if isinstance(where, Run):
+        return Address(where, where.where, None)
+    if not isinstance(where, (str, os.PathLike)):
+        run = Run(where)
+        return Address(run, run.where, None)
+    text = os.fsdecode(os.fspath(where))
+    readings: list[tuple[str, str | None]] = [(text, None)]
+    if match := _BEST.fullmatch(text) or _STEPS.fullmatch(text):
+        readings.insert(1 if os.path.isdir(text) else 0, (match["run"], match["which"]))
+    errors: list[NotARunError] = []
+    for run, which in readings:
+        try:
+            return Address(Run(run), run, which)
+        except NotARunError as error:
+            errors.append(error)
+    run, at, which = text.rpartition("@")
+    if at and len(errors) == 1 and "/" not in which and _is_run(run):
+        raise StepNotFoundError(f"{run}: expected {FORMS}, found @{which}.")
+    raise errors[0]
+
+
+def _is_run(text: str) -> bool:
+    try:
+        Run(text)
+    except NotARunError:
+        return False
+    return True
+
+
+def _steps(address: Address) -> list[int]:
+    """The steps that an address names; the newest if it names none."""
+    run, _, which = address
+    if which is not None and which[0].isdigit():
+        return [int(step) for step in which.split(",")]
+    steps = run.steps()
+    if not steps:
+        raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none yet.")
+    if which in (None, "latest"):
+        return steps[-1:]
+    return [_best(run, str(which))]
+
+
+def _best(run: Run, which: str) -> int:
+    manifests = run.contents().manifests
+    names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
+    held = f"the metrics of this run are {', '.join(names)}" if names else "this run has no metrics"
+    parts = which.split(":", 2)
+    if len(parts) < 3 or parts[1] not in ("max", "min"):
+        raise ArgumentError(
+            f"{run.where}: a run directory does not record which metric is to be best, nor whether "
+            f"high or low is good; expected @best:max:METRIC or @best:min:METRIC, found @{which}; "
+            f"{held}."
+        )
+    mode: Literal["max", "min"] = "max" if parts[1] == "max" else "min"
+    sign = 1.0 if mode == "max" else -1.0
+    scores = [
+        (sign * value, step)
+        for step, manifest in manifests.items()
+        if (value := manifest.metrics.get(parts[2])) is not None
+    ]
+    if not scores:
+        raise StepNotFoundError(
+            f"{run.where}: expected a checkpoint with a finite metric {parts[2]!r}, found none in "
+            f"steps {steps_text(sorted(manifests))}; {held}."
+        )
+    return max(scores)[1]

@@ -1,0 +1,181 @@
+"""The leaves of a checkpoint: selected by patterns, and read as NumPy arrays a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
+from perdure.inspect.address import StoredCheckpoint, with_advice
+from perdure.store.dtypes import numpy_dtype
+from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
+from perdure.store.leaf import Leaf
+from perdure.store.manifest import LeafEntry
+from perdure.store.selection import Selection
+
+if TYPE_CHECKING:
+    import numpy as np
+
+KEY_PREFIX = "key<"
+"""The dtype of typed random keys begins with this; their elements are `uint32` words."""
+
+
+class Elements(NamedTuple):
+    """Elements of one array leaf that follow each other.
+
+    Attributes:
+        entry: The leaf.
+        start: The number of the first element, in row-major order.
+        values: The elements, one-dimensional. The array belongs to the caller.
+    """
+
+    entry: LeafEntry
+    start: int
+    values: np.ndarray[Any, Any]
+
+
+def select_leaves(
+    checkpoint: StoredCheckpoint, leaves: str | Iterable[str] | None = None
+) -> list[LeafEntry]:
+    """The leaves of the state that patterns select, sorted by path; all of them without a pattern.
+
+    Args:
+        checkpoint: The checkpoint.
+        leaves: A path or pattern, or several, as for `restore(leaves=...)`: `model`, `*/bias`,
+            `model/**/kernel`.
+
+    Raises:
+        ArgumentError: A pattern selects nothing.
+    """
+    entries = checkpoint.manifest.leaves
+    if leaves is None:
+        return list(entries)
+    selection = Selection(leaves)
+    paths = [entry.path for entry in entries]
+    refuse_unused(selection, paths, checkpoint.name)
+    return [entry for entry in entries if selection.matches(entry.path)]
+
+
+def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> None:
+    """Raise `ArgumentError` if a pattern selects none of `paths`, the leaves of `where`."""
+    paths = list(paths)
+    unused = selection.unused(paths)
+    if not unused:
+        return
+    close = get_close_matches(unused[0], paths, 3) or paths[:3]
+    raise ArgumentError(
+        f"{where}: no leaf matches {', '.join(map(repr, unused))}. Its {len(paths):,} leaves have "
+        f"paths such as {', '.join(close) or '(none)'}; `perdure tree` lists them. In a pattern, * is "
+        f"any text within one part of a path and ** any number of parts."
+    )
+
+
+def is_scalar(entry: LeafEntry) -> bool:
+    """Whether a leaf is a Python scalar: text in the manifest, and no array."""
+    return entry.text is not None
+
+
+def scalar_value(entry: LeafEntry) -> Any:
+    """The value of a scalar leaf: bool, int, float, complex, str, bytes or None.
+
+    Raises `UnsupportedLeafError` if this perdure does not know its type.
+    """
+    from perdure.state.leaf_values import plain_value  # takes long to import
+
+    if entry.text is None:
+        raise _unknown(entry)
+    try:
+        return plain_value(Leaf(entry.dtype, (), memoryview(entry.text.encode())))
+    except KeyError:
+        raise _unknown(entry) from None
+
+
+def element_dtype(entry: LeafEntry) -> np.dtype[Any]:
+    """The NumPy dtype of the elements of an array leaf; `uint32` for random keys.
+
+    A sub-byte type such as `int4` takes one byte an element, as in ml_dtypes.
+
+    Raises:
+        UnsupportedLeafError: NumPy has no such dtype; the text names the leaf.
+    """
+    if entry.dtype.startswith(KEY_PREFIX):
+        return numpy_dtype("uint32")
+    if entry.dtype.startswith(SCALAR_PREFIX):
+        raise _unknown(entry)
+    try:
+        return numpy_dtype(entry.dtype)
+    except UnsupportedLeafError:
+        raise _unknown(entry) from None
+
+
+def element_shape(entry: LeafEntry) -> tuple[int, ...]:
+    """The shape of the elements of an array leaf; of random keys it ends in the words of one key."""
+    if not entry.dtype.startswith(KEY_PREFIX):
+        return entry.shape
+    count = 1
+    for length in entry.shape:
+        count *= length
+    return (*entry.shape, entry.nbytes // 4 // count if count else 0)
+
+
+def read_elements(
+    checkpoint: StoredCheckpoint,
+    entries: Iterable[LeafEntry],
+    chunks: Mapping[str, Iterable[int]] | None = None,
+) -> Iterator[Elements]:
+    """Read and verify array leaves in the given order, a chunk at a time.
+
+    At most a few chunks of 4 MiB are in memory. Scalars and empty arrays have no chunk and are skipped.
+
+    Args:
+        checkpoint: The checkpoint.
+        entries: Leaves of it.
+        chunks: By path, the numbers of the chunks to read; all of them by default.
+
+    Raises:
+        UnsupportedLeafError: NumPy has no form of a leaf's dtype. Nothing of that leaf was read.
+        CorruptionError: A chunk is damaged, or its pack is missing; the text names the leaf.
+        UnreachableError: A pack cannot be read.
+    """
+    import numpy as np
+
+    from perdure.store.chunk_stream import stream_chunks  # brings numpy
+
+    entries = [entry for entry in entries if not is_scalar(entry)]
+    dtypes = [element_dtype(entry) for entry in entries]
+    numbered = [
+        (entry, number, dtype)
+        for entry, dtype in zip(entries, dtypes, strict=True)
+        for number in (range(len(entry.chunks)) if chunks is None else chunks.get(entry.path, ()))
+    ]
+    wanted = [(entry, number) for entry, number, _ in numbered]
+    run = checkpoint.run
+    try:
+        stream = stream_chunks(run.storage, checkpoint.manifest, wanted)
+        for (entry, number, dtype), data in zip(numbered, stream, strict=True):
+            start = number * (CHUNK_BYTES // dtype.itemsize)
+            yield Elements(entry, start, np.frombuffer(data, dtype))
+    except CorruptionError as error:
+        raise CorruptionError(with_advice(error, run)) from error
+
+
+def read_array(checkpoint: StoredCheckpoint, entry: LeafEntry) -> np.ndarray[Any, Any]:
+    """One whole array leaf, read and verified, in its shape; of random keys the `uint32` words.
+
+    Raises as `read_elements` does.
+    """
+    import numpy as np
+
+    array = np.empty(element_shape(entry), element_dtype(entry))
+    flat = array.reshape(-1)
+    for part in read_elements(checkpoint, [entry]):
+        flat[part.start : part.start + part.values.size] = part.values
+    return array
+
+
+def _unknown(entry: LeafEntry) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"leaf {entry.path!r}: this perdure and its NumPy cannot read elements of dtype "
+        f"{entry.dtype!r}. Leave the leaf out, or install a newer perdure and ml_dtypes."
+    )

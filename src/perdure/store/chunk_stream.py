@@ -1,0 +1,94 @@
+"""Reads chunks one after the other in a given order, each verified, in the memory of a few chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from perdure.errors import CorruptionError
+from perdure.store.format import CHUNK_BYTES
+from perdure.store.loading import read_manifest
+from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.reader import READ_THREADS, fetch_reads, grouped_reads
+from perdure.store.storage import Storage, StreamingStorage
+
+ChunkNumber = tuple[LeafEntry, int]
+"""A leaf, and the number of one of its chunks."""
+
+
+def stream_chunks(
+    storage: Storage, manifest: Manifest, chunks: Iterable[ChunkNumber]
+) -> Iterator[memoryview]:
+    """Yield the decoded bytes of chunks, in the order of `chunks` and a few ahead of the caller.
+
+    Each chunk has memory of its own, which the caller may keep and change. Only the chunks that are
+    asked for are read. A prune may run meanwhile: a chunk that it moved is read from its new place.
+
+    Args:
+        storage: The run directory.
+        manifest: A manifest of it.
+        chunks: (leaf of the manifest, number of the chunk in the leaf).
+
+    Raises:
+        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
+        StepNotFoundError: The checkpoint was deleted meanwhile.
+        UnreachableError: A pack cannot be read.
+    """
+    threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
+    pending: deque[Future[list[memoryview]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="perdure-stream") as readers:
+        try:
+            for batch in _batches(chunks):
+                pending.append(readers.submit(_read, storage, manifest, batch))
+                if len(pending) == threads:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def chunk_size(entry: LeafEntry, number: int) -> int:
+    """Bytes of one decoded chunk."""
+    if entry.size is None:
+        return entry.chunks[number].length
+    return min(CHUNK_BYTES, entry.size - number * CHUNK_BYTES)
+
+
+def _batches(chunks: Iterable[ChunkNumber]) -> Iterator[list[ChunkNumber]]:
+    """Chunks to read by one task: one large chunk, or small ones of up to CHUNK_BYTES."""
+    batch: list[ChunkNumber] = []
+    nbytes = 0
+    for entry, number in chunks:
+        size = chunk_size(entry, number)
+        if batch and nbytes + size > CHUNK_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((entry, number))
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _read(storage: Storage, manifest: Manifest, batch: list[ChunkNumber]) -> list[memoryview]:
+    """The verified bytes of each chunk of a batch."""
+    parts = [
+        (entry, entry.chunks[number], memoryview(bytearray(chunk_size(entry, number))))
+        for entry, number in batch
+    ]
+    while True:
+        try:
+            for read in grouped_reads(parts):
+                for check in fetch_reads(storage, manifest, [read]):
+                    check()
+            return [data for _, _, data in parts]
+        except CorruptionError:
+            # A prune may have moved the chunks since the manifest was read; then it has changed.
+            renewed = read_manifest(storage, manifest.step)
+            if renewed == manifest or renewed.fingerprint != manifest.fingerprint:
+                raise
+            manifest = renewed
+            places = {chunk.hash: chunk for leaf in renewed.every_leaf() for chunk in leaf.chunks}
+            parts = [(entry, places[chunk.hash], data) for entry, chunk, data in parts]

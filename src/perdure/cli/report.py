@@ -24,7 +24,10 @@ _FILE = click.Path(path_type=Path)
     "--verify", multiple=True, type=_FILE, help="A file with that of `perdure verify RUN --json`."
 )
 @click.option(
-    "--leaves", multiple=True, metavar="PATTERN", help="Leaves whose changes are shown; all by default."
+    "--leaves",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leaves whose changes are shown; all by default.",
 )
 @json_option
 @click.pass_context
@@ -40,9 +43,9 @@ def command(
 ) -> None:
     """Write one HTML file on the run directories RUN..., which needs no network.
 
-    It has the recipe, the attempts, the metrics, the checkpoints, and how much each layer changed between
-    them; several runs stand side by side. With --json the same is printed as one document, and -o may be
-    left out. Exits with 1 if a checkpoint is damaged or cannot be read.
+    It has the recipe, the attempts, the metrics, the checkpoints, and how much each layer changed
+    between them; several runs stand side by side. With --json the same is printed as one document, and
+    -o may be left out. Exits with 1 if a checkpoint is damaged or cannot be read.
     """
     from perdure.inspect import report
 

@@ -22,28 +22,36 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
+    from perdure.inspect.run_plot import plot
+    from perdure.inspect.run_report import RunReport, report
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
     "Elements": "leaf_reader",
+    "RunReport": "run_report",
     "StoredCheckpoint": "address",
     "open_checkpoint": "address",
     "open_checkpoints": "address",
     "open_run": "address",
+    "plot": "run_plot",
     "read_array": "leaf_reader",
     "read_elements": "leaf_reader",
+    "report": "run_report",
     "scalar_value": "leaf_reader",
     "select_leaves": "leaf_reader",
 }
 
 __all__ = [
     "Elements",
+    "RunReport",
     "StoredCheckpoint",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",
+    "plot",
     "read_array",
     "read_elements",
+    "report",
     "scalar_value",
     "select_leaves",
 ]

@@ -1,4 +1,4 @@
-"""The result of a drill as a page of its own, and as a part of a report: the verdict, then its evidence."""
+"""The result of a drill as a page and as a part of a report: the verdict, then its evidence."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def drill_section(document: Mapping[str, Any]) -> Html:
 
 def drill_verdict(document: Mapping[str, Any]) -> Html:
     """The verdict in one line."""
-    return tag(
-        "p", verdict(document), class_=f"verdict {'good' if document['pass'] else 'bad'}"
-    )
+    return tag("p", verdict(document), class_=f"verdict {'good' if document['pass'] else 'bad'}")
 
 
 def _parts(document: Mapping[str, Any], level: int) -> list[Html]:
@@ -116,7 +114,9 @@ def _timeline(runs: Sequence[Mapping[str, Any]]) -> Html:
             for attempt in attempts
         ]
         marks = [
-            Mark(fault["at_s"], fault["what"]) for attempt in attempts for fault in attempt["faults"]
+            Mark(fault["at_s"], fault["what"])
+            for attempt in attempts
+            for fault in attempt["faults"]
         ]
         lines.append(Line(f"{run['run']} {run['kind']}", _KINDS[run["verdict"]], bars, marks))
     return timeline(lines, "a fault")

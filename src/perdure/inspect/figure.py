@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import missing_extra
@@ -42,12 +43,12 @@ def draw_figure(panels: Sequence[Panel]) -> Figure:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    matplotlib, figure_class = _matplotlib()
+    mpl, figure_class = _matplotlib()
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 4 else 3
     rows = -(-len(panels) // columns)
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not the settings of this machine
-        matplotlib.rcParams.update(_SETTINGS)
+    with mpl.rc_context():
+        mpl.rcdefaults()  # not the settings of this machine
+        mpl.rcParams.update(_SETTINGS)
         width = 7.0 if columns == 1 else 5.2 * columns
         figure = figure_class(figsize=(width, 3.3 * rows), layout="constrained")
         for number, panel in enumerate(panels, 1):
@@ -57,23 +58,23 @@ def draw_figure(panels: Sequence[Panel]) -> Figure:
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:
     """A figure as "png" or "svg"."""
-    matplotlib, _ = _matplotlib()
+    mpl, _ = _matplotlib()
     buffer = io.BytesIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name may have characters that the font lacks
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        mpl.rcdefaults()
+        mpl.rcParams.update(_SETTINGS)
         figure.savefig(buffer, format=kind, dpi=144, metadata=_METADATA[kind])
     return buffer.getvalue()
 
 
 def _matplotlib() -> tuple[Any, Any]:
     try:
-        import matplotlib
+        import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise missing_extra("plot", error) from error
-    return matplotlib, Figure
+    return mpl, Figure
 
 
 def _draw(axes: Any, panel: Panel) -> None:
@@ -87,7 +88,9 @@ def _draw(axes: Any, panel: Panel) -> None:
     for attempts in runs.values():
         for attempt in attempts:
             if attempt.interrupted:
-                axes.axvline(attempt.end, color=_CUT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
+                axes.axvline(
+                    attempt.end, color=_CUT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1
+                )
         _shade_repeated(axes, attempts)
     if len(runs) == 1:
         _number(axes, panel.lines[0])
@@ -115,7 +118,7 @@ def _line(axes: Any, line: PlotLine, number: int) -> Any:
 
 def _shade_repeated(axes: Any, attempts: Sequence[Any]) -> None:
     """Shade the steps that an attempt had to repeat."""
-    for before, after in zip(attempts, attempts[1:], strict=False):
+    for before, after in pairwise(attempts):
         if after.start < before.end:
             axes.axvspan(after.start, before.end, color=_CUT, alpha=0.08, linewidth=0, zorder=0)
 

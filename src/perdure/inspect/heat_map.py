@@ -1,4 +1,4 @@
-"""How much each layer changed between the kept checkpoints: computed, and drawn as a table of colours."""
+"""How much each layer changed between the kept checkpoints: computed, and drawn as a table."""
 
 from __future__ import annotations
 
@@ -96,7 +96,12 @@ def heat_map(document: Mapping[str, Any]) -> Html:
     ]
     scale = _Scale(numbers)
     head = [tag("th", "layer", scope="col", style="text-align:left")] + [
-        tag("th", f"\N{RIGHTWARDS ARROW}{after}", scope="col", title=f"from step {before} to {after}")
+        tag(
+            "th",
+            f"\N{RIGHTWARDS ARROW}{after}",
+            scope="col",
+            title=f"from step {before} to {after}",
+        )
         for before, after in document["steps"]
     ]
     rows = [
@@ -140,7 +145,9 @@ def _cell(change: float | str | None, scale: _Scale) -> Html:
         return tag("td", change, class_="bad" if change == DAMAGED else "none")
     if change is None:
         return tag("td", "", class_="none")
-    return tag("td", f"{change:.1e}" if change < 0.001 else f"{change:.3f}", class_=scale.kind(change))
+    return tag(
+        "td", f"{change:.1e}" if change < 0.001 else f"{change:.3f}", class_=scale.kind(change)
+    )
 
 
 class _Scale:

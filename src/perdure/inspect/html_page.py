@@ -84,18 +84,22 @@ def section(heading: str, *parts: object, level: int = 2) -> Html:
     return tag("section", tag(f"h{level}", heading), *content) if content else Html("")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], label: str) -> Html:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], label: str, right: Sequence[str] = ()
+) -> Html:
     """A table; numbers stand at the right. A table that is too wide scrolls by itself.
 
     Args:
         head: The names of the columns.
         rows: The cells.
         label: What the table shows, for readers who do not see it.
+        right: Other columns that stand at the right, such as sizes with their unit.
     """
     lines = [list(row) for row in rows]
     is_number = [
-        any(_is_number(row[i]) for row in lines) and all(_fits(row[i]) for row in lines)
-        for i in range(len(head))
+        name in right
+        or (any(_is_number(row[i]) for row in lines) and all(_fits(row[i]) for row in lines))
+        for i, name in enumerate(head)
     ]
 
     def row(name: str, cells: Sequence[object], **attributes: str) -> Html:

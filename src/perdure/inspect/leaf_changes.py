@@ -1,7 +1,7 @@
 """How much floating-point leaves changed from one checkpoint to the next.
 
-Leaves with equal chunk hashes are known to be equal and are not read. The others are streamed; a damaged
-leaf gets a word in place of numbers, so that the rest is still compared.
+Leaves with equal chunk hashes are known to be equal and are not read. The others are streamed. A
+damaged leaf gets a word in place of numbers, so that the rest is still compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FLOATS = ("float", "bfloat", "complex")
 
 SAME, NEW, DAMAGED, UNREAD, GONE = "same", "new", "damaged", "unread", "deleted"
-"""What stands for a change without numbers: equal bits; no such leaf before (or another shape or dtype);
-damaged; not readable; the checkpoint was deleted meanwhile."""
+"""What stands for a change without numbers: equal bits; no such leaf before, or of another shape or
+dtype; damaged; not readable; the checkpoint was deleted meanwhile."""
 
 
 Problems = dict[int, tuple[str, str]]
@@ -122,8 +122,8 @@ def squared_norms(checkpoint: StoredCheckpoint, entries: Iterable[LeafEntry]) ->
 def change_ratio(changes: Iterable[Change | str]) -> float | str:
     """The relative change of several leaves together: the norm of the differences over that before.
 
-    Only the leaves that changed count. A word where there is no number: `damaged` if any leaf is, `same`
-    if none changed, `from zero` if all values were zero before, `not finite`.
+    Only the leaves that changed count. A word where there is no number: `damaged` if any leaf is,
+    `same` if none changed, `from zero` if all values were zero before, `not finite`.
     """
     changes = list(changes)
     words = {change for change in changes if isinstance(change, str)}
@@ -207,7 +207,7 @@ def _word(error: CorruptionError | UnreachableError) -> str:
 def _compare(
     before: StoredCheckpoint, after: StoredCheckpoint, pairs: Sequence[LeafPair]
 ) -> Iterator[tuple[str, Change]]:
-    """The change of each pair, in their order: all chunks of `before`, and those of `after` that differ."""
+    """The change of each pair: all chunks of `before` are read, and those of `after` that differ."""
     if not pairs:
         return
     differing = {pair.after.path: pair.differing for pair in pairs}

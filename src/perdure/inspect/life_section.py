@@ -75,13 +75,13 @@ def _attempts(starts: Sequence[Mapping[str, Any]]) -> Html:
     rows: list[list[object]] = []
     for start in starts:
         began = str(start["started"] or "-")[:19].replace("T", " ")
-        for attempt in start["attempts"]:
+        for number, attempt in enumerate(start["attempts"]):
             why = attempt["cause"]
             if attempt["last_line"]:
                 why = f"{why}: {attempt['last_line']}"
             rows.append(
                 [
-                    began,
+                    "" if number else began,
                     attempt["number"],
                     attempt["workers"],
                     _steps(attempt),
@@ -96,4 +96,4 @@ def _attempts(starts: Sequence[Mapping[str, Any]]) -> Html:
         if start["state"] != "ended":
             word = _WORDS.get(start["state"], start["state"])
             rows.append([began, "", "", "", "", "", badge(word, _STATES[start["state"]])])
-    return table(head, rows, "Attempts")
+    return table(head, rows, "Attempts", right=("took",))

@@ -1,4 +1,4 @@
-"""A chart of one metric over steps as inline SVG: a line for each run, interruptions as dashed lines."""
+"""A chart of one metric over steps as SVG: a line for each run, interruptions as dashed lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def line_chart(name: str, lines: Sequence[tuple[str, Series, Sequence[int]]]) ->
     for index, (line, (_, series, _)) in enumerate(zip(finite, lines, strict=True)):
         parts += [_line(part, index, x, y) for part in _pieces(series)] if line else []
     said = "; ".join(
-        f"{label}: {number(line[0][1])} at step {line[0][0]}, {number(line[-1][1])} at step {line[-1][0]}"
+        f"{label}: {number(line[0][1])} at step {line[0][0]}, "
+        f"{number(line[-1][1])} at step {line[-1][0]}"
         for line, (label, _, _) in zip(finite, lines, strict=True)
         if line
     )
@@ -71,7 +72,9 @@ def interruption_legend(count: int) -> Html | None:
     if not count:
         return None
     times = "once" if count == 1 else f"{count} times"
-    return tag("p", f"Dashed red lines: where a run was interrupted, {times} in all.", class_="note")
+    return tag(
+        "p", f"Dashed red lines: where a run was interrupted, {times} in all.", class_="note"
+    )
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
@@ -127,7 +130,9 @@ def _line(points: list[tuple[int, float]], index: int, x: object, y: object) -> 
     assert callable(y)
     colour = f"s{index % SERIES}"
     if len(points) == 1:
-        return tag("circle", class_=colour, cx=f"{x(points[0][0]):.1f}", cy=f"{y(points[0][1]):.1f}", r=3)
+        return tag(
+            "circle", class_=colour, cx=f"{x(points[0][0]):.1f}", cy=f"{y(points[0][1]):.1f}", r=3
+        )
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
     dash = _DASHES[index // SERIES % len(_DASHES)]
     return tag("polyline", class_=colour, points=path, stroke_dasharray=dash)

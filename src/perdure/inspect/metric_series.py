@@ -1,4 +1,4 @@
-"""The metrics of a run over its steps, from `metrics.jsonl` and from the manifests of its checkpoints."""
+"""The metrics of a run over its steps, from `metrics.jsonl` and from its manifests."""
 
 from __future__ import annotations
 

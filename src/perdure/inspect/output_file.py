@@ -32,14 +32,14 @@ def write_output(path: Path, data: bytes) -> None:
                 head = file.read(_HEAD_BYTES)
             if head not in (b"", data[:_HEAD_BYTES]):
                 raise ArgumentError(
-                    f"{path}: expected a new file, or an older {path.suffix or 'output'} file to replace; "
-                    "found a file with other contents. Name another file, or remove that one."
+                    f"{path}: expected a new file, or an older file of this kind to replace; found a "
+                    "file with other contents. Name another file, or remove that one."
                 )
         _replace(target, data)
     except OSError as error:
         raise ArgumentError(
-            f"{path}: cannot be written: {error}. Expected the path of a file in a directory that exists "
-            "and can be written to."
+            f"{path}: cannot be written: {error}. Expected the path of a file in a directory that "
+            "exists and can be written to."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The style sheet of every page: light and dark, wide and narrow. Colours have the contrast of WCAG AA."""
+"""The style sheet of every page, light and dark, wide and narrow, with the contrast of WCAG AA."""
 
 LEVELS = 10
 """Steps of the colour scale of a heat map."""
@@ -8,10 +8,32 @@ SERIES = 6
 
 # Backgrounds of the scale, and whether its text is light; from pale to deep, and in the dark the other
 # way round.
-_LIGHT = "eef3f7 dde8f0 cadbe8 b3cbde 9abad2 7fa6c5 3f719c 2f618d 22507b 164068".split()
-_DARK = "1c242c 20303d 24394b 28445b 2c4f6c 31597d 7fb0dc 93bfe6 a9cff0 c2e0f8".split()
-_LINES = "1f5f8b b3541e 2f7236 7a4fa0 86650a a8326e".split()
-_LINES_DARK = "79b5e6 f0a070 7fcf87 c3a0ea dcb950 f08fbc".split()
+_LIGHT = [
+    "eef3f7",
+    "dde8f0",
+    "cadbe8",
+    "b3cbde",
+    "9abad2",
+    "7fa6c5",
+    "3f719c",
+    "2f618d",
+    "22507b",
+    "164068",
+]
+_DARK = [
+    "1c242c",
+    "20303d",
+    "24394b",
+    "28445b",
+    "2c4f6c",
+    "31597d",
+    "7fb0dc",
+    "93bfe6",
+    "a9cff0",
+    "c2e0f8",
+]
+_LINES = ["1f5f8b", "b3541e", "2f7236", "7a4fa0", "86650a", "a8326e"]
+_LINES_DARK = ["79b5e6", "f0a070", "7fcf87", "c3a0ea", "dcb950", "f08fbc"]
 
 
 def _scale(colours: list[str], low: str, high: str) -> str:
@@ -38,17 +60,21 @@ body {{ margin: 0; background: var(--ground); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
   -webkit-text-size-adjust: 100%; text-size-adjust: 100% }}
 main {{ max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem 5rem }}
-h1 {{ font-size: 1.75rem; line-height: 1.25; font-weight: 650; letter-spacing: -.015em; margin: 0 0 .4rem;
+h1 {{ font-size: 1.75rem; line-height: 1.25; font-weight: 650; letter-spacing: -.015em;
+  margin: 0 0 .4rem; overflow-wrap: anywhere }}
+h2 {{ font-size: 1.2rem; line-height: 1.3; font-weight: 650; margin: 0 0 1rem;
   overflow-wrap: anywhere }}
-h2 {{ font-size: 1.2rem; line-height: 1.3; font-weight: 650; margin: 0 0 1rem; overflow-wrap: anywhere }}
 h3 {{ font-size: 1rem; font-weight: 650; margin: 1.75rem 0 .6rem; overflow-wrap: anywhere }}
 p {{ margin: .5rem 0; max-width: 46rem; overflow-wrap: anywhere }}
 section {{ margin-top: 2.75rem }}
 section section {{ margin-top: 2rem }}
+.pair {{ display: grid; gap: 0 3rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)) }}
+.pair section {{ margin-top: 0 }} .pair h3 {{ margin-top: .5rem }}
 main > section {{ border-top: 1px solid var(--rule); padding-top: 1.4rem }}
 a {{ color: var(--accent) }}
-code, pre, .mono {{ font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  font-size: .86em }}
+code, pre {{ font-size: .86em;
+  font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace }}
 code {{ overflow-wrap: anywhere }}
 pre {{ background: var(--plain-ground); padding: .75rem; border-radius: 6px; overflow-x: auto;
   white-space: pre-wrap; overflow-wrap: anywhere }}
@@ -70,18 +96,19 @@ li {{ overflow-wrap: anywhere }}
 .scroll {{ overflow-x: auto; margin: .75rem 0 }}
 .scroll:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px }}
 table {{ border-collapse: collapse; width: 100%; font-size: .88rem }}
-th, td {{ text-align: left; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--rule);
+th, td {{ text-align: left; padding: .4rem 1.1rem .4rem 0; border-bottom: 1px solid var(--rule);
   vertical-align: top }}
 th {{ font-weight: 500; color: var(--soft); white-space: nowrap }}
-td {{ overflow-wrap: break-word }}
+td {{ overflow-wrap: break-word; max-width: 26rem }}
 td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}
-.badge {{ display: inline-block; border-radius: 4px; padding: 0 .45em; font-size: .82em; font-weight: 600;
-  line-height: 1.6; white-space: nowrap }}
+.badge {{ display: inline-block; border-radius: 4px; padding: 0 .45em; font-size: .82em;
+  font-weight: 600; line-height: 1.6; white-space: nowrap }}
 .good {{ color: var(--good); background: var(--good-ground) }}
 .bad {{ color: var(--bad); background: var(--bad-ground) }}
 .warn {{ color: var(--warn); background: var(--warn-ground) }}
 .plain {{ color: var(--ink); background: var(--plain-ground) }}
-.verdict {{ font-weight: 600; padding: .7rem .9rem; border-radius: 8px; margin: 0 0 1.5rem; max-width: none }}
+.verdict {{ font-weight: 600; padding: .7rem .9rem; border-radius: 8px; margin: 0 0 1.5rem;
+  max-width: none }}
 .share {{ display: inline-flex; width: 5rem; height: .55rem; border-radius: 3px; overflow: hidden;
   background: var(--bar) }}
 .share i {{ background: var(--accent) }}
@@ -116,7 +143,8 @@ svg .grid {{ stroke: var(--rule); stroke-width: 1 }}
 svg .cut {{ stroke: var(--bad); stroke-width: 1; stroke-dasharray: 3 3 }}
 svg polyline {{ fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round }}
 svg circle {{ stroke-width: 0; fill: currentColor }}
-.heat {{ width: auto; min-width: 50%; border-collapse: separate; border-spacing: 2px; font-size: .8rem }}
+.heat {{ width: auto; min-width: 50%; border-collapse: separate; border-spacing: 2px;
+  font-size: .8rem }}
 .heat th {{ border: 0; padding: .15rem .6rem .15rem 0 }}
 .heat thead th {{ text-align: center; padding: .15rem .3rem; font-variant-numeric: tabular-nums }}
 .heat tbody th {{ color: var(--ink); position: sticky; left: 0; background: var(--ground);
@@ -132,11 +160,11 @@ svg circle {{ stroke-width: 0; fill: currentColor }}
   h1 {{ font-size: 1.4rem }}
   .tiles {{ grid-template-columns: 1fr 1fr; gap: .5rem }}
   .tile dd {{ font-size: 1.1rem }}
-  .facts {{ grid-template-columns: 1fr; gap: 0 }}
-  .facts dd {{ margin-bottom: .5rem }}
+  .facts {{ grid-template-columns: minmax(6rem, 38%) 1fr }}
+  table {{ width: max-content; min-width: 100% }}
   .row {{ grid-template-columns: 1fr; margin: .7rem 0 }}
   .label {{ text-align: left }}
-  .heat tbody th {{ max-width: 9rem }}
+  .heat tbody th {{ max-width: 9rem; white-space: normal; overflow-wrap: anywhere; font-size: .72rem }}
 }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ground: #14171a; --sheet: #1a1e22; --ink: #e4e7ea; --soft: #9ca6b0; --rule: #2e343a;

@@ -29,7 +29,7 @@ MOST_PANELS = 24
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a run: its number, the step it began at, its newest step, whether another followed."""
+    """One attempt: its number, the step it began at, its newest step, whether another followed."""
 
     number: int
     start: int
@@ -85,8 +85,8 @@ def metric_panels(
     where = ", ".join(run.where for _, run in runs)
     if not lines:
         raise ArgumentError(
-            f"{where}: expected metrics, in metrics.jsonl or in the checkpoints, found none. --norms draws "
-            "the norms of the leaves."
+            f"{where}: expected metrics, in metrics.jsonl or in the checkpoints, found none. --norms "
+            "draws the norms of the leaves."
         )
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in lines):
@@ -95,13 +95,11 @@ def metric_panels(
                 f"{where}: no metric matches {pattern!r}; there are {len(lines)}, such as "
                 f"{', '.join(close)}."
             )
-    names = [
-        name for name in lines if not patterns or any(fnmatchcase(name, p) for p in patterns)
-    ]
+    names = [name for name in lines if not patterns or any(fnmatchcase(name, p) for p in patterns)]
     if len(names) > MOST_PANELS:
         raise ArgumentError(
-            f"{where}: expected at most {MOST_PANELS} metrics in one figure, found {len(names)}. Select "
-            f"some with --metric, such as --metric {sorted(names)[0]!r}."
+            f"{where}: expected at most {MOST_PANELS} metrics in one figure, found {len(names)}. "
+            f"Select some with --metric, such as --metric {sorted(names)[0]!r}."
         )
     return [Panel(name, lines[name]) for name in sorted(names, key=natural_key)]
 
@@ -123,7 +121,7 @@ def norm_panels(
         norms, changes = norm_history(checkpoints, leaves)
         if not any(norms):
             raise ArgumentError(
-                f"{run.where}: expected floating-point leaves, found none; `perdure tree` lists the leaves."
+                f"{run.where}: expected floating-point leaves, found none; `perdure tree` lists all."
             )
         before = f"{label}: " if len(runs) > 1 else ""
         panels += [

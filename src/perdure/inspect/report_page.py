@@ -10,7 +10,6 @@ from perdure.inspect.html_page import (
     Html,
     badge,
     code,
-    duration,
     facts,
     joined,
     note,
@@ -58,7 +57,9 @@ def render_report(document: _Document) -> str:
 
         parts += [drill_section(drill) for drill in document["drills"]]
     else:
-        parts.append(section("Drill", note("No drill is part of this report; --drill FILE adds one.")))
+        parts.append(
+            section("Drill", note("No drill is part of this report; --drill FILE adds one."))
+        )
     return page(f"{title} - perdure report", parts)
 
 
@@ -107,7 +108,11 @@ def verified(run: _Document) -> Html:
     if run["verify"] is None or not states:
         return badge("not verified", "plain")
     good = states.count("good")
-    return badge("all good", "good") if good == len(states) else badge(f"{good} of {len(states)}", "warn")
+    return (
+        badge("all good", "good")
+        if good == len(states)
+        else badge(f"{good} of {len(states)}", "warn")
+    )
 
 
 def _recipe(run: _Document) -> Html:
@@ -120,9 +125,12 @@ def _recipe(run: _Document) -> Html:
     if run["checkpoints"] and "created" in run["checkpoints"][-1]:
         where["newest checkpoint"] = _time(run["checkpoints"][-1]["created"])
     parts: list[object] = [
-        section("Recipe", facts(what) if what else note("The checkpoints hold no recipe."), level=3),
+        section(
+            "Recipe", facts(what) if what else note("The checkpoints hold no recipe."), level=3
+        ),
         section("Environment", facts(where), level=3) if where else None,
     ]
+    parts = [tag("div", *[part for part in parts if part], class_="pair")]
     for change in run["other_recipes"]:
         fields = ", ".join(
             f"{name}: {_or_dash(old)} before, {_or_dash(new)} from then on"
@@ -166,7 +174,9 @@ def _metrics(runs: Sequence[_Document], names: Sequence[str]) -> Html:
             _legend(names) if len(names) > 1 else None,
             tag("div", *charts, class_="charts"),
             interruption_legend(sum(map(len, cuts))),
-            note(f"{more} more metrics; perdure plot --metric PATTERN draws them.") if more > 0 else None,
+            note(f"{more} more metrics; perdure plot --metric PATTERN draws them.")
+            if more > 0
+            else None,
             note(f"{unread} lines of metrics.jsonl cannot be read.") if unread else None,
         ]
     )
@@ -186,8 +196,10 @@ def _checkpoints(run: _Document) -> Html:
     head = ["step", "saved", "size", "own", "shared", "", "fingerprint", *metrics, "state"]
     rows = [_checkpoint(row, metrics, bool(run["verify"])) for row in run["checkpoints"]]
     parts: list[object] = [
-        table(head, rows, "Checkpoints"),
-        note("Own: bytes that the checkpoint before does not have; shared: those that it has, too."),
+        table(head, rows, "Checkpoints", right=("size", "own", "shared", *metrics)),
+        note(
+            "Own: bytes that the checkpoint before does not have; shared: those that it has, too."
+        ),
     ]
     bad = [row for row in run["checkpoints"] if row["state"]]
     if bad:
@@ -195,7 +207,9 @@ def _checkpoints(run: _Document) -> Html:
         parts.append(tag("ul", *lines))
     if run["verify"] is None:
         parts.append(
-            note(f"Not verified; run perdure verify {run['run']} --json, and pass its output with --verify.")
+            note(
+                f"Not verified; run perdure verify {run['run']} --json > FILE, and add --verify FILE."
+            )
         )
     for problem in (run["verify"] or {}).get("problems", []):
         if problem["harmful"]:
@@ -243,10 +257,13 @@ def _comparison(comparison: _Document, runs: Sequence[_Document], names: Sequenc
     figures = [_figures(run) for run in runs]
     shown = list(dict.fromkeys(name for figure in figures for name in figure))
     rows = [
-        [joined([tag("i", class_=f"key k{n % SERIES}"), " ", name]), *[f.get(c, "-") for c in shown]]
+        [
+            joined([tag("i", class_=f"key k{n % SERIES}"), " ", name]),
+            *[f.get(c, "-") for c in shown],
+        ]
         for n, (name, f) in enumerate(zip(names, figures, strict=True))
     ]
-    parts: list[object] = [table(["run", *shown], rows, "Runs side by side")]
+    parts: list[object] = [table(["run", *shown], rows, "Runs side by side", right=shown[:-1])]
     if comparison["recipe"]:
         fields = [
             [code(name), *["-" if value is None else _value(value) for value in values]]
@@ -256,7 +273,9 @@ def _comparison(comparison: _Document, runs: Sequence[_Document], names: Sequenc
         parts.append(section("Recipe fields that differ", recipe, level=3))
     else:
         parts.append(tag("p", "Their recipes are equal."))
-    return section("Side by side", *parts, section("Their checkpoints", _first(comparison), level=3))
+    return section(
+        "Side by side", *parts, section("Their checkpoints", _first(comparison), level=3)
+    )
 
 
 def _first(comparison: _Document) -> Html:
@@ -264,8 +283,12 @@ def _first(comparison: _Document) -> Html:
     if not count:
         return tag("p", "The runs have no step in common, so their checkpoints cannot be compared.")
     if first is None:
-        return tag("p", f"All {count} common steps have equal fingerprints: the same bits in every run.")
+        return tag(
+            "p", f"All {count} common steps have equal fingerprints: the same bits in every run."
+        )
     more = comparison["different_leaves"] - len(comparison["leaves"])
     leaves = tag("ul", *[tag("li", code(path)) for path in comparison["leaves"]])
-    said = f"The first of {count} common steps that differs is step {first}. Leaves that differ there:"
+    said = (
+        f"The first of {count} common steps that differs is step {first}. Leaves that differ there:"
+    )
     return joined([tag("p", said), leaves, note(f"and {more} more") if more else None])

@@ -24,14 +24,15 @@ def compare_runs(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     names = sorted({name for recipe in recipes for name in recipe})
     common = sorted(set.intersection(*(set(run.manifests) for run in runs)))
     first = next(
-        (step for step in common if len({run.manifests[step].fingerprint for run in runs}) > 1), None
+        (step for step in common if len({run.manifests[step].fingerprint for run in runs}) > 1),
+        None,
     )
     leaves = [] if first is None else _different([run.manifests[first] for run in runs])
     return {
         "recipe": {
-            name: values
+            name: [recipe.get(name) for recipe in recipes]
             for name in names
-            if len({repr(value) for value in (values := [r.get(name) for r in recipes])}) > 1
+            if len({repr(recipe.get(name)) for recipe in recipes}) > 1
         },
         "common_steps": len(common),
         "first_different_step": first,

@@ -121,7 +121,9 @@ def _rows(
         rows.append(row)
         if (manifest := contents.manifests.get(step)) is None:
             continue
-        chunks = {chunk.hash: chunk.length for leaf in manifest.every_leaf() for chunk in leaf.chunks}
+        chunks = {
+            chunk.hash: chunk.length for leaf in manifest.every_leaf() for chunk in leaf.chunks
+        }
         shared = sum(length for digest, length in chunks.items() if digest in held)
         held = set(chunks)
         row |= {
@@ -146,7 +148,7 @@ def _verdict(step: int, verified: Mapping[str, Any] | None) -> str | None:
 
 
 def _other_recipes(manifests: Mapping[int, Manifest]) -> list[dict[str, Any]]:
-    """Each change of the recipe from one checkpoint to the next: the step, and the fields that changed."""
+    """Each change of the recipe from a checkpoint to the next: the step, the fields that changed."""
     changes: list[dict[str, Any]] = []
     before: Manifest | None = None
     for step, manifest in sorted(manifests.items()):

@@ -29,14 +29,15 @@ def plot(
 ) -> Figure:
     """The metrics of runs over their steps as a figure of matplotlib; a notebook shows it.
 
-    Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is found.
+    Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is
+    found.
 
     Args:
         runs: Run directories; each is a line.
         metrics: Names or patterns (`*loss`) of metrics; all by default.
         logs: Log directories of `perdure run`, as for `report`.
-        norms: Draw the norm of each layer and its relative change between the kept checkpoints, in place
-            of metrics.
+        norms: Draw the norm of each layer and its relative change between the kept checkpoints, in
+            place of metrics.
         leaves: The leaves to draw the norms of, as for `restore(leaves=...)`.
 
     Raises:

@@ -102,15 +102,16 @@ def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str,
         document = _json(path)
         problems = document.get("problems")
         is_whole = all(
-            isinstance(document.get(name), list) and all(type(step) is int for step in document[name])
+            isinstance(document.get(name), list)
+            and all(type(step) is int for step in document[name])
             for name in ("good", "bad", "unread")
         )
         if not is_whole or not isinstance(problems, list) or not all(map(_is_problem, problems)):
             raise _no_document(path, "verify RUN")
         if document.get("where") not in runs:
             raise ArgumentError(
-                f"{path}: expected a document of `perdure verify` of one of {', '.join(runs)}, found one "
-                f"of {document.get('where')}."
+                f"{path}: expected a document of `perdure verify` of one of {', '.join(runs)}, "
+                f"found one of {document.get('where')}."
             )
         found[document["where"]] = document
     return found
@@ -138,7 +139,9 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path}: expected a JSON document, found something else: {error}") from error
+        raise ArgumentError(
+            f"{path}: expected a JSON document, found something else: {error}"
+        ) from error
     if not isinstance(document, dict):
         raise ArgumentError(f"{path}: expected a JSON object, found {type(document).__name__}.")
     return document

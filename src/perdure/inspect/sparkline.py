@@ -28,7 +28,9 @@ def sparklines(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> lis
         several = len(panel.lines) > 1
         if several:
             lines.append(_name(panel.title))
-        names = [f"  {_name(line.label)}" if several else _name(panel.title) for line in panel.lines]
+        names = [
+            f"  {_name(line.label)}" if several else _name(panel.title) for line in panel.lines
+        ]
         indent = max(map(len, names), default=0)
         for name, line in zip(names, panel.lines, strict=True):
             lines += _line(name.ljust(indent), line, max(_LEAST_WIDTH, width - indent - 24), levels)

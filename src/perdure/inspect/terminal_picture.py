@@ -12,7 +12,10 @@ def picture_protocol(environment: Mapping[str, str]) -> str | None:
     """ "kitty" or "iterm2", as the variables of the terminal say; None if it shows no pictures."""
     if environment.get("TMUX") or environment.get("TERM", "").startswith(("screen", "tmux")):
         return None  # it would take the sequence for text
-    if environment.get("KITTY_WINDOW_ID") or environment.get("TERM") in ("xterm-kitty", "xterm-ghostty"):
+    if environment.get("KITTY_WINDOW_ID") or environment.get("TERM") in (
+        "xterm-kitty",
+        "xterm-ghostty",
+    ):
         return "kitty"
     if environment.get("TERM_PROGRAM") in ("iTerm.app", "WezTerm"):
         return "iterm2"

@@ -1,4 +1,4 @@
-"""A timeline: one line for each start of a run, with its attempts as bars and what hit them as marks."""
+"""A timeline: a line for each start of a run, its attempts as bars, and what hit them as marks."""
 
 from __future__ import annotations
 

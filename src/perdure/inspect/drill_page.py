@@ -134,7 +134,16 @@ def _again(attempt: Mapping[str, Any]) -> str:
 
 
 def _runs(runs: Sequence[Mapping[str, Any]]) -> Html:
-    head = ["run", "", "fault", "where it hit", "attempts", "repeated", "lost s", "fingerprint"]
+    head = [
+        "run",
+        "verdict",
+        "fault",
+        "where it hit",
+        "attempts",
+        "repeated",
+        "lost s",
+        "fingerprint",
+    ]
     rows = [
         [
             run["run"],

@@ -125,7 +125,7 @@ def _fits(value: object) -> bool:
 
 def scroll(content: Html, label: str) -> Html:
     """Content that scrolls sideways where the page is narrow, also by keyboard."""
-    return tag("div", content, class_="scroll", role="region", aria_label=label, tabindex="0")
+    return tag("div", content, class_="scroll", role="group", aria_label=label, tabindex="0")
 
 
 def facts(rows: Mapping[str, object]) -> Html:

@@ -89,7 +89,7 @@ def _figures(run: _Document) -> dict[str, object]:
     figures: dict[str, object] = {
         "newest step": rows[-1]["step"] if rows else "-",
         "checkpoints": count,
-        "stored": size(sum(row.get("own_bytes", 0) for row in rows)),
+        "stored": size(run["stored_bytes"]),
     }
     if life := run["life"]:
         figures |= {
@@ -193,13 +193,11 @@ def _checkpoints(run: _Document) -> Html:
     if not run["checkpoints"]:
         return note("There is no checkpoint yet.")
     metrics = sorted({name for row in run["checkpoints"] for name in row.get("metrics", ())})[:3]
-    head = ["step", "saved", "size", "own", "shared", "", "fingerprint", *metrics, "state"]
+    head = ["step", "saved", "size", "own", "shared", "own part", "fingerprint", *metrics, "state"]
     rows = [_checkpoint(row, metrics, bool(run["verify"])) for row in run["checkpoints"]]
     parts: list[object] = [
         table(head, rows, "Checkpoints", right=("size", "own", "shared", *metrics)),
-        note(
-            "Own: bytes that the checkpoint before does not have; shared: those that it has, too."
-        ),
+        note("Own: bytes that no other checkpoint reads; shared: those that others read, too."),
     ]
     bad = [row for row in run["checkpoints"] if row["state"]]
     if bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +58,8 @@ def read_run(
         ArgumentError: `leaves` selects nothing.
         NotARunError: One of `logs` has no record.
     """
-    try:
-        contents = run.contents()
-    except PruneError as error:
-        raise UnreachableError(f"{run.where}: cannot be listed: {error.__cause__}.") from error
+    contents, problems = _contents(run)
     manifests = contents.manifests
-    problems = _problems(contents)
     whole = [
         StoredCheckpoint(run, manifest, name_at_step(run.where, step))
         for step, manifest in manifests.items()
@@ -77,6 +74,7 @@ def read_run(
         "run": run.where,
         "recipe": dict(newest.recipe) if newest else {},
         "other_recipes": _other_recipes(manifests),
+        "stored_bytes": sum(contents.packs.values()),
         "checkpoints": _rows(contents, problems, verified),
         "quarantined": len(run.quarantined()),
         "metrics": series,
@@ -88,8 +86,24 @@ def read_run(
     return ReportedRun(document, manifests)
 
 
+def _contents(run: Run) -> tuple[Contents, Problems]:
+    """What the run holds, and which checkpoints are damaged as far as names and sizes tell."""
+    try:
+        contents = run.contents()
+        problems = _problems(contents)
+        if problems:  # a prune may have deleted a checkpoint and its packs meanwhile: look again
+            contents = run.contents()
+            seen = problems
+            problems = {
+                step: why for step, why in _problems(contents).items() if seen.get(step) == why
+            }
+    except PruneError as error:
+        raise UnreachableError(f"{run.where}: cannot be listed: {error.__cause__}.") from error
+    return contents, problems
+
+
 def _problems(contents: Contents) -> Problems:
-    """By step, `damaged` or `unread` with the reason, as far as names and sizes tell."""
+    """By step, `damaged` or `unread` with the reason."""
     problems = {
         step: (UNREAD if why in contents.unknown else DAMAGED, why)
         for step, why in contents.unreadable.items()
@@ -114,29 +128,35 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """One row for each checkpoint, oldest first."""
     rows: list[dict[str, Any]] = []
-    held: set[str] = set()
+    places = {step: _places(manifest) for step, manifest in contents.manifests.items()}
+    readers = Counter(place for held in places.values() for place in held)
     for step in sorted({*contents.manifests, *contents.unreadable}):
         state, why = problems.get(step, (None, None))
         row = {"step": step, "state": state, "why": why, "verified": _verdict(step, verified)}
         rows.append(row)
         if (manifest := contents.manifests.get(step)) is None:
             continue
-        chunks = {
-            chunk.hash: chunk.length for leaf in manifest.every_leaf() for chunk in leaf.chunks
-        }
-        shared = sum(length for digest, length in chunks.items() if digest in held)
-        held = set(chunks)
+        own = sum(size for place, size in places[step].items() if readers[place] == 1)
         row |= {
             "created": manifest.created,
             "leaves": len(manifest.leaves),
             "bytes": manifest.nbytes,
-            "own_bytes": sum(chunks.values()) - shared,
-            "shared_bytes": shared,
+            "own_bytes": own,
+            "shared_bytes": sum(places[step].values()) - own,
             "fingerprint": manifest.fingerprint,
             "metrics": dict(manifest.metrics),
             "pinned": step in contents.pinned,
         }
     return rows
+
+
+def _places(manifest: Manifest) -> dict[tuple[str, int], int]:
+    """The chunks of a checkpoint by pack and offset, with their stored bytes."""
+    return {
+        (manifest.packs[chunk.pack].name, chunk.offset): chunk.length
+        for leaf in manifest.every_leaf()
+        for chunk in leaf.chunks
+    }
 
 
 def _verdict(step: int, verified: Mapping[str, Any] | None) -> str | None:

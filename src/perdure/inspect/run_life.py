@@ -43,6 +43,8 @@ class RecordedLife:
 def find_life(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> RecordedLife | None:
     """The life of a run; None if no record has a start in which a checkpoint of it was saved.
 
+    Of a run without a checkpoint it is the newest program in `logs`.
+
     Args:
         run: The run.
         logs: Log directories of `perdure run`, or records. If none is given, `perdure-logs` is looked
@@ -52,17 +54,16 @@ def find_life(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> Recorde
     Raises:
         NotARunError: One of `logs` has no record.
     """
-    candidates = [(_given(path), True) for path in logs] or [
-        (path, False) for path in _near(run) if path.is_file()
-    ]
+    candidates = [_given(path) for path in logs] or [p for p in _near(run) if p.is_file()]
+    least = 0 if logs and not saved else 1
     best: tuple[int, float, RecordedLife] | None = None
-    for path, _ in candidates:
+    for path in candidates:
         runs, unreadable = read_record(path)
         for _, group in groupby(sorted(runs, key=_program), _program):
             starts = sorted(group, key=lambda start: str(start.start.get("time")))
             covered = sum(any(_covers(start, time) for start in starts) for time in saved)
             rank = covered, max((_seconds(start.last_time) for start in starts), default=0.0)
-            if covered and (best is None or rank > best[:2]):
+            if covered >= least and (best is None or rank > best[:2]):
                 best = *rank, RecordedLife(path, starts, unreadable, _together(starts))
     return None if best is None else best[2]
 

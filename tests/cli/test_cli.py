@@ -41,7 +41,17 @@ def test_ls_lists_the_checkpoints(run: Path) -> None:
     result = perdure("ls", run)
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert lines[0].split() == ["step", "created", "leaves", "size", "fingerprint"]
+    assert lines[0].split() == [
+        "step",
+        "created",
+        "age",
+        "leaves",
+        "size",
+        "own",
+        "shared",
+        "fingerprint",
+        "kept",
+    ]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20"]
     document = json.loads(perdure("ls", run, "--json").output)
     assert [row["step"] for row in document["checkpoints"]] == [10, 20]

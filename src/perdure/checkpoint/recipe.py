@@ -30,7 +30,7 @@ ALLOW = "PERDURE_ALLOW"
 
 # Fields whose value does not change the bits of some models. Differences are refused all the same:
 # nobody can tell beforehand. A difference in any other field always changes the result.
-_PERHAPS = frozenset(
+ENVIRONMENT_FIELDS = frozenset(
     {"deterministic", "engine_version", "instruction_set", "platform", "settings", "threads"}
 )
 _MOST_LINES = 20
@@ -232,7 +232,7 @@ def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
 
 
 def _weight(field: str) -> str:
-    return " (may change bits)" if field in _PERHAPS else ""
+    return " (may change bits)" if field in ENVIRONMENT_FIELDS else ""
 
 
 def _lines(lines: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFou
 COMMANDS = (
     "copy",
     "demo",
+    "diff",
     "drill",
     "fork",
     "ls",
@@ -25,7 +26,9 @@ COMMANDS = (
     "rollback",
     "run",
     "show",
+    "stats",
     "status",
+    "tree",
     "verify",
 )
 

@@ -10,8 +10,19 @@ from contextlib import suppress
 
 import click
 
+from perdure.inspect.tables import Table
+from perdure.inspect.tables import printable as printable
+from perdure.inspect.tables import size_text as size_text
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=str))
+checkpoint_argument = click.argument("run", metavar="RUN[@STEP]", type=click.Path(path_type=str))
+leaves_option = click.option(
+    "--leaves",
+    metavar="PATTERN",
+    multiple=True,
+    help="Only these leaves, such as model, '*/bias' or 'model/**/kernel'. May be repeated.",
+)
 
 
 VALUE_CHARACTERS = 200
@@ -19,16 +30,8 @@ VALUE_CHARACTERS = 200
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows in aligned columns, with integers aligned to the right."""
-    cells = [list(header), *[[printable(str(cell)) for cell in row] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = [bool(rows) and isinstance(rows[0][i], int) for i in range(len(header))]
-    for row in cells:
-        line = "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        )
-        click.echo(line.rstrip())
+    """Print rows in aligned columns, with columns of numbers aligned to the right."""
+    click.echo(str(Table(header, rows)))
 
 
 def report(text: str) -> None:
@@ -55,27 +58,6 @@ def discard_unwritten() -> None:
         os.close(null)
 
 
-def printable(text: str, most: int | None = None) -> str:
-    """`text` with escapes in place of characters that a terminal obeys, cut after `most` characters."""
-    cut = ""
-    if most is not None and len(text) > most:
-        cut = f"... ({len(text)} characters)"
-        text = text[:most]
-    return (
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
-    )
-
-
 def document(value: object) -> None:
     """Print one JSON document."""
     click.echo(json.dumps(value, indent=2))
-
-
-def size_text(nbytes: int) -> str:
-    """A size in bytes as text, such as `1.5 MiB`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -1,4 +1,4 @@
-"""`perdure show RUN [STEP]`: the content of one checkpoint. Reads its manifest, not its packs."""
+"""`perdure show RUN[@STEP] [STEP]`: the content of one checkpoint. Reads manifests, not packs."""
 
 from __future__ import annotations
 
@@ -7,39 +7,50 @@ import msgspec
 
 from perdure.cli.output import (
     VALUE_CHARACTERS,
+    checkpoint_argument,
     document,
     json_option,
     printable,
-    run_argument,
     size_text,
     table,
 )
-from perdure.errors import StepNotFoundError
-from perdure.store import Leaf, Run
+from perdure.errors import ArgumentError
+from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint
+from perdure.inspect.listing import age_text, checkpoint_json, listed, read_manifests
+from perdure.store import Leaf
 from perdure.store.format import FORMAT
 
 
 @click.command("show")
-@run_argument
+@checkpoint_argument
 @click.argument("step", type=int, required=False)
 @json_option
 def command(run: str, step: int | None, as_json: bool) -> None:
-    """Show the recipe, metrics and leaves of STEP (by default the newest) in the run directory RUN."""
-    opened = Run(run)
-    if step is None:
-        steps = opened.steps()
-        if not steps:
-            raise StepNotFoundError(f"{opened.where}: expected a checkpoint, found none yet.")
-        step = steps[-1]
-    manifest = opened.manifest(step)
+    """Show the recipe, metrics and leaves of a checkpoint.
+
+    RUN STEP and RUN@STEP name one, RUN and RUN@latest the newest, RUN@best:max:METRIC and
+    RUN@best:min:METRIC the best by a metric.
+    """
+    address = find_run(run)
+    if step is not None and address.which is not None:
+        raise ArgumentError(f"expected one step, found {run} and {step}. Leave one of them out.")
+    checkpoint = (
+        open_checkpoint(run) if step is None else checkpoint_at(address.run, step, address.given)
+    )
+    manifest = checkpoint.manifest
+    manifests = {**read_manifests(checkpoint.run)[0], manifest.step: manifest}
+    [row] = [r for r in listed(checkpoint.run, manifests) if r.step == manifest.step]
     if as_json:
-        document(msgspec.to_builtins(manifest))
+        document({**checkpoint_json(row), **msgspec.to_builtins(manifest)})
         return
     click.echo(f"step         {manifest.step}")
-    click.echo(f"created      {manifest.created}")
+    click.echo(f"created      {manifest.created} ({age_text(row.age_s)} ago)")
     click.echo(f"fingerprint  {manifest.fingerprint}")
     stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
     click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
+    own, shared = size_text(row.own_nbytes), size_text(row.shared_nbytes)
+    click.echo(f"in packs     {own} of its own, {shared} shared with other checkpoints")
+    click.echo(f"kept         {row.kept}")
     for field, value in sorted(manifest.recipe.items()):
         click.echo(f"recipe       {_short(field)} = {_short(value)}")
     for name, metric in sorted(manifest.metrics.items()):

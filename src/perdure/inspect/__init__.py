@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         open_checkpoints,
         open_run,
     )
+    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff, diff
+    from perdure.inspect.leaf_diff import LeafDiff
     from perdure.inspect.leaf_reader import (
         Elements,
         read_array,
@@ -22,14 +24,30 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
+    from perdure.inspect.leaf_stats import Stats, StatsTable, stats
+    from perdure.inspect.leaf_tree import LeafTree, TreeNode, tree
+    from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
+    from perdure.inspect.renames import Rename
     from perdure.inspect.run_plot import plot
     from perdure.inspect.run_report import RunReport, report
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
+    "CheckpointDiff": "checkpoint_diff",
     "Elements": "leaf_reader",
     "RunReport": "run_report",
+    "FieldDiff": "checkpoint_diff",
+    "LeafDiff": "leaf_diff",
+    "LeafTree": "leaf_tree",
+    "ListedCheckpoint": "listing",
+    "Rename": "renames",
+    "RunListing": "listing",
+    "Stats": "leaf_stats",
+    "StatsTable": "leaf_stats",
     "StoredCheckpoint": "address",
+    "TreeNode": "leaf_tree",
+    "diff": "checkpoint_diff",
+    "list_run": "listing",
     "open_checkpoint": "address",
     "open_checkpoints": "address",
     "open_run": "address",
@@ -39,12 +57,26 @@ _HOMES = {
     "report": "run_report",
     "scalar_value": "leaf_reader",
     "select_leaves": "leaf_reader",
+    "stats": "leaf_stats",
+    "tree": "leaf_tree",
 }
 
 __all__ = [
+    "CheckpointDiff",
     "Elements",
+    "FieldDiff",
+    "LeafDiff",
+    "LeafTree",
+    "ListedCheckpoint",
+    "Rename",
+    "RunListing",
     "RunReport",
+    "Stats",
+    "StatsTable",
     "StoredCheckpoint",
+    "TreeNode",
+    "diff",
+    "list_run",
     "open_checkpoint",
     "open_checkpoints",
     "open_run",
@@ -54,6 +86,8 @@ __all__ = [
     "report",
     "scalar_value",
     "select_leaves",
+    "stats",
+    "tree",
 ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from perdure.inspect.page_style import STYLE
+from perdure.inspect.tables import printable
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 VOID = frozenset({"br", "meta", "line", "rect", "circle", "polyline", "path"})
@@ -28,14 +29,8 @@ def visible(value: object) -> str:
     A text of more than 2,000 characters is cut, and says so.
     """
     text = str(value)
-    cut = ""
-    if len(text) > _MOST_CHARACTERS:
-        cut = f"... ({len(text)} characters)"
-        text = text[:_MOST_CHARACTERS]
-    shown = (
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-    return "".join(shown) + cut
+    cut = f"... ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
+    return "\n".join(map(printable, text[:_MOST_CHARACTERS].split("\n"))) + cut
 
 
 def text(value: object) -> Html:
@@ -156,16 +151,6 @@ def code(value: object) -> Html:
 def note(value: object) -> Html:
     """A remark below a figure or a table."""
     return tag("p", value, class_="note")
-
-
-def size(nbytes: int) -> str:
-    """A size in bytes as text, such as `1.5 MiB`."""
-    number = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
 
 
 def duration(seconds: float) -> str:

@@ -16,7 +16,6 @@ from perdure.inspect.html_page import (
     number,
     page,
     section,
-    size,
     table,
     tag,
     tiles,
@@ -25,7 +24,7 @@ from perdure.inspect.life_section import goodput, interruptions, life_part
 from perdure.inspect.line_chart import interruption_legend, line_chart
 from perdure.inspect.natural_order import natural_key
 from perdure.inspect.page_style import SERIES
-from perdure.inspect.run_document import ENVIRONMENT
+from perdure.inspect.tables import size_text
 
 _MOST_METRICS = 24
 _VERDICTS = {"good": ("good", "good"), "bad": ("damaged", "bad"), "unread": ("unread", "warn")}
@@ -89,7 +88,7 @@ def _figures(run: _Document) -> dict[str, object]:
     figures: dict[str, object] = {
         "newest step": rows[-1]["step"] if rows else "-",
         "checkpoints": count,
-        "stored": size(run["stored_bytes"]),
+        "stored": size_text(run["stored_bytes"]),
     }
     if life := run["life"]:
         figures |= {
@@ -116,9 +115,11 @@ def verified(run: _Document) -> Html:
 
 
 def _recipe(run: _Document) -> Html:
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
+
     recipe = run["recipe"]
-    what = {name: _value(recipe[name]) for name in sorted(recipe) if name not in ENVIRONMENT}
-    where = {name: _value(recipe[name]) for name in sorted(recipe) if name in ENVIRONMENT}
+    what = {name: _value(recipe[name]) for name in sorted(recipe) if name not in ENVIRONMENT_FIELDS}
+    where = {name: _value(recipe[name]) for name in sorted(recipe) if name in ENVIRONMENT_FIELDS}
     if life := run["life"]:
         newest = life["starts"][-1]
         where |= {"host": newest["host"] or "-", "directory": code(newest["directory"] or "-")}
@@ -235,9 +236,9 @@ def _checkpoint(row: _Document, metrics: Sequence[str], has_verify: bool) -> lis
     return [
         row["step"],
         _time(row["created"]),
-        size(row["bytes"]),
-        size(own),
-        size(shared),
+        size_text(row["bytes"]),
+        size_text(own),
+        size_text(shared),
         tag("span", tag("i", style=f"width:{share:.1f}%"), class_="share"),
         code(row["fingerprint"][:16]),
         *[number(row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics],

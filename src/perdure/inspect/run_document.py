@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +11,13 @@ from perdure.errors import PruneError, UnreachableError
 from perdure.inspect.address import StoredCheckpoint
 from perdure.inspect.heat_map import changes_document
 from perdure.inspect.leaf_changes import DAMAGED, UNREAD, Problems
+from perdure.inspect.listing import checkpoint_json, listed
 from perdure.inspect.metric_series import metric_series
 from perdure.inspect.run_life import find_life, life_document
 from perdure.store import Manifest, Run
 from perdure.store.contents import Contents
 from perdure.store.format import seconds_of
 from perdure.store.urls import name_at_step
-
-ENVIRONMENT = frozenset(
-    {"deterministic", "engine_version", "instruction_set", "platform", "settings", "threads"}
-)
-"""Fields of a recipe that say where and with what a run was made; the others say what it computes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def read_run(
         "recipe": dict(newest.recipe) if newest else {},
         "other_recipes": _other_recipes(manifests),
         "stored_bytes": sum(contents.packs.values()),
-        "checkpoints": _rows(contents, problems, verified),
+        "checkpoints": _rows(run, contents, problems, verified),
         "quarantined": len(run.quarantined()),
         "metrics": series,
         "unread_metric_lines": unread_lines,
@@ -122,41 +117,17 @@ def _problems(contents: Contents) -> Problems:
 
 
 def _rows(
-    contents: Contents,
-    problems: Problems,
-    verified: Mapping[str, Any] | None,
+    run: Run, contents: Contents, problems: Problems, verified: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """One row for each checkpoint, oldest first."""
-    rows: list[dict[str, Any]] = []
-    places = {step: _places(manifest) for step, manifest in contents.manifests.items()}
-    readers = Counter(place for held in places.values() for place in held)
-    for step in sorted({*contents.manifests, *contents.unreadable}):
+    """One row for each checkpoint, oldest first: as in `perdure ls --json`, and its state."""
+    rows: dict[int, dict[str, Any]] = {step: {"step": step} for step in contents.unreadable}
+    for checkpoint in listed(run, contents.manifests):
+        rows[checkpoint.step] = checkpoint_json(checkpoint)
+        del rows[checkpoint.step]["age_s"]  # two reports of one run are equal
+    for step, row in rows.items():
         state, why = problems.get(step, (None, None))
-        row = {"step": step, "state": state, "why": why, "verified": _verdict(step, verified)}
-        rows.append(row)
-        if (manifest := contents.manifests.get(step)) is None:
-            continue
-        own = sum(size for place, size in places[step].items() if readers[place] == 1)
-        row |= {
-            "created": manifest.created,
-            "leaves": len(manifest.leaves),
-            "bytes": manifest.nbytes,
-            "own_bytes": own,
-            "shared_bytes": sum(places[step].values()) - own,
-            "fingerprint": manifest.fingerprint,
-            "metrics": dict(manifest.metrics),
-            "pinned": step in contents.pinned,
-        }
-    return rows
-
-
-def _places(manifest: Manifest) -> dict[tuple[str, int], int]:
-    """The chunks of a checkpoint by pack and offset, with their stored bytes."""
-    return {
-        (manifest.packs[chunk.pack].name, chunk.offset): chunk.length
-        for leaf in manifest.every_leaf()
-        for chunk in leaf.chunks
-    }
+        row |= {"state": state, "why": why, "verified": _verdict(step, verified)}
+    return [rows[step] for step in sorted(rows)]
 
 
 def _verdict(step: int, verified: Mapping[str, Any] | None) -> str | None:

@@ -1,0 +1,36 @@
+"""`perdure diff A B`: what differs between two checkpoints, or between two runs."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from perdure.cli.output import document, json_option, leaves_option
+
+
+@click.command("diff")
+@click.argument("first", metavar="A", type=click.Path(path_type=str))
+@click.argument("second", metavar="B", type=click.Path(path_type=str))
+@leaves_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, first: str, second: str, leaves: tuple[str, ...], as_json: bool
+) -> None:
+    """Compare the checkpoints A and B: leaves, recipe, environment and metrics.
+
+    A and B are RUN@STEP, as for `perdure tree`; two runs without a step are compared at the first
+    common step that differs. Equal leaves are known by their hashes; only chunks that differ are read.
+    Exits with 0 if the states are equal, with 1 if they differ or something is damaged. For git:
+    git difftool -x "perdure diff", which compares manifests that git has.
+    """
+    from perdure.inspect.checkpoint_diff import diff
+
+    merged = os.environ.get("MERGED")  # the path in the work tree, of `git difftool`
+    result = diff(first, second, leaves=leaves or None, also_look_in=[merged] if merged else [])
+    if as_json:
+        document(result.as_dict())
+    else:
+        click.echo(str(result))
+    ctx.exit(0 if result.equal else 1)

@@ -1,0 +1,313 @@
+"""`diff`: what differs between two checkpoints. Equal chunks are known by their hashes and not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perdure.errors import StepNotFoundError, UnsupportedLeafError
+from perdure.inspect.address import (
+    StoredCheckpoint,
+    Where,
+    checkpoint_at,
+    find_run,
+    open_checkpoint,
+)
+from perdure.inspect.diff_tables import DiffText
+from perdure.inspect.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
+from perdure.inspect.leaf_reader import (
+    element_dtype,
+    is_scalar,
+    read_elements,
+    refuse_unused,
+)
+from perdure.inspect.manifest_file import Availability, is_manifest_file, open_manifest_file
+from perdure.inspect.renames import Rename, likely_renames
+from perdure.inspect.tables import plain
+from perdure.store.format import steps_text
+from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.selection import Selection
+
+
+@dataclass(frozen=True)
+class FieldDiff:
+    """A field of a recipe, or a metric, with the value on both sides; None if one lacks it."""
+
+    name: str
+    first: str | int | float | bool | None
+    second: str | int | float | bool | None
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiff(DiffText):
+    """What differs between two checkpoints.
+
+    Attributes:
+        first, second: The names of both.
+        equal_leaves: Number of leaves with the same bits. No chunk of them was read.
+        equal_nbytes: Their bytes.
+        changed: Leaves on both sides whose bits, dtype or shape differ.
+        only_first, only_second: Paths of leaves on one side only, without the likely renames.
+        renames: Leaves that probably have another path.
+        recipe: Fields of the recipe that differ, without those of `environment`.
+        environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
+        metrics: Metrics that differ.
+        process_leaves: Paths of leaves that differ and belong to one process, such as its random
+            generators. They are no part of the state.
+        containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
+        read_nbytes: Bytes of chunks that were read, on both sides together.
+        common: If runs were compared: their common steps, and how many before this one are equal.
+    """
+
+    first: str
+    second: str
+    equal_leaves: int = 0
+    equal_nbytes: int = 0
+    changed: tuple[LeafDiff, ...] = ()
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    recipe: tuple[FieldDiff, ...] = ()
+    environment: tuple[FieldDiff, ...] = ()
+    metrics: tuple[FieldDiff, ...] = ()
+    process_leaves: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    read_nbytes: int = 0
+    common: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
+        return not (self.changed or self.only_first or self.only_second or self.renames)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The differences for JSON."""
+        return plain({"equal": self.equal, **asdict(self)})
+
+
+def diff(
+    first: Where,
+    second: Where,
+    *,
+    leaves: str | Iterable[str] | None = None,
+    also_look_in: Sequence[str | os.PathLike[str]] = (),
+) -> CheckpointDiff:
+    """Compare two checkpoints, or two runs at the first common step that differs.
+
+    Only chunks that differ are read. Every figure has the same bits on every machine.
+
+    Args:
+        first, second: As for `open_checkpoint`; two runs without `@` are compared at the first common
+            step whose states differ, or at the last common one. The path of a manifest file is accepted
+            too, for `git difftool`.
+        leaves: Only the leaves that these patterns select on either side.
+        also_look_in: For manifest files: paths of files whose run directories may have the chunks.
+
+    Raises:
+        StepNotFoundError: The runs have no step in common, or there is no such checkpoint.
+        ArgumentError: A pattern selects nothing on either side.
+        CorruptionError: A chunk is damaged, or its pack is missing.
+        StoreError: As `open_checkpoint`.
+    """
+    selection = None if leaves is None else Selection(leaves)
+    a, b, common = _opened(first, second, selection, also_look_in)
+    ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
+    if selection is not None:
+        refuse_unused(selection, sorted({*_paths(a), *_paths(b)}), f"{a.name} and {b.name}")
+    both = [(leaf, theirs[path]) for path, leaf in ours.items() if path in theirs]
+    differing = [pair for pair in both if not _same(*pair)]
+    available = Availability(a), Availability(b)
+    changed, read = _compare((a, b), differing, available)
+    only = (
+        [leaf for path, leaf in ours.items() if path not in theirs],
+        [leaf for path, leaf in theirs.items() if path not in ours],
+    )
+    renames, sampled = likely_renames(
+        a, only[0], b, only[1], lambda side, leaf: available[side].has(leaf)
+    )
+    renamed = {rename.first for rename in renames}, {rename.second for rename in renames}
+    recipe, environment = _recipes(a.manifest, b.manifest)
+    return CheckpointDiff(
+        a.name,
+        b.name,
+        len(both) - len(differing),
+        sum(leaf.nbytes for leaf, _ in both) - sum(leaf.nbytes for leaf, _ in differing),
+        changed,
+        tuple(leaf.path for leaf in only[0] if leaf.path not in renamed[0]),
+        tuple(leaf.path for leaf in only[1] if leaf.path not in renamed[1]),
+        tuple(renames),
+        recipe,
+        environment,
+        _fields(a.manifest.metrics, b.manifest.metrics),
+        _process_leaves(a.manifest, b.manifest),
+        _containers(a.manifest, b.manifest),
+        read + sampled,
+        common,
+    )
+
+
+def _opened(
+    first: Where,
+    second: Where,
+    selection: Selection | None,
+    also_look_in: Sequence[str | os.PathLike[str]],
+) -> tuple[StoredCheckpoint, StoredCheckpoint, str]:
+    """The two checkpoints to compare, and a sentence on the common steps of two runs."""
+    if is_manifest_file(first) or is_manifest_file(second):
+        files = [where for where in (second, first) if is_manifest_file(where)]
+        opened = [
+            open_manifest_file(where, [*files, *also_look_in])  # type: ignore[arg-type,list-item]
+            if is_manifest_file(where)
+            else open_checkpoint(where)
+            for where in (first, second)
+        ]
+        return opened[0], opened[1], ""
+    addresses = find_run(first), find_run(second)
+    if any(address.which is not None for address in addresses):
+        return open_checkpoint(first), open_checkpoint(second), ""
+    runs = [address.run for address in addresses]
+    steps = [run.steps() for run in runs]
+    common = sorted(set(steps[0]).intersection(steps[1]))
+    if not common:
+        listed = (steps_text(held) if held else "no checkpoint" for held in steps)
+        has = " and ".join(
+            f"{run.where} has {text}" for run, text in zip(runs, listed, strict=True)
+        )
+        raise StepNotFoundError(
+            f"expected two runs with a step in common, found none: {has}. Compare two checkpoints by "
+            f"their steps, RUN@STEP."
+        )
+    for before, step in enumerate(common):
+        a, b = (checkpoint_at(address.run, step, address.given) for address in addresses)
+        ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
+        if ours.keys() != theirs.keys() or not all(_same(ours[p], theirs[p]) for p in ours):
+            found = (
+                f"of {len(common)} common steps ({steps_text(common)}), {before} before this one"
+            )
+            return a, b, f"{found} are equal"
+    a, b = (checkpoint_at(address.run, common[-1], address.given) for address in addresses)
+    return a, b, f"all {len(common)} common steps are equal; the last one is shown"
+
+
+def _leaves(manifest: Manifest, selection: Selection | None) -> dict[str, LeafEntry]:
+    return {
+        leaf.path: leaf
+        for leaf in manifest.leaves
+        if selection is None or selection.matches(leaf.path)
+    }
+
+
+def _paths(checkpoint: StoredCheckpoint) -> list[str]:
+    return [leaf.path for leaf in checkpoint.manifest.leaves]
+
+
+def _same(first: LeafEntry, second: LeafEntry) -> bool:
+    """Whether two leaves have the same dtype, shape and bits, known from their hashes."""
+    if (first.dtype, first.shape, first.text) != (second.dtype, second.shape, second.text):
+        return False
+    return [chunk.hash for chunk in first.chunks] == [chunk.hash for chunk in second.chunks]
+
+
+def _compare(
+    sides: tuple[StoredCheckpoint, StoredCheckpoint],
+    pairs: Sequence[tuple[LeafEntry, LeafEntry]],
+    available: tuple[Availability, Availability],
+) -> tuple[tuple[LeafDiff, ...], int]:
+    """How each pair of leaves differs, and the bytes that were read for that."""
+    found: dict[str, LeafDiff] = {}
+    comparisons: dict[str, Comparison] = {}
+    chunks: dict[str, list[int]] = {}
+    for ours, theirs in pairs:
+        if difference := _without_reading(ours, theirs, sides, available):
+            found[ours.path] = difference
+            continue
+        comparisons[ours.path] = Comparison(ours)
+        hashes = zip(ours.chunks, theirs.chunks, strict=True)
+        chunks[ours.path] = [n for n, (a, b) in enumerate(hashes) if a.hash != b.hash]
+    read = 0
+    streams = [
+        read_elements(
+            sides[side], [pair[side] for pair in pairs if pair[side].path in chunks], chunks
+        )
+        for side in (0, 1)
+    ]
+    for first, second in zip(*streams, strict=True):
+        read += first.values.nbytes + second.values.nbytes
+        comparisons[first.entry.path].add(first.start, first.values, second.values)
+    found |= {path: comparison.result() for path, comparison in comparisons.items()}
+    return tuple(found[ours.path] for ours, _ in pairs), read
+
+
+def _without_reading(
+    ours: LeafEntry,
+    theirs: LeafEntry,
+    sides: tuple[StoredCheckpoint, StoredCheckpoint],
+    available: tuple[Availability, Availability],
+) -> LeafDiff | None:
+    """The difference of a pair whose elements cannot be compared one by one."""
+    problem = ""
+    if is_scalar(ours) and is_scalar(theirs):
+        try:
+            return diff_scalars(ours, theirs)
+        except UnsupportedLeafError as error:
+            problem = str(error)
+    elif (ours.dtype, ours.shape, len(ours.chunks)) != (
+        theirs.dtype,
+        theirs.shape,
+        len(theirs.chunks),
+    ):
+        kinds = "dtype" if ours.dtype != theirs.dtype else "shape"
+        same = ours.hashes() == theirs.hashes()
+        problem = f"another {kinds}" + (", the same bytes" if same else "")
+    else:
+        try:
+            element_dtype(ours)
+        except UnsupportedLeafError as error:
+            problem = str(error)
+        for side, leaf in enumerate((ours, theirs)):
+            if not available[side].has(leaf):
+                problem = f"the chunks of {sides[side].name} are no longer in its run directory"
+    return (
+        LeafDiff(ours.path, describe(ours), describe(theirs), problem=problem) if problem else None
+    )
+
+
+def _recipes(
+    first: Manifest, second: Manifest
+) -> tuple[tuple[FieldDiff, ...], tuple[FieldDiff, ...]]:
+    """The fields of the recipe that differ, and those of the environment."""
+    fields = _fields(first.recipe, second.recipe)
+    if not fields:
+        return (), ()
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
+
+    inside = tuple(field for field in fields if field.name in ENVIRONMENT_FIELDS)
+    return tuple(field for field in fields if field not in inside), inside
+
+
+def _fields(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[FieldDiff, ...]:
+    """Entries whose value or type differs."""
+    missing = object()
+    return tuple(
+        FieldDiff(name, first.get(name), second.get(name))
+        for name in sorted({*first, *second})
+        if (type(first.get(name, missing)), first.get(name, missing))
+        != (type(second.get(name, missing)), second.get(name, missing))
+    )
+
+
+def _process_leaves(first: Manifest, second: Manifest) -> tuple[str, ...]:
+    ours = {leaf.path: leaf for leaf in first.process_leaves}
+    theirs = {leaf.path: leaf for leaf in second.process_leaves}
+    return tuple(
+        path
+        for path in sorted({*ours, *theirs})
+        if path not in ours or path not in theirs or not _same(ours[path], theirs[path])
+    )
+
+
+def _containers(first: Manifest, second: Manifest) -> tuple[str, ...]:
+    ours, theirs = first.containers, second.containers
+    return tuple(path for path in sorted({*ours, *theirs}) if ours.get(path) != theirs.get(path))

@@ -1,0 +1,108 @@
+"""How a difference of two checkpoints is shown to people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from perdure.inspect.tables import Shown, Table, printable, size_text
+
+if TYPE_CHECKING:
+    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff
+    from perdure.inspect.leaf_diff import LeafDiff
+
+MOST_PATHS = 20
+_VALUE = 60
+
+
+class DiffText(Shown):
+    """Base of a difference: its text and its tables."""
+
+    def _blocks(self: CheckpointDiff) -> list[str | Table]:  # type: ignore[misc]
+        blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]
+        if self.common:
+            blocks.append(self.common)
+        equal = _counted(self.equal_leaves, "leaf", "leaves")
+        blocks.append(
+            f"{equal} equal ({size_text(self.equal_nbytes)}), {len(self.changed)} differ; "
+            f"{size_text(self.read_nbytes)} read"
+        )
+        compared = [leaf for leaf in self.changed if leaf.problem is None]
+        if compared:
+            blocks.append(_figures(compared))
+        if any(0 < leaf.compared < leaf.count for leaf in compared):
+            blocks.append("rel. norm and cosine are those of the chunks that differ")
+        blocks += [
+            f"{printable(leaf.path)}: A {leaf.first}, B {leaf.second}: {leaf.problem}"
+            for leaf in self.changed
+            if leaf.problem is not None
+        ]
+        if self.renames:
+            rows = [
+                (printable(each.first), printable(each.second), _likeness(each.cosine))
+                for each in self.renames
+            ]
+            blocks.append(Table(("probably renamed: A", "B", "because"), rows))
+        blocks += _only("A", self.only_first) + _only("B", self.only_second)
+        for title, fields in (
+            ("recipe", self.recipe),
+            ("environment", self.environment),
+            ("metric", self.metrics),
+        ):
+            blocks += _fields(title, fields)
+        if self.process_leaves:
+            count = _counted(len(self.process_leaves), "leaf", "leaves")
+            blocks.append(f"{count} of single processes (random generators) differ")
+        if self.containers:
+            blocks.append(f"containers differ at {', '.join(map(printable, self.containers[:5]))}")
+        blocks.append("equal" if self.equal else "different")
+        return blocks
+
+
+def _figures(leaves: Sequence[LeafDiff]) -> Table:
+    header = ("leaf", "differ", "of", "first at", "A", "B", "ULP", "abs", "rel", "rel. norm")
+    rows = [
+        (
+            printable(leaf.path),
+            leaf.differing,
+            leaf.count,
+            f"[{','.join(map(str, leaf.first_index))}]" if leaf.first_index else "",
+            *(printable(text, _VALUE) for text in leaf.first_values or ("", "")),
+            leaf.max_ulp,
+            leaf.max_abs,
+            leaf.max_rel,
+            leaf.rel_norm,
+            None if leaf.cosine is None else format(leaf.cosine, ".9f"),
+            leaf.not_finite or None,
+        )
+        for leaf in leaves
+    ]
+    return Table((*header, "cosine", "NaN or inf"), rows)
+
+
+def _fields(title: str, fields: Sequence[FieldDiff]) -> list[str | Table]:
+    if not fields:
+        return []
+    rows = [
+        (printable(field.name), *(_value(value) for value in (field.first, field.second)))
+        for field in fields
+    ]
+    return [Table((title, "A", "B"), rows)]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else printable(str(value), _VALUE)
+
+
+def _only(side: str, paths: Sequence[str]) -> list[str | Table]:
+    lines: list[str | Table] = [f"only in {side}: {printable(path)}" for path in paths[:MOST_PATHS]]
+    more = len(paths) - MOST_PATHS
+    return [*lines, f"only in {side}: and {more:,} more"] if more > 0 else lines
+
+
+def _likeness(cosine: float | None) -> str:
+    return "the same bytes" if cosine is None else f"cosine {cosine:.6f}"
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"

@@ -1,0 +1,75 @@
+"""The elements of leaves as real numbers, and the distance of two floats in units in the last place."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype has integers or booleans, those of ml_dtypes such as `int4` included."""
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
+def parts_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of the real and the imaginary part of a complex dtype; any other dtype itself."""
+    return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+
+
+def bits(values: Array) -> Array:
+    """The bits of real numbers as unsigned integers of their width."""
+    return values.view(_WORDS[values.dtype.itemsize])
+
+
+def as_float64(values: Array) -> Array:
+    """Real numbers as float64: exact for floats, rounded to nearest for integers above 2**53."""
+    return values.astype(np.float64)
+
+
+def ordered(values: Array) -> tuple[Array, Array]:
+    """Floats as steps from zero to the value, and whether they go down: (steps in uint64, sign)."""
+    if values.dtype.itemsize == 1:
+        ranks = _ranks(values.dtype)[values.view(np.uint8)]
+        return np.abs(ranks).astype(np.uint64), ranks < 0
+    words = bits(values)
+    top = words.dtype.type(1 << (8 * words.dtype.itemsize - 1))
+    return (words & ~top).astype(np.uint64), (words & top) != 0
+
+
+def ulp_distance(first: Array, second: Array) -> int:
+    """The largest number of steps between two floats of one dtype, of which none is NaN.
+
+    A step leads from a value to the next one that the dtype can express. Across the sign the steps to
+    zero are added, and -0.0 and 0.0 are the same place, so that they are 0 apart. Infinity is one step
+    beyond the largest finite value.
+    """
+    if not first.size:
+        return 0
+    (a, a_down), (b, b_down) = ordered(first), ordered(second)
+    same_side = np.where(a > b, a - b, b - a)
+    return int(np.where(a_down == b_down, same_side, a + b).max())
+
+
+def integer_distance(first: Array, second: Array) -> int:
+    """The largest difference of two integers, exact."""
+    if not first.size:
+        return 0
+    if first.dtype.kind not in "iu":  # booleans, and sub-byte types of ml_dtypes
+        first, second = first.astype(np.int64), second.astype(np.int64)
+    words = bits(np.ascontiguousarray(first)), bits(np.ascontiguousarray(second))
+    return int(np.where(first > second, words[0] - words[1], words[1] - words[0]).max())
+
+
+@cache
+def _ranks(dtype: np.dtype[Any]) -> Array:
+    """For each code of a float of one byte, its place among the values: 0 for zero, < 0 below it."""
+    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    known = np.unique(values[~np.isnan(values)])  # -0.0 and 0.0 are one value
+    zero = int(np.searchsorted(known, 0.0))
+    return np.searchsorted(known, values).astype(np.int64) - zero

@@ -1,0 +1,202 @@
+"""How two leaves of one dtype and shape differ, from the chunks that differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from perdure.inspect.elements import (
+    as_float64,
+    bits,
+    integer_distance,
+    is_integer,
+    parts_dtype,
+    ulp_distance,
+)
+from perdure.inspect.fixed_order import ScaledSum, blocks, ratio, root_ratio
+from perdure.inspect.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
+from perdure.inspect.tables import printable
+from perdure.store.manifest import LeafEntry
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class LeafDiff:
+    """How a leaf differs. Figures that have no meaning for it are None.
+
+    Attributes:
+        path: The leaf.
+        first, second: dtype and shape on both sides.
+        count: Elements of the leaf.
+        compared: Those in chunks that differ; all others are equal, and were not read.
+        differing: Elements whose bits differ. NaN equals NaN of the same bits; -0.0 is not 0.0.
+        first_index: The place of the first of them.
+        first_values: Their texts on both sides.
+        not_finite: Differing pairs with NaN or an infinity; the next five leave these out.
+        max_ulp: The largest distance in units in the last place (see `elements.ulp_distance`).
+        max_abs: The largest absolute difference.
+        max_rel: The largest of: absolute difference divided by the larger absolute value.
+        rel_norm: The norm of the difference divided by the norm of the first side, both over the
+            elements compared.
+        cosine: The cosine of the angle between both sides, over the elements compared.
+        problem: Why the elements were not compared.
+    """
+
+    path: str
+    first: str
+    second: str
+    count: int = 1
+    compared: int = 0
+    differing: int | None = None
+    first_index: tuple[int, ...] | None = None
+    first_values: tuple[str, str] | None = None
+    not_finite: int | None = None
+    max_ulp: int | None = None
+    max_abs: float | int | None = None
+    max_rel: float | None = None
+    rel_norm: float | None = None
+    cosine: float | None = None
+    problem: str | None = None
+
+
+class Comparison:
+    """Compares the elements of two leaves of one dtype and shape, a chunk at a time."""
+
+    def __init__(self, entry: LeafEntry) -> None:
+        self._entry = entry
+        self._shape = element_shape(entry)
+        self._keys = entry.dtype.startswith(KEY_PREFIX)
+        self._compared = self._differing = self._not_finite = 0
+        self._first: tuple[int, str, str] | None = None
+        self._ulp: int | None = None
+        self._abs: float | int | None = None
+        self._rel: float | None = None
+        self._sums = {name: ScaledSum() for name in ("dd", "xx", "yy", "xy")}
+
+    def add(self, start: int, first: Array, second: Array) -> None:
+        """Compare the elements from number `start` on, one-dimensional on both sides."""
+        offset = 0
+        for x, y in blocks(first, second):
+            self._add_block(start + offset, x, y)
+            offset += x.size
+
+    def result(self) -> LeafDiff:
+        """What was found."""
+        first_index, texts = None, None
+        if self._first is not None:
+            number, *values = self._first
+            first_index = tuple(int(i) for i in np.unravel_index(number, self._shape or (1,)))
+            first_index = first_index if self._shape else ()
+            texts = values[0], values[1]
+        sums = self._sums
+        numbers = self._abs is not None
+        return LeafDiff(
+            self._entry.path,
+            describe(self._entry),
+            describe(self._entry),
+            math.prod(self._shape),
+            self._compared,
+            self._differing,
+            first_index,
+            texts,
+            None if self._keys else self._not_finite,
+            self._ulp,
+            self._abs,
+            self._rel,
+            root_ratio(sums["dd"], sums["xx"]) if numbers else None,
+            ratio(sums["xy"], sums["xx"], sums["yy"]) if numbers else None,
+        )
+
+    def _add_block(self, start: int, x: Array, y: Array) -> None:
+        width = 2 if x.dtype.kind == "c" else 1
+        dtype = parts_dtype(x.dtype)
+        x_parts, y_parts = x.view(dtype), y.view(dtype)
+        differs = bits(x_parts) != bits(y_parts)
+        elements = differs.reshape(-1, 2).any(axis=1) if width == 2 else differs
+        self._compared += x.size
+        if count := int(np.count_nonzero(elements)):
+            self._differing += count
+            if self._first is None:
+                place = int(np.argmax(elements))
+                self._first = (start + place, *value_texts(x[place], y[place]))
+        if not self._keys:
+            self._measure(x_parts, y_parts, differs)
+
+    def _measure(self, x: Array, y: Array, differs: Array) -> None:
+        a, b = as_float64(x), as_float64(y)
+        finite = np.isfinite(a) & np.isfinite(b)
+        self._not_finite += int(np.count_nonzero(differs & ~finite))
+        if not finite.all():
+            numbers = ~(np.isnan(a) | np.isnan(b))
+            self._steps(x[differs & numbers], y[differs & numbers])
+            x, y, a, b, differs = x[finite], y[finite], a[finite], b[finite], differs[finite]
+        else:
+            self._steps(x[differs], y[differs])
+        if not a.size:
+            return
+        with np.errstate(over="ignore", under="ignore"):
+            distance = b - a
+            larger = np.maximum(np.abs(a), np.abs(b))
+            relative = np.abs(distance) / np.where(larger > 0, larger, 1.0)
+        if is_integer(x.dtype):
+            largest: float | int = integer_distance(x[differs], y[differs])
+        else:
+            largest = float(np.abs(distance).max())
+        self._abs = largest if self._abs is None else max(self._abs, largest)
+        self._rel = max(self._rel or 0.0, float(relative.max()))
+        for name, left, right in (
+            ("dd", distance, distance),
+            ("xx", a, a),
+            ("yy", b, b),
+            ("xy", a, b),
+        ):
+            self._sums[name].add(left, right)
+
+    def _steps(self, x: Array, y: Array) -> None:
+        if x.size and not is_integer(x.dtype):
+            self._ulp = max(self._ulp or 0, ulp_distance(x, y))
+
+
+def diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
+    """How two scalars differ, of which at least one has another text or type."""
+    values = scalar_value(first), scalar_value(second)
+    texts = printable(first.text or "", 60), printable(second.text or "", 60)
+    types = {type(value) for value in values}
+    measured = LeafDiff(first.path, "", "")
+    if types == {float}:
+        comparison = Comparison(LeafEntry(first.path, "float64"))
+        comparison.add(0, np.array([values[0]]), np.array([values[1]]))
+        measured = comparison.result()
+    elif types == {int}:
+        distance = abs(values[0] - values[1])
+        largest = max(abs(values[0]), abs(values[1]))
+        measured = replace(measured, max_abs=distance, max_rel=distance / largest, not_finite=0)
+    return replace(
+        measured,
+        first=describe(first),
+        second=describe(second),
+        compared=1,
+        differing=1,
+        first_index=(),
+        first_values=texts,
+    )
+
+
+def describe(entry: LeafEntry) -> str:
+    """dtype and shape of a leaf: `float32[3,4]`, or `int` for a scalar."""
+    if is_scalar(entry):
+        return entry.dtype.removeprefix("py:")
+    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+
+
+def value_texts(first: Any, second: Any) -> tuple[str, str]:
+    """Texts of two elements whose bits differ; with their bits if the texts are the same."""
+    texts = str(first), str(second)
+    if texts[0] != texts[1]:
+        return texts
+    words = (int.from_bytes(value.tobytes(), "little") for value in (first, second))
+    return tuple(f"{text} (0x{word:x})" for text, word in zip(texts, words, strict=True))  # type: ignore[return-value]

@@ -1,0 +1,212 @@
+"""`ls`: the checkpoints of a run, with sizes, age and why each is kept. Reads manifests, not packs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from perdure.errors import CorruptionError, UnreachableError
+from perdure.inspect.address import Where, open_run
+from perdure.inspect.tables import Shown, Table, printable, size_text
+from perdure.store import Run
+from perdure.store.format import seconds_of
+from perdure.store.manifest import Manifest
+
+NOT_RECORDED = "not recorded"
+"""Why a checkpoint is kept, if the run directory does not say so: the rules of a retention are in the
+program that trains. `perdure prune --dry-run` applies rules that it is given."""
+
+_MOST_METRICS = 4
+_Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One committed checkpoint.
+
+    Attributes:
+        step: Its step.
+        created: When it was saved, in UTC.
+        age_s: Seconds since then by this machine's clock.
+        leaves: Number of leaves.
+        nbytes: Bytes of its leaves.
+        own_nbytes: Bytes in packs that no other checkpoint of the run reads; deleting it frees about so
+            much.
+        shared_nbytes: Bytes in packs that other checkpoints read too.
+        fingerprint: Equal fingerprints are equal bits.
+        metrics: Numbers by name; None stands for NaN and infinities.
+        pinned: Whether it is pinned, which is recorded in the run directory.
+        kept: Why it is kept: "pinned", "the newest", or `NOT_RECORDED`.
+    """
+
+    step: int
+    created: str
+    age_s: float
+    leaves: int
+    nbytes: int
+    own_nbytes: int
+    shared_nbytes: int
+    fingerprint: str
+    metrics: Mapping[str, float | None]
+    pinned: bool
+    kept: str
+
+
+@dataclass(frozen=True, repr=False)
+class RunListing(Shown):
+    """The checkpoints of a run.
+
+    Attributes:
+        where: Path or URL of the run directory.
+        checkpoints: Those whose manifest can be read, oldest first.
+        damaged: The error of each damaged manifest, by step.
+        unread: The error of each manifest that cannot be read for another reason, by step.
+        set_aside: Sentences on the checkpoints that rollbacks set aside.
+    """
+
+    where: str
+    checkpoints: tuple[ListedCheckpoint, ...]
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    unread: Mapping[int, str] = field(default_factory=dict)
+    set_aside: tuple[str, ...] = ()
+
+    def _blocks(self) -> list[str | Table]:
+        return [
+            listing_table(self.checkpoints),
+            *self.set_aside,
+            *(f"step {step} is damaged: {error}" for step, error in self.damaged.items()),
+            *self.unread.values(),
+        ]
+
+
+def list_run(where: Where, *, now: float | None = None) -> RunListing:
+    """List the checkpoints of a run; reads every manifest and no pack.
+
+    Args:
+        where: The run directory.
+        now: Seconds since 1970 to count ages from; by default those of the clock.
+
+    Raises:
+        NotARunError: There is no run directory.
+        UnreachableError: Its checkpoints cannot be listed.
+    """
+    run = open_run(where)
+    manifests, damaged, unread = read_manifests(run)
+    set_aside = [
+        f"step {aside.manifest.step} is set aside: {aside.note.reason}"
+        for aside in run.rolled_back()
+    ]
+    return RunListing(
+        run.where, tuple(listed(run, manifests, now)), damaged, unread, tuple(set_aside)
+    )
+
+
+def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
+    """The manifests of a run by step, and the errors of damaged and of unreadable ones."""
+    manifests: dict[int, Manifest] = {}
+    damaged: dict[int, str] = {}
+    unread: dict[int, str] = {}
+    for step in run.steps():
+        try:
+            manifests[step] = run.manifest(step)
+        except CorruptionError as error:
+            damaged[step] = str(error)
+        except UnreachableError as error:
+            unread[step] = str(error)
+    return manifests, damaged, unread
+
+
+def listed(
+    run: Run, manifests: Mapping[int, Manifest], now: float | None = None
+) -> list[ListedCheckpoint]:
+    """What `list_run` has on each of `manifests`, which are all readable ones of `run`."""
+    now = time.time() if now is None else now
+    pinned = run.pinned()
+    places = {step: _places(manifest) for step, manifest in manifests.items()}
+    readers = Counter(place for held in places.values() for place in held)
+    rows = []
+    for step, manifest in sorted(manifests.items()):
+        own = sum(size for place, size in places[step].items() if readers[place] == 1)
+        reasons = ["pinned"] if step in pinned else []
+        reasons += ["the newest"] if step == max(manifests) else []
+        rows.append(
+            ListedCheckpoint(
+                step,
+                manifest.created,
+                now - seconds_of(manifest.created),
+                len(manifest.leaves),
+                manifest.nbytes,
+                own,
+                sum(places[step].values()) - own,
+                manifest.fingerprint,
+                manifest.metrics,
+                step in pinned,
+                ", ".join(reasons) or NOT_RECORDED,
+            )
+        )
+    return rows
+
+
+def listing_table(checkpoints: tuple[ListedCheckpoint, ...]) -> Table:
+    """The checkpoints as a table, with a column for metrics if there are any."""
+    header = ["step", "created", "age", "leaves", "size", "own", "shared", "fingerprint", "kept"]
+    rows: list[list[object]] = [
+        [
+            row.step,
+            row.created,
+            age_text(row.age_s),
+            row.leaves,
+            size_text(row.nbytes),
+            size_text(row.own_nbytes),
+            size_text(row.shared_nbytes),
+            row.fingerprint[:16],
+            row.kept,
+        ]
+        for row in checkpoints
+    ]
+    if any(row.metrics for row in checkpoints):
+        header.append("metrics")
+        for line, row in zip(rows, checkpoints, strict=True):
+            line.append(_metrics_text(row.metrics))
+    return Table(header, rows)
+
+
+def checkpoint_json(row: ListedCheckpoint) -> dict[str, Any]:
+    """A checkpoint as `perdure ls --json` has it."""
+    document = asdict(row)
+    document["bytes"] = document.pop("nbytes")
+    document["own_bytes"] = document.pop("own_nbytes")
+    document["shared_bytes"] = document.pop("shared_nbytes")
+    return document
+
+
+def age_text(seconds: float) -> str:
+    """A time as text, such as `3 h`; `in the future` if a clock was set."""
+    if seconds < -60:
+        return "in the future"
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (seconds >= length and unit == "min"):
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def _places(manifest: Manifest) -> dict[_Place, int]:
+    """The chunks of a checkpoint by pack and offset, with their stored bytes."""
+    return {
+        (manifest.packs[chunk.pack].name, chunk.offset): chunk.length
+        for leaf in manifest.every_leaf()
+        for chunk in leaf.chunks
+    }
+
+
+def _metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """Text such as `accuracy=0.91 loss=0.25`: the first few metrics by name."""
+    texts = [
+        f"{printable(name)}={'not-finite' if value is None else format(value, 'g')}"
+        for name, value in sorted(metrics.items())
+    ]
+    more = [f"(and {len(texts) - _MOST_METRICS} more)"] if len(texts) > _MOST_METRICS else []
+    return " ".join([*texts[:_MOST_METRICS], *more])

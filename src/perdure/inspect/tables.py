@@ -1,0 +1,120 @@
+"""Tables for people: aligned text in a terminal, HTML in a notebook."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """A header and rows of cells. Columns of numbers are aligned to the right.
+
+    Attributes:
+        header: The name of each column.
+        rows: The cells of each row; None is an empty cell.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        cells = [
+            list(self.header),
+            *([printable(_text(cell)) for cell in row] for row in self.rows),
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        right = self._right()
+        lines = (
+            "  ".join(
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(row, widths, right, strict=True)
+            )
+            for row in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        right = self._right()
+        rows = [_row("th", self.header, right)]
+        rows += [_row("td", [printable(_text(cell)) for cell in row], right) for row in self.rows]
+        return f"<table>{''.join(rows)}</table>"
+
+    def _right(self) -> list[bool]:
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.header)
+        return [any(_is_number(cell) for cell in column) for column in columns]
+
+
+class Shown:
+    """Base of a result: `str` and a notebook show the blocks of `_blocks`, text and tables."""
+
+    def _blocks(self) -> list[str | Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(str(block) for block in self._blocks())
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            block._repr_html_() if isinstance(block, Table) else f"<p>{html.escape(block)}</p>"
+            for block in self._blocks()
+        )
+
+
+def plain(value: Any) -> Any:
+    """A result as JSON can hold it: None in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """`text` with escapes in place of characters that a terminal obeys, cut after `most` characters."""
+    cut = ""
+    if most is not None and len(text) > most:
+        cut = f"... ({len(text)} characters)"
+        text = text[:most]
+    return (
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
+    )
+
+
+def size_text(nbytes: int) -> str:
+    """A size in bytes as text, such as `1.5 MiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def share_text(part: int, whole: int) -> str:
+    """A share in percent, such as `12.5%`; empty if there is no whole."""
+    return f"{100 * part / whole:.1f}%" if whole else ""
+
+
+def _is_number(cell: object) -> bool:
+    if isinstance(cell, str):
+        return cell.endswith(("%", "iB", " B"))
+    return isinstance(cell, (int, float))
+
+
+def _text(cell: object) -> str:
+    if isinstance(cell, float):
+        return format(cell, ".6g")
+    return "" if cell is None else str(cell)
+
+
+def _row(tag: str, cells: Sequence[str], right: Sequence[bool]) -> str:
+    texts = (
+        f'<{tag} style="text-align:{"right" if to_right else "left"};white-space:pre">'
+        f"{html.escape(cell)}</{tag}>"
+        for cell, to_right in zip(cells, right, strict=True)
+    )
+    return f"<tr>{''.join(texts)}</tr>"

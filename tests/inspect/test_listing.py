@@ -1,0 +1,127 @@
+"""`tree` and `ls`: what manifests say, without reading a pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perdure.errors import ArgumentError, StepNotFoundError
+from perdure.inspect import list_run, tree
+from perdure.inspect.listing import age_text
+from perdure.state.leaf_values import array_leaf, scalar_leaf
+from perdure.store import MemoryStorage, Run
+from perdure.store.format import CHUNK_BYTES, seconds_of
+
+
+def make(storage: object, steps: int = 3) -> Run:
+    """Checkpoints whose first chunk and frozen leaf are always the same."""
+    run = Run(storage, create=True)  # type: ignore[arg-type]
+    with run:
+        for step in range(1, steps + 1):
+            large = np.zeros(CHUNK_BYTES // 8 + 1000)
+            large[-1] = step
+            leaves = {
+                "model/large": array_leaf(large),
+                "model/frozen": array_leaf(np.arange(1000.0)),
+                "step": scalar_leaf(step),
+                "name": scalar_leaf("digits"),
+            }
+            run.save(step, leaves, metrics={"loss": 1 / step})
+    return run
+
+
+def without_packs(storage: MemoryStorage) -> MemoryStorage:
+    for name in list(storage.list("packs/")):
+        storage.delete(name)
+    return storage
+
+
+def test_a_tree_has_sizes_and_what_the_step_before_shares() -> None:
+    storage = MemoryStorage()
+    make(storage)
+    result = tree(without_packs(storage))
+    assert result.before == 2
+    nodes = {node.path: node for node in result.nodes}
+    assert list(nodes) == ["", "model", "model/frozen", "model/large", "name", "step"]
+    whole = CHUNK_BYTES + 16_000 + len("digits") + 1
+    assert (nodes[""].nbytes, nodes[""].leaves) == (whole, 4)
+    assert nodes["model"].nbytes == CHUNK_BYTES + 16_000
+    assert nodes["model/large"].shared_nbytes == CHUNK_BYTES
+    assert nodes["model/frozen"].shared_nbytes == nodes["model/frozen"].nbytes == 8000
+    assert nodes["model"].shared_nbytes == CHUNK_BYTES + 8000
+    assert (nodes["name"].shared_nbytes, nodes["step"].shared_nbytes) == (6, 0)
+    assert nodes["name"].describe() == "str digits"
+    assert nodes["model/frozen"].describe() == "float64[1000]"
+
+
+def test_a_tree_of_a_part_and_of_few_levels() -> None:
+    storage = MemoryStorage()
+    run = make(storage, 1)
+    result = tree(run, depth=1)
+    assert result.before is None
+    assert [node.path for node in result.nodes] == ["", "model", "name", "step"]
+    assert result.nodes[1].shared_nbytes is None
+    assert [node.path for node in tree(run, leaves="**/frozen").nodes] == [
+        "",
+        "model",
+        "model/frozen",
+    ]
+    assert [node.path for node in tree(run, depth=0).nodes] == [""]
+    with pytest.raises(ArgumentError):
+        tree(run, leaves="nothing/*")
+    with pytest.raises(ArgumentError):
+        tree(run, depth=-1)
+    with pytest.raises(StepNotFoundError):
+        tree(f"{storage}@3" if isinstance(storage, str) else Run(MemoryStorage(), create=True))
+
+
+def test_the_state_may_be_one_leaf_and_a_damaged_step_before_is_left_out(tmp_path: Path) -> None:
+    with Run(tmp_path, create=True) as run:
+        for step in (1, 2):
+            run.save(step, {"": array_leaf(np.full(3, float(step)))})
+    [node] = tree(tmp_path).nodes
+    assert (node.path, node.nbytes, node.shared_nbytes) == ("", 24, 0)
+    manifest = tmp_path / "checkpoints" / "000000000001.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert tree(tmp_path).before is None
+    listing = list_run(tmp_path)
+    assert [row.step for row in listing.checkpoints] == [2]
+    assert listing.damaged.keys() == {1}
+
+
+def test_a_listing_has_shares_age_and_why_a_step_is_kept() -> None:
+    storage = MemoryStorage()
+    run = make(storage)
+    run.pin(1)
+    now = seconds_of(run.manifest(3).created) + 7200.0
+    listing = list_run(without_packs(storage), now=now)
+    rows = {row.step: row for row in listing.checkpoints}
+    own = 8000  # the last chunk of the large leaf
+    for row in rows.values():
+        assert (row.own_nbytes, row.shared_nbytes) == (own, CHUNK_BYTES + 8000)
+    assert [row.kept for row in rows.values()] == ["pinned", "not recorded", "the newest"]
+    assert [row.pinned for row in rows.values()] == [True, False, False]
+    assert rows[3].age_s == 7200
+    assert rows[3].metrics == {"loss": 1 / 3}
+    assert "2 h" in str(listing)
+    assert "<table>" in listing._repr_html_()
+
+
+def test_own_bytes_are_what_a_deletion_frees() -> None:
+    storage = MemoryStorage()
+    run = make(storage)
+    before = sum(storage.size(name) for name in storage.list("packs/"))
+    [row] = [row for row in list_run(run).checkpoints if row.step == 2]
+    run.delete([2])
+    after = sum(storage.size(name) for name in storage.list("packs/"))
+    assert row.own_nbytes <= before - after < row.own_nbytes + 4096  # and the index of the pack
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (-3, "0 s"), (-300, "in the future"), (59, "59 s"), (61, "1 min"), (7200, "2 h")],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age_text(seconds) == text

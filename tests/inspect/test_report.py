@@ -30,7 +30,7 @@ STEPS = (10, 20, 30)
 TAGS = {"html", "head", "meta", "title", "style", "body", "main", "section", "h1", "h2", "h3", "p"}
 TAGS |= {"div", "span", "i", "code", "pre", "strong", "ul", "li", "dl", "dt", "dd", "figure"}
 TAGS |= {"figcaption", "table", "thead", "tbody", "tr", "th", "td", "svg", "g", "text", "line"}
-TAGS |= {"polyline", "circle"}
+TAGS |= {"polyline", "circle", "wbr"}
 ATTRIBUTES = {
     "lang",
     "charset",
@@ -115,7 +115,7 @@ def test_the_life_of_a_run_is_on_its_page(killed: Path) -> None:
         "far",
     ):
         assert fact in page.text
-    assert "Dashed red lines: where a run was interrupted, once in all." in page.text
+    assert "Dashed red lines: steps at which a run was interrupted." in page.text
     assert "not verified" in page.text
     assert f"perdure verify {killed} --json" in page.text
     assert [row["fingerprint"] for row in done.document["runs"][0]["checkpoints"]] == [

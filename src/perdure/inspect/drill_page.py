@@ -13,6 +13,7 @@ from perdure.inspect.html_page import (
     code,
     duration,
     facts,
+    fingerprint,
     joined,
     page,
     section,
@@ -153,7 +154,7 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> Html:
             "; ".join(f"{_origin(a)}, {_again(a)} ({a['ended']})" for a in run["attempts"]),
             run["repeated_steps"],
             run["lost_seconds"],
-            code((run["fingerprint"] or "-")[:16]),
+            fingerprint(run["fingerprint"]),
         ]
         for run in runs
     ]

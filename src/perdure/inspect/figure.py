@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.errors import missing_extra
 from perdure.inspect.html_page import visible
-from perdure.inspect.plot_panels import Panel, PlotLine
+from perdure.inspect.plot_panels import Attempt, Panel, PlotLine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,20 +84,23 @@ def _draw(axes: Any, panel: Panel) -> None:
     if panel.logarithmic and any(value for line in panel.lines for _, value in line.points):
         axes.set_yscale("log")
     handles = [_line(axes, line, number) for number, line in enumerate(panel.lines)]
+    left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
     runs = {id(line.attempts): line.attempts for line in panel.lines}
     for attempts in runs.values():
         for attempt in attempts:
-            if attempt.interrupted:
+            if attempt.interrupted and left <= attempt.end <= right:
                 axes.axvline(
                     attempt.end, color=_CUT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1
                 )
         _shade_repeated(axes, attempts)
     if len(runs) == 1:
-        _number(axes, panel.lines[0])
+        _number(axes, panel.lines[0].attempts, left, right)
+    axes.set_xlim(left, right)
     if len(panel.lines) > 1:
         # A name that begins with an underscore would be left out.
         names = [f" {visible(line.label)}" for line in panel.lines]
-        legend = axes.legend(handles, names, frameon=False, fontsize=8)
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(names) > 4 else {}
+        legend = axes.legend(handles, names, frameon=False, fontsize=8, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)
 
@@ -116,21 +119,23 @@ def _line(axes: Any, line: PlotLine, number: int) -> Any:
     )[0]
 
 
-def _shade_repeated(axes: Any, attempts: Sequence[Any]) -> None:
+def _shade_repeated(axes: Any, attempts: Sequence[Attempt]) -> None:
     """Shade the steps that an attempt had to repeat."""
     for before, after in pairwise(attempts):
         if after.start < before.end:
             axes.axvspan(after.start, before.end, color=_CUT, alpha=0.08, linewidth=0, zorder=0)
 
 
-def _number(axes: Any, line: PlotLine) -> None:
-    """The number of each attempt above the step at which it began."""
-    if 1 < len(line.attempts) <= _MOST_NUMBERS:
-        for attempt in line.attempts:
+def _number(axes: Any, attempts: Sequence[Attempt], left: float, right: float) -> None:
+    """The number of each attempt above the step at which it began, or at the left border."""
+    if not 1 < len(attempts) <= _MOST_NUMBERS:
+        return
+    for attempt in attempts:
+        if attempt.start <= right and attempt.end >= left:
             axes.text(
-                attempt.start,
+                max(attempt.start, left),
                 1.0,
-                f"attempt {attempt.number}" if attempt.number == 1 else str(attempt.number),
+                f" {attempt.number}",
                 transform=axes.get_xaxis_transform(),
                 fontsize=7,
                 color=_CUT,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from perdure.inspect.address import StoredCheckpoint
-from perdure.inspect.html_page import Html, joined, note, scroll, tag
+from perdure.inspect.html_page import Html, joined, note, path_text, scroll, tag
 from perdure.inspect.leaf_changes import (
     DAMAGED,
     SAME,
@@ -107,7 +107,7 @@ def heat_map(document: Mapping[str, Any]) -> Html:
     rows = [
         tag(
             "tr",
-            tag("th", row["layer"], scope="row", title=row["layer"]),
+            tag("th", path_text(row["layer"]), scope="row", title=row["layer"]),
             *[_cell(change, scale) for change in row["changes"]],
         )
         for row in document["layers"]

@@ -13,7 +13,7 @@ from perdure.inspect.page_style import STYLE
 from perdure.inspect.tables import printable
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-VOID = frozenset({"br", "meta", "line", "rect", "circle", "polyline", "path"})
+VOID = frozenset({"meta", "wbr", "line", "rect", "circle", "polyline", "path"})
 _MOST_CHARACTERS = 2000
 
 
@@ -46,7 +46,7 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
             parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(visible(value))}"')
     start = f"<{' '.join(parts)}>"
     if name in VOID and not children:
-        return Html(start if name in ("br", "meta") else f"{start[:-1]}/>")
+        return Html(start if name in ("meta", "wbr") else f"{start[:-1]}/>")
     return Html(f"{start}{joined(children)}</{name}>")
 
 
@@ -146,6 +146,17 @@ def badge(word: str, kind: str) -> Html:
 def code(value: object) -> Html:
     """A value in the type of a terminal."""
     return tag("code", value)
+
+
+def path_text(path: str) -> Html:
+    """The path of a leaf, which a narrow column breaks after a slash."""
+    parts = path.split("/")
+    return joined([*[joined([part, "/", tag("wbr")]) for part in parts[:-1]], parts[-1]])
+
+
+def fingerprint(value: str | None) -> Html:
+    """The first 16 digits of a fingerprint, in one line."""
+    return tag("code", (value or "-")[:16], class_="whole")
 
 
 def note(value: object) -> Html:

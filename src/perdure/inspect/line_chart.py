@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from perdure.inspect.html_page import Html, number, tag
+from perdure.inspect.html_page import Html, note, number, tag
 from perdure.inspect.metric_series import Series
 from perdure.inspect.page_style import SERIES
 
@@ -67,14 +67,9 @@ def line_chart(name: str, lines: Sequence[tuple[str, Series, Sequence[int]]]) ->
     return tag("figure", tag("figcaption", name, tag("span", " / ".join(newest))), drawing)
 
 
-def interruption_legend(count: int) -> Html | None:
-    """The legend of the dashed lines; None if there is none."""
-    if not count:
-        return None
-    times = "once" if count == 1 else f"{count} times"
-    return tag(
-        "p", f"Dashed red lines: where a run was interrupted, {times} in all.", class_="note"
-    )
+def interruption_legend() -> Html:
+    """The legend of the dashed lines."""
+    return note("Dashed red lines: steps at which a run was interrupted.")
 
 
 def _range(low: float, high: float) -> tuple[float, float]:

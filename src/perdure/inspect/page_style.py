@@ -76,6 +76,7 @@ a {{ color: var(--accent) }}
 code, pre {{ font-size: .86em;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace }}
 code {{ overflow-wrap: anywhere }}
+.whole {{ white-space: nowrap }}
 pre {{ background: var(--plain-ground); padding: .75rem; border-radius: 6px; overflow-x: auto;
   white-space: pre-wrap; overflow-wrap: anywhere }}
 ul {{ margin: .5rem 0; padding-left: 1.2rem; max-width: 46rem }}
@@ -164,7 +165,8 @@ svg circle {{ stroke-width: 0; fill: currentColor }}
   table {{ width: max-content; min-width: 100% }}
   .row {{ grid-template-columns: 1fr; margin: .7rem 0 }}
   .label {{ text-align: left }}
-  .heat tbody th {{ max-width: 9rem; white-space: normal; overflow-wrap: anywhere; font-size: .72rem }}
+  .heat tbody th {{ min-width: 8.5rem; max-width: 8.5rem; white-space: normal;
+    overflow-wrap: break-word; font-size: .75rem; line-height: 1.25 }}
 }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ground: #14171a; --sheet: #1a1e22; --ink: #e4e7ea; --soft: #9ca6b0; --rule: #2e343a;

@@ -125,7 +125,7 @@ def norm_panels(
             )
         before = f"{label}: " if len(runs) > 1 else ""
         panels += [
-            Panel(f"{before}norm", _norm_lines(checkpoints, norms, attempts)),
+            Panel(f"{before}norm", _norm_lines(checkpoints, norms, attempts), logarithmic=True),
             Panel(
                 f"{before}relative change since the checkpoint before",
                 _ratio_lines(checkpoints, changes, attempts),

@@ -11,6 +11,7 @@ from perdure.inspect.html_page import (
     badge,
     code,
     facts,
+    fingerprint,
     joined,
     note,
     number,
@@ -174,7 +175,7 @@ def _metrics(runs: Sequence[_Document], names: Sequence[str]) -> Html:
         [
             _legend(names) if len(names) > 1 else None,
             tag("div", *charts, class_="charts"),
-            interruption_legend(sum(map(len, cuts))),
+            interruption_legend() if any(cuts) else None,
             note(f"{more} more metrics; perdure plot --metric PATTERN draws them.")
             if more > 0
             else None,
@@ -240,7 +241,7 @@ def _checkpoint(row: _Document, metrics: Sequence[str], has_verify: bool) -> lis
         size_text(own),
         size_text(shared),
         tag("span", tag("i", style=f"width:{share:.1f}%"), class_="share"),
-        code(row["fingerprint"][:16]),
+        fingerprint(row["fingerprint"]),
         *[number(row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics],
         cell,
     ]

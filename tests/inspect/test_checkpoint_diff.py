@@ -222,6 +222,18 @@ def test_likely_renames() -> None:
     assert not result.equal
 
 
+def test_very_many_leaves_with_the_same_bytes_are_paired_in_their_order() -> None:
+    count = 300
+    result = compare(
+        {f"adam/{n:03}/m": np.zeros(4) for n in range(count)},
+        {f"opt/{n:03}/m": np.zeros(4) for n in range(count)},
+    )
+    assert [(each.first, each.second) for each in result.renames] == [
+        (f"adam/{n:03}/m", f"opt/{n:03}/m") for n in range(count)
+    ]
+    assert result.read_nbytes == 0
+
+
 def test_recipe_metrics_and_environment() -> None:
     state = {"w": np.ones(3)}
     first = save(

@@ -20,6 +20,7 @@ from perdure.inspect import (
 )
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, PruneRequest, Run
+from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES
 
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
@@ -122,6 +123,14 @@ def test_a_dtype_that_numpy_lacks_is_one_error_that_names_the_leaf() -> None:
         read_array(checkpoint, checkpoint.manifest.leaves[0])
     assert "leaf 'w'" in str(caught.value)
     assert "float7_x8" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float128", "U8", "O8", "finfo", "complex32", "M8", "f4", "f4,i4"]
+)
+def test_a_name_that_means_something_else_to_numpy_is_no_dtype(dtype: str) -> None:
+    with pytest.raises(UnsupportedLeafError):
+        numpy_dtype(dtype)
 
 
 def test_damage_and_a_missing_pack_name_the_leaf_and_what_to_do(tmp_path: Path) -> None:

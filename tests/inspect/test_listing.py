@@ -26,6 +26,7 @@ def make(storage: object, steps: int = 3) -> Run:
                 "model/large": array_leaf(large),
                 "model/frozen": array_leaf(np.arange(1000.0)),
                 "step": scalar_leaf(step),
+                "before": scalar_leaf(step - 1),  # the text that `step` had
                 "name": scalar_leaf("digits"),
             }
             run.save(step, leaves, metrics={"loss": 1 / step})
@@ -44,14 +45,14 @@ def test_a_tree_has_sizes_and_what_the_step_before_shares() -> None:
     result = tree(without_packs(storage))
     assert result.before == 2
     nodes = {node.path: node for node in result.nodes}
-    assert list(nodes) == ["", "model", "model/frozen", "model/large", "name", "step"]
-    whole = CHUNK_BYTES + 16_000 + len("digits") + 1
-    assert (nodes[""].nbytes, nodes[""].leaves) == (whole, 4)
+    assert list(nodes) == ["", "before", "model", "model/frozen", "model/large", "name", "step"]
+    whole = CHUNK_BYTES + 16_000 + len("digits") + 2
+    assert (nodes[""].nbytes, nodes[""].leaves) == (whole, 5)
     assert nodes["model"].nbytes == CHUNK_BYTES + 16_000
     assert nodes["model/large"].shared_nbytes == CHUNK_BYTES
     assert nodes["model/frozen"].shared_nbytes == nodes["model/frozen"].nbytes == 8000
     assert nodes["model"].shared_nbytes == CHUNK_BYTES + 8000
-    assert (nodes["name"].shared_nbytes, nodes["step"].shared_nbytes) == (6, 0)
+    assert (nodes["name"].shared_nbytes, nodes["before"].shared_nbytes) == (6, 0)
     assert nodes["name"].describe() == "str digits"
     assert nodes["model/frozen"].describe() == "float64[1000]"
 
@@ -61,8 +62,8 @@ def test_a_tree_of_a_part_and_of_few_levels() -> None:
     run = make(storage, 1)
     result = tree(run, depth=1)
     assert result.before is None
-    assert [node.path for node in result.nodes] == ["", "model", "name", "step"]
-    assert result.nodes[1].shared_nbytes is None
+    assert [node.path for node in result.nodes] == ["", "before", "model", "name", "step"]
+    assert result.nodes[2].shared_nbytes is None
     assert [node.path for node in tree(run, leaves="**/frozen").nodes] == [
         "",
         "model",
@@ -125,3 +126,11 @@ def test_own_bytes_are_what_a_deletion_frees() -> None:
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
+
+
+def test_a_terminal_obeys_no_name(tmp_path: Path) -> None:
+    where = tmp_path / "run\x1b[2J\udcff"
+    make(where, 1)
+    for text in (str(tree(where)), tree(where)._repr_html_()):
+        assert "\x1b" not in text
+        assert text.isprintable() or all(line.isprintable() for line in text.splitlines())

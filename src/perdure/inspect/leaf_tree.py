@@ -113,7 +113,7 @@ def tree(
     checkpoint = open_checkpoint(where)
     entries = select_leaves(checkpoint, leaves)
     before = manifest_before(checkpoint)
-    held = None if before is None else hashes_of(before)
+    held = None if before is None else contents_of(before)
     return LeafTree(
         checkpoint.name,
         None if before is None else before.step,
@@ -130,17 +130,17 @@ def manifest_before(checkpoint: StoredCheckpoint) -> Manifest | None:
         return None
 
 
-def hashes_of(manifest: Manifest) -> set[str]:
-    """The hashes of all chunks and scalars of a state."""
-    return {digest for leaf in manifest.leaves for digest in leaf.hashes()}
+def contents_of(manifest: Manifest) -> set[object]:
+    """The hashes of all chunks of a state, and path and text of each scalar."""
+    hashes: set[object] = {chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks}
+    return hashes | {(leaf.path, leaf.text) for leaf in manifest.leaves if leaf.text is not None}
 
 
-def shared_bytes(entry: LeafEntry, held: set[str]) -> int:
-    """Bytes of a leaf in chunks whose hash is one of `held`."""
-    hashes = entry.hashes()
+def shared_bytes(entry: LeafEntry, held: set[object]) -> int:
+    """Bytes of a leaf in chunks that `held` has; of a scalar, if the leaf has the same text there."""
     if entry.text is not None:
-        return entry.nbytes if hashes[0] in held else 0
-    return sum(chunk_size(entry, n) for n, digest in enumerate(hashes) if digest in held)
+        return entry.nbytes if (entry.path, entry.text) in held else 0
+    return sum(chunk_size(entry, n) for n, chunk in enumerate(entry.chunks) if chunk.hash in held)
 
 
 def branches_of(path: str, depth: int | None) -> list[str]:
@@ -149,7 +149,7 @@ def branches_of(path: str, depth: int | None) -> list[str]:
     return ["/".join(parts[:n]) for n in range(len(parts)) if depth is None or n <= depth]
 
 
-def _nodes(entries: list[LeafEntry], held: set[str] | None, depth: int | None) -> list[TreeNode]:
+def _nodes(entries: list[LeafEntry], held: set[object] | None, depth: int | None) -> list[TreeNode]:
     totals: dict[str, list[int]] = {}
     nodes: dict[str, TreeNode | None] = {}
     for entry in entries:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perdure.errors import CorruptionError, UnreachableError
+from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
 from perdure.inspect.address import Where, open_run
 from perdure.inspect.tables import Shown, Table, printable, size_text
 from perdure.store import Run
@@ -112,6 +112,8 @@ def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[
     for step in run.steps():
         try:
             manifests[step] = run.manifest(step)
+        except StepNotFoundError:  # deleted since it was listed
+            continue
         except CorruptionError as error:
             damaged[step] = str(error)
         except UnreachableError as error:

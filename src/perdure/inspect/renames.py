@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,13 @@ def _paired(first: Sequence[LeafEntry], second: Sequence[LeafEntry]) -> list[Ren
         return (*_type(leaf), name, *leaf.hashes())
 
     ours, theirs = _grouped(first, content), _grouped(second, content)
-    candidates = [
-        (1.0, a.path, b.path)
-        for kind in ours.keys() & theirs.keys()
-        if len(ours[kind]) * len(theirs[kind]) <= MOST_SAMPLES**2
-        for a in ours[kind]
-        for b in theirs[kind]
-    ]
+    candidates: list[tuple[float, str, str]] = []
+    for kind in ours.keys() & theirs.keys():
+        sides = [[leaf.path for leaf in side[kind]] for side in (ours, theirs)]
+        few = max(map(len, sides)) <= MOST_SAMPLES
+        # Of very many leaves with the same bytes, those at the same place in both orders are paired.
+        pairs = product(*sides) if few else zip(*sides, strict=False)
+        candidates += [(1.0, a, b) for a, b in pairs]
     return [Rename(a, b) for _, a, b in _best(candidates)]
 
 

@@ -55,11 +55,16 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(str(block) for block in self._blocks())
+        return "\n".join(
+            str(block) if isinstance(block, Table) else printable_lines(block)
+            for block in self._blocks()
+        )
 
     def _repr_html_(self) -> str:
         return "".join(
-            block._repr_html_() if isinstance(block, Table) else f"<p>{html.escape(block)}</p>"
+            block._repr_html_()
+            if isinstance(block, Table)
+            else f"<p>{html.escape(printable_lines(block))}</p>"
             for block in self._blocks()
         )
 
@@ -82,6 +87,11 @@ def printable(text: str, most: int | None = None) -> str:
     return (
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
     )
+
+
+def printable_lines(text: str) -> str:
+    """`printable` of each line."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def size_text(nbytes: int) -> str:

@@ -27,8 +27,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
 
         dtype = np.dtype(getattr(ml_dtypes, name, object))
-    # A name such as `U8` or `f4,i4` means something to NumPy that no leaf has.
-    if dtype.name != name or dtype.kind not in "biufcV" or dtype.itemsize != item_bytes(name):
+    # A name such as `U8` or `f4,i4` means something to NumPy that no leaf has, and the width of
+    # `float128` (g, G) is that of the machine.
+    is_known = dtype.kind in "biuV" or (dtype.kind in "fc" and dtype.char not in "gG")
+    if dtype.name != name or not is_known or dtype.itemsize != item_bytes(name):
         raise UnsupportedLeafError(
             f"dtype {name!r} has no NumPy form here; restore into a template of the framework that "
             f"wrote it."

@@ -40,7 +40,7 @@ def states(steps: tuple[int, ...], seed: int = 0) -> dict[int, dict[str, np.ndar
     found = {}
     for step in steps:
         moving = moving + rng.normal(size=6) / 10
-        found[step] = {"model/frozen": frozen, "model/moving": moving, "count": np.int64(step)}
+        found[step] = {"model/frozen": frozen, "model/moving": moving, "count": np.array(step)}
     return found
 
 

@@ -93,7 +93,7 @@ def test_norms_of_a_damaged_leaf_are_refused_or_left_out(killed: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_said(killed: Path, tmp_path: Path) -> None:
-    save(tmp_path / "bare", {1: {"count": np.int64(3)}})
+    save(tmp_path / "bare", {1: {"count": np.array(3)}})
     save(tmp_path / "many", states((1,)), metrics={1: {f"m{n}": 1.0 for n in range(30)}})
     with Run(tmp_path / "empty", create=True) as run:
         run.begin_writing()

@@ -145,10 +145,10 @@ class Counting(LocalStorage):
 
     read_from_packs = 0
 
-    def read_into(self, name: str, offset: int, data: memoryview) -> int:
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
         if name.startswith("packs/"):
-            self.read_from_packs += len(data)
-        return super().read_into(name, offset, data)
+            self.read_from_packs += len(target)
+        return super().read_into(name, offset, target)
 
 
 def test_equal_leaves_are_not_read(tmp_path: Path) -> None:
@@ -270,6 +270,19 @@ def test_a_run_takes_the_record_in_which_it_was_saved(killed: Path, tmp_path: Pa
     (logs / "record.jsonl").unlink()
     record(logs, [attempt(1, 0, 900, "done", "later")], began=START + 1000, directory="/later")
     assert report(killed).document["runs"][0]["life"] is None
+
+
+def test_a_start_that_ended_without_a_word(killed: Path) -> None:
+    path = killed.parent / "perdure-logs" / "record.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    begun = json.loads(lines[1]) | {"event": "progress", "attempt": 2, "step": 27, "workers": 4}
+    path.write_text("".join(lines[:2]) + json.dumps(begun) + "\n")
+    done = report(killed)
+    [start] = done.document["runs"][0]["life"]["starts"]
+    assert start["state"] == "unknown", "it was on another machine"
+    text = require_alone(done.html).text
+    assert "step 27" in text
+    assert "not known here whether it runs" in text
 
 
 def test_two_runs_stand_side_by_side(killed: Path, tmp_path: Path) -> None:
@@ -551,3 +564,26 @@ def test_every_text_has_the_contrast_of_wcag_aa(dark: bool) -> None:
     lines = re.findall(r"\.s\d\s*{ stroke: (#\w{6})", rest if dark else light)
     assert len(lines) == 6
     assert all(contrast(line, names["sheet"]) >= 3 for line in lines)
+
+
+def test_a_pipe_in_place_of_metrics_is_not_waited_for(killed: Path) -> None:
+    os.mkfifo(killed / "metrics.jsonl")
+    assert set(report(killed).document["runs"][0]["metrics"]) == {"loss"}
+
+
+def test_a_leaf_that_came_later_is_new(tmp_path: Path) -> None:
+    one, two = {"a": np.ones(2)}, {"a": np.ones(2), "b": np.zeros(3)}
+    save(tmp_path / "run", {1: one, 2: two, 3: {"a": np.ones(3), "b": np.ones(3)}})
+    [row] = report(tmp_path / "run", leaves="b").document["runs"][0]["changes"]["layers"]
+    assert row == {"layer": "b", "changes": ["new", "from zero"]}
+    rows = report(tmp_path / "run").document["runs"][0]["changes"]["layers"]
+    assert [row["changes"] for row in rows] == [["same", "new"], ["new", "from zero"]]
+
+
+def test_a_record_that_is_none_is_left_alone_or_refused(killed: Path) -> None:
+    path = killed.parent / "perdure-logs" / "record.jsonl"
+    path.unlink()
+    path.mkdir()
+    assert report(killed).document["runs"][0]["life"] is None
+    with pytest.raises(NotARunError, match=r"record\.jsonl"):
+        report(killed, logs=[path.parent])

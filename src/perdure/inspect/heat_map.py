@@ -15,7 +15,7 @@ from perdure.inspect.leaf_changes import (
     Change,
     Problems,
     change_ratio,
-    float_leaves,
+    float_leaves_of_each,
     leaf_changes,
 )
 from perdure.inspect.natural_order import natural_key
@@ -44,7 +44,7 @@ def changes_document(
         ArgumentError: A pattern selects nothing.
     """
     chosen = _spread(checkpoints, MOST_COLUMNS + 1)
-    entries = [float_leaves(checkpoint, leaves) for checkpoint in chosen]
+    entries = float_leaves_of_each(chosen, leaves)
     layers = layers_of(path for each in entries for path in each)
     columns: list[dict[str, float | str]] = []
     for number, (before, after) in enumerate(pairwise(chosen)):

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.errors import (
+    ArgumentError,
     CorruptionError,
     StepNotFoundError,
     UnreachableError,
@@ -67,6 +68,23 @@ def float_leaves(
         for entry in select_leaves(checkpoint, leaves)
         if entry.dtype.removeprefix(WEAK_PREFIX).startswith(FLOATS) and _is_known(entry)
     }
+
+
+def float_leaves_of_each(
+    checkpoints: Sequence[StoredCheckpoint], leaves: str | Iterable[str] | None = None
+) -> list[dict[str, LeafEntry]]:
+    """`float_leaves` of each checkpoint; raises only if the patterns select nothing in any of them."""
+    found: list[dict[str, LeafEntry]] = []
+    errors: list[ArgumentError] = []
+    for checkpoint in checkpoints:
+        try:
+            found.append(float_leaves(checkpoint, leaves))
+        except ArgumentError as error:
+            found.append({})
+            errors.append(error)
+    if errors and len(errors) == len(checkpoints):
+        raise errors[-1]
+    return found
 
 
 def leaf_changes(
@@ -148,7 +166,7 @@ def norm_history(
     A leaf is read again only if it changed. Raises as `read_elements` does if a checkpoint that no
     change needed is damaged; a leaf that is damaged otherwise has no norm there.
     """
-    entries = [float_leaves(checkpoint, leaves) for checkpoint in checkpoints]
+    entries = float_leaves_of_each(checkpoints, leaves)
     norms: list[dict[str, float]] = [{} for _ in checkpoints]
     changes: list[dict[str, Change | str]] = []
     for number, (before, after) in enumerate(pairwise(checkpoints)):
@@ -247,8 +265,10 @@ def _real(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _squares(values: np.ndarray[Any, Any]) -> float:
     import numpy as np
 
+    from perdure.inspect.fixed_order import block_sum, blocks
+
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.dot(values, values))
+        return sum(block_sum(block * block) for (block,) in blocks(values))
 
 
 def _is_known(entry: LeafEntry) -> bool:

@@ -10,6 +10,7 @@ from perdure.inspect.html_page import Html, badge, code, duration, facts, joined
 from perdure.inspect.timeline import Bar, Line, Mark, timeline
 
 _STATES = {"ended": "plain", "running": "good", "lost": "bad", "unknown": "warn"}
+_MOST_STARTS = 50
 _WORDS = {
     "lost": "ended without a word",
     "unknown": "not known here whether it runs",
@@ -24,12 +25,14 @@ def life_part(life: Mapping[str, Any] | None) -> Html:
             "name its log directory with --logs."
         )
     unread = life["unreadable_lines"]
-    starts = life["starts"]
+    starts = life["starts"][-_MOST_STARTS:]
+    earlier = len(life["starts"]) - len(starts)
     return joined(
         [
             facts({"command": code(shlex.join(life["command"])), "record": code(life["record"])}),
             timeline([_line(start) for start in starts], "an interruption"),
             _attempts(starts),
+            note(f"{earlier} earlier starts are not shown; --json has them.") if earlier else None,
             note(f"{unread} lines of the record cannot be read.") if unread else None,
         ]
     )
@@ -90,10 +93,11 @@ def _attempts(starts: Sequence[Mapping[str, Any]]) -> Html:
                     why,
                 ]
             )
-        if start["running"]:
-            step = start["running"].get("step", "none yet")
-            rows.append([began, "", "", f"step {step}", "", "", "has not ended"])
         if start["state"] != "ended":
-            word = _WORDS.get(start["state"], start["state"])
-            rows.append([began, "", "", "", "", "", badge(word, _STATES[start["state"]])])
+            running = start["running"] or {}
+            step = f"step {running['step']}" if "step" in running else ""
+            state = badge(_WORDS.get(start["state"], "runs"), _STATES[start["state"]])
+            place = "" if start["attempts"] else began
+            number, workers = running.get("attempt", ""), running.get("workers", "")
+            rows.append([place, number, workers, step, "", "", state])
     return table(head, rows, "Attempts", right=("took",))

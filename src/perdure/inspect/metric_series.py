@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def _read_rows(directory: Path) -> tuple[list[tuple[int, dict[str, float | None]
     from perdure.train.summaries import METRICS, read
 
     path = directory / METRICS
+    if not os.path.isfile(path):  # a pipe would be waited for
+        return [], 0
     try:
         with path.open("rb") as file:
             lines = sum(1 for _ in file)

@@ -21,6 +21,7 @@ from perdure.inspect.html_page import (
     tag,
     tiles,
 )
+from perdure.inspect.leaf_changes import DAMAGED
 from perdure.inspect.life_section import goodput, interruptions, life_part
 from perdure.inspect.line_chart import interruption_legend, line_chart
 from perdure.inspect.natural_order import natural_key
@@ -28,6 +29,7 @@ from perdure.inspect.page_style import SERIES
 from perdure.inspect.tables import size_text
 
 _MOST_METRICS = 24
+_MOST_CHECKPOINTS = 300
 _VERDICTS = {"good": ("good", "good"), "bad": ("damaged", "bad"), "unread": ("unread", "warn")}
 _Document = Mapping[str, Any]
 
@@ -103,8 +105,10 @@ def _figures(run: _Document) -> dict[str, object]:
 def verified(run: _Document) -> Html:
     """What is known of the bytes of all checkpoints."""
     states = [row["verified"] for row in run["checkpoints"]]
-    if any(row["state"] or row["verified"] == "bad" for row in run["checkpoints"]):
+    if any(row["state"] == DAMAGED or row["verified"] == "bad" for row in run["checkpoints"]):
         return badge("damaged", "bad")
+    if any(row["state"] for row in run["checkpoints"]):
+        return badge("unread", "warn")
     if run["verify"] is None or not states:
         return badge("not verified", "plain")
     good = states.count("good")
@@ -119,8 +123,12 @@ def _recipe(run: _Document) -> Html:
     from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
 
     recipe = run["recipe"]
-    what = {name: _value(recipe[name]) for name in sorted(recipe) if name not in ENVIRONMENT_FIELDS}
-    where = {name: _value(recipe[name]) for name in sorted(recipe) if name in ENVIRONMENT_FIELDS}
+    what: dict[str, object] = {
+        name: _value(recipe[name]) for name in sorted(recipe) if name not in ENVIRONMENT_FIELDS
+    }
+    where: dict[str, object] = {
+        name: _value(recipe[name]) for name in sorted(recipe) if name in ENVIRONMENT_FIELDS
+    }
     if life := run["life"]:
         newest = life["starts"][-1]
         where |= {"host": newest["host"] or "-", "directory": code(newest["directory"] or "-")}
@@ -196,11 +204,15 @@ def _checkpoints(run: _Document) -> Html:
         return note("There is no checkpoint yet.")
     metrics = sorted({name for row in run["checkpoints"] for name in row.get("metrics", ())})[:3]
     head = ["step", "saved", "size", "own", "shared", "own part", "fingerprint", *metrics, "state"]
-    rows = [_checkpoint(row, metrics, bool(run["verify"])) for row in run["checkpoints"]]
+    shown = run["checkpoints"][-_MOST_CHECKPOINTS:]
+    earlier = len(run["checkpoints"]) - len(shown)
+    rows = [_checkpoint(row, metrics, bool(run["verify"])) for row in shown]
     parts: list[object] = [
         table(head, rows, "Checkpoints", right=("size", "own", "shared", *metrics)),
         note("Own: bytes that no other checkpoint reads; shared: those that others read, too."),
     ]
+    if earlier:
+        parts.append(note(f"{earlier} earlier checkpoints are not shown; --json has them."))
     bad = [row for row in run["checkpoints"] if row["state"]]
     if bad:
         lines = [tag("li", f"step {row['step']}: {row['why']}") for row in bad]

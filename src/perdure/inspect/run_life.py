@@ -6,14 +6,16 @@ starts of the program in whose attempts the most of the checkpoints were saved.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from perdure.errors import NotARunError
+from perdure.errors import NotARunError, UnreachableError
 from perdure.store import LocalStorage, Run
 from perdure.supervise.history import Summary
 from perdure.supervise.record import RECORD, RecordedRun, read_record
@@ -53,12 +55,18 @@ def find_life(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> Recorde
 
     Raises:
         NotARunError: One of `logs` has no record.
+        UnreachableError: One of `logs` cannot be read.
     """
-    candidates = [_given(path) for path in logs] or [p for p in _near(run) if p.is_file()]
+    candidates = [_given(path) for path in logs] or _near(run)
     least = 0 if logs and not saved else 1
     best: tuple[int, float, RecordedLife] | None = None
     for path in candidates:
-        runs, unreadable = read_record(path)
+        try:
+            runs, unreadable = read_record(path)
+        except OSError as error:
+            if not logs:
+                continue
+            raise UnreachableError(f"{path}: the record cannot be read: {error}.") from error
         for _, group in groupby(sorted(runs, key=_program), _program):
             starts = sorted(group, key=lambda start: str(start.start.get("time")))
             covered = sum(any(_covers(start, time) for start in starts) for time in saved)
@@ -71,7 +79,7 @@ def find_life(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> Recorde
 def _given(path: Path) -> Path:
     """The record in or above a log directory that was named."""
     for record in (path / RECORD, path.parent / RECORD, path):
-        if record.is_file():
+        if os.path.isfile(record):
             return record
     raise NotARunError(
         f"{path}: expected the log directory of `perdure run`, with {RECORD} in it or above it, found "
@@ -80,11 +88,15 @@ def _given(path: Path) -> Path:
 
 
 def _near(run: Run) -> list[Path]:
-    places = [Path.cwd()]
+    """The records in `perdure-logs` around the run directory and in the working directory."""
+    places: list[Path] = []
+    with suppress(OSError):  # the working directory was removed
+        places = [Path.cwd()]
     if isinstance(run.storage, LocalStorage):
         where = Path(run.where)
         places = [where, where.parent, where.parent.parent, *places]
-    return list(dict.fromkeys(place / DEFAULT_LOGS / RECORD for place in places))
+    records = dict.fromkeys(place / DEFAULT_LOGS / RECORD for place in places)
+    return [record for record in records if os.path.isfile(record)]
 
 
 def _program(run: RecordedRun) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from perdure.state.leaf_values import array_leaf
-from perdure.store import Run
+from perdure.store import LocalStorage, Run
 from perdure.supervise.record import timestamp
 
 START = 1_800_000_000.0
@@ -96,3 +96,14 @@ def flip(where: Path, step: int, path: str) -> None:
     data = bytearray(pack.read_bytes())
     data[chunk.offset] ^= 1
     pack.write_bytes(data)
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read from packs."""
+
+    read_from_packs = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if name.startswith("packs/"):
+            self.read_from_packs += len(target)
+        return super().read_into(name, offset, target)

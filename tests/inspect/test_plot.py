@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from reported import KILLED, flip, record, save, states
+from reported import KILLED, Counting, flip, record, save, states
 
 from perdure.cli import main
 from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
@@ -82,6 +82,18 @@ def test_norms_are_those_of_the_leaves(killed: Path) -> None:
     before, after = (values[step]["model/moving"] for step in (10, 20))
     expected = np.linalg.norm(after - before) / np.linalg.norm(before)
     assert ratios["model/moving"][0] == (20, pytest.approx(expected, rel=1e-12))
+
+
+def test_a_leaf_that_did_not_change_is_read_once(tmp_path: Path) -> None:
+    one, two = np.ones(1000), np.full(1000, 2.0)
+    values = {1: {"a": one, "b": one}, 2: {"a": one, "b": one}, 3: {"a": two, "b": one}}
+    save(tmp_path / "run", values)
+    storage = Counting(tmp_path / "run")
+    norm, _ = plot_panels(Run(storage), norms=True)
+    assert [[value for _, value in line.points] for line in norm.lines] == [
+        pytest.approx([n * 1000**0.5 for n in row]) for row in ([1, 1, 2], [1, 1, 1])
+    ]
+    assert storage.read_from_packs == 3 * one.nbytes, "a twice, b once"
 
 
 def test_norms_of_a_damaged_leaf_are_refused_or_left_out(killed: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from reported import KILLED, START, attempt, flip, record, save, states
+from reported import KILLED, START, Counting, attempt, flip, record, save, states
 
 from perdure.cli import main
 from perdure.errors import ArgumentError, NotARunError
@@ -24,7 +26,7 @@ from perdure.inspect.heat_map import layers_of
 from perdure.inspect.html_page import duration
 from perdure.inspect.line_chart import line_chart
 from perdure.inspect.page_style import STYLE
-from perdure.store import LocalStorage, Run, fork_run, verify_run
+from perdure.store import Run, fork_run, verify_run
 
 STEPS = (10, 20, 30)
 TAGS = {"html", "head", "meta", "title", "style", "body", "main", "section", "h1", "h2", "h3", "p"}
@@ -138,17 +140,6 @@ def test_the_change_of_a_layer_is_its_relative_norm(killed: Path) -> None:
     ]
     assert rows["model/moving"] == pytest.approx(expected, rel=1e-12)
     assert "count" not in rows, "integers have no norm"
-
-
-class Counting(LocalStorage):
-    """Counts the bytes that are read from packs."""
-
-    read_from_packs = 0
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        if name.startswith("packs/"):
-            self.read_from_packs += len(target)
-        return super().read_into(name, offset, target)
 
 
 def test_equal_leaves_are_not_read(tmp_path: Path) -> None:
@@ -587,3 +578,20 @@ def test_a_record_that_is_none_is_left_alone_or_refused(killed: Path) -> None:
     assert report(killed).document["runs"][0]["life"] is None
     with pytest.raises(NotARunError, match=r"record\.jsonl"):
         report(killed, logs=[path.parent])
+
+
+def test_a_report_loads_no_framework(killed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "drill.json"
+    path.write_text(json.dumps(DRILLED))
+    program = (
+        "import sys\n"
+        "from perdure.inspect import report\n"
+        "from perdure.inspect.run_plot import plot_panels\n"
+        "report(sys.argv[1], drills=[sys.argv[2]])\n"
+        "plot_panels(sys.argv[1], norms=True)\n"
+        "found = {'flax', 'jax', 'keras', 'matplotlib', 'tensorflow', 'torch'} & set(sys.modules)\n"
+        "sys.exit(str(found) if found else 0)\n"
+    )
+    command = [sys.executable, "-c", program, str(killed), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

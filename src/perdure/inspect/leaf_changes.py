@@ -117,10 +117,13 @@ def leaf_changes(
         for path, change in _compare(before, after, pairs):
             changes[path] = change
     except (CorruptionError, UnreachableError):
-        # One by one, to find the leaf. The stream read ahead, so the error names no place in it.
+        # One by one, to find the leaf: the stream read ahead, so the error names no place in it.
+        word: Change | str = SAME
         for pair in pairs:
             if pair.after.path not in changes:
-                changes[pair.after.path] = _compare_one(before, after, pair, problems)
+                if word != UNREAD:  # a storage that does not answer is not asked for every leaf
+                    word = _compare_one(before, after, pair, problems)
+                changes[pair.after.path] = word
     except StepNotFoundError:
         changes.update((pair.after.path, GONE) for pair in pairs if pair.after.path not in changes)
     return changes
@@ -175,8 +178,10 @@ def norm_history(
         for path, change in found.items():
             if isinstance(change, Change):
                 norms[number][path], norms[number + 1][path] = change.before, change.after
+    for number in reversed(range(len(changes))):  # equal leaves have equal norms
+        _spread(norms[number + 1], norms[number], changes[number])
     for number, checkpoint in enumerate(checkpoints):
-        if number:  # equal leaves have equal norms
+        if number:
             _spread(norms[number - 1], norms[number], changes[number - 1])
         missing = [
             entry
@@ -187,10 +192,11 @@ def norm_history(
     return norms, changes
 
 
-def _spread(before: dict[str, float], after: dict[str, float], changes: dict[str, Any]) -> None:
+def _spread(known: dict[str, float], other: dict[str, float], changes: dict[str, Any]) -> None:
+    """Take the norms of leaves that did not change from the checkpoint beside."""
     for path, change in changes.items():
-        if change == SAME and path in before:
-            after.setdefault(path, before[path])
+        if change == SAME and path in known:
+            other.setdefault(path, known[path])
 
 
 def _is_bad(path: str, number: int, changes: Sequence[dict[str, Change | str]]) -> bool:

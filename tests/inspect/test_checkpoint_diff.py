@@ -124,6 +124,19 @@ def test_the_figures_of_floats(dtype: Any) -> None:
     assert leaf.max_ulp >= negated
 
 
+def test_elements_that_are_equal_count_in_norm_and_cosine() -> None:
+    first = RNG.standard_normal(200_000)  # several blocks, of which one differs
+    first[5] = np.inf
+    second = first.copy()
+    second[150_000] += 3
+    leaf = changed(first, second)
+    a, b = np.delete(first, 5), np.delete(second, 5)
+    assert leaf.rel_norm == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-14)
+    cosine = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+    assert leaf.cosine == pytest.approx(cosine, rel=1e-14)
+    assert (leaf.differing, leaf.not_finite) == (1, 0)
+
+
 def test_one_step_is_one_ulp() -> None:
     ones = np.ones(9, np.float32)
     other = ones.copy()

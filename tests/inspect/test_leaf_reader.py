@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def save(storage: object, codec: str | None = None) -> None:
     leaves["weak"] = Leaf("weak:float32", (), memoryview(np.float32(2).tobytes()))
     with Run(storage, create=True, codec=codec) as run:  # type: ignore[arg-type]
         run.save(1, leaves)
+
+
+class StreamingMemory(MemoryStorage):
+    """A storage that, like a bucket, reads parts that follow each other by one request."""
+
+    streams = 3
+    requests = 0
+
+    def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
+        self.requests += 1
+        for target in targets:
+            yield self.read_into(name, offset, target)
+            offset += len(target)
+
+
+def test_a_storage_with_streams_is_read_by_a_request_for_many_small_leaves() -> None:
+    storage = StreamingMemory()
+    with Run(storage, create=True) as run:
+        run.save(1, {f"w{n:02}": array_leaf(np.full(10, n)) for n in range(50)})
+    checkpoint = open_checkpoint(storage)
+    storage.requests = 0
+    parts = list(read_elements(checkpoint, select_leaves(checkpoint)))
+    assert [part.values[9] for part in parts] == list(range(50))
+    assert storage.requests == 1
 
 
 @pytest.mark.parametrize("codec", [None, "shuffle-zstd"])

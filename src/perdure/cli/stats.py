@@ -12,6 +12,7 @@ from perdure.cli.output import checkpoint_argument, document, json_option, leave
 @leaves_option
 @click.option(
     "--depth",
+    metavar="N",
     type=click.IntRange(0),
     help="One row for each branch of N parts; 0: one row for all.",
 )

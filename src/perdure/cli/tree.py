@@ -10,7 +10,9 @@ from perdure.cli.output import checkpoint_argument, document, json_option, leave
 @click.command("tree")
 @checkpoint_argument
 @leaves_option
-@click.option("--depth", type=click.IntRange(0), help="Show branches of N parts, nothing below.")
+@click.option(
+    "--depth", metavar="N", type=click.IntRange(0), help="Show branches of N parts, nothing below."
+)
 @json_option
 def command(run: str, leaves: tuple[str, ...], depth: int | None, as_json: bool) -> None:
     """Show the leaves of a checkpoint as a tree, with their sizes.

@@ -32,16 +32,6 @@ def as_float64(values: Array) -> Array:
     return values.astype(np.float64)
 
 
-def ordered(values: Array) -> tuple[Array, Array]:
-    """Floats as steps from zero to the value, and whether they go down: (steps in uint64, sign)."""
-    if values.dtype.itemsize == 1:
-        ranks = _ranks(values.dtype)[values.view(np.uint8)]
-        return np.abs(ranks).astype(np.uint64), ranks < 0
-    words = bits(values)
-    top = words.dtype.type(1 << (8 * words.dtype.itemsize - 1))
-    return (words & ~top).astype(np.uint64), (words & top) != 0
-
-
 def ulp_distance(first: Array, second: Array) -> int:
     """The largest number of steps between two floats of one dtype, of which none is NaN.
 
@@ -51,9 +41,24 @@ def ulp_distance(first: Array, second: Array) -> int:
     """
     if not first.size:
         return 0
-    (a, a_down), (b, b_down) = ordered(first), ordered(second)
-    same_side = np.where(a > b, a - b, b - a)
-    return int(np.where(a_down == b_down, same_side, a + b).max())
+    if first.dtype.itemsize < 8:
+        return int(np.abs(_places(first) - _places(second)).max())
+    # Two float64 may be further apart than the largest int64.
+    top = np.uint64(1 << 63)
+    words = bits(first), bits(second)
+    a, b = (word & ~top for word in words)
+    same_side = (words[0] ^ words[1]) < top
+    return int(np.where(same_side, np.where(a > b, a - b, b - a), a + b).max())
+
+
+def _places(values: Array) -> Array:
+    """The number of steps from zero to each float of at most four bytes, below 0 for those below."""
+    if values.dtype.itemsize == 1:
+        return _ranks(values.dtype)[values.view(np.uint8)]
+    bits_above = 64 - 8 * values.dtype.itemsize
+    words = bits(values).astype(np.int64)
+    down = -(words & ((1 << (63 - bits_above)) - 1))
+    return np.where(words >> (63 - bits_above), down, words)
 
 
 def integer_distance(first: Array, second: Array) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-BLOCK = 1 << 17
+BLOCK = 1 << 15
 """Elements of a block. It decides the order of additions, and so the last bits of every figure."""
 
 _SAFE = 480
@@ -51,9 +51,12 @@ class ScaledSum:
         self.value = 0.0
         self.exponent = 0
 
-    def add(self, left: Array, right: Array) -> None:
-        """Add the sum of `left * right`, a block of each."""
-        first, second = exponent_of(left), exponent_of(right)
+    def add(self, left: Array, right: Array, scale: tuple[int, int] | None = None) -> None:
+        """Add the sum of `left * right`, a block of each; `scale` are their exponents if known."""
+        if scale is None:
+            first = exponent_of(left)
+            scale = first, first if left is right else exponent_of(right)
+        first, second = scale
         with np.errstate(under="ignore"):
             left = np.ldexp(left, -first) if first else left
             right = np.ldexp(right, -second) if second else right

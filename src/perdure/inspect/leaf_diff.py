@@ -16,7 +16,7 @@ from perdure.inspect.elements import (
     parts_dtype,
     ulp_distance,
 )
-from perdure.inspect.fixed_order import ScaledSum, blocks, ratio, root_ratio
+from perdure.inspect.fixed_order import ScaledSum, blocks, exponent_of, ratio, root_ratio
 from perdure.inspect.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
 from perdure.inspect.tables import printable
 from perdure.store.manifest import LeafEntry
@@ -127,34 +127,55 @@ class Comparison:
             self._measure(x_parts, y_parts, differs)
 
     def _measure(self, x: Array, y: Array, differs: Array) -> None:
-        a, b = as_float64(x), as_float64(y)
+        a = as_float64(x)
+        if not differs.any():
+            self._add_equal(a[np.isfinite(a)])
+            return
+        b = as_float64(y)
         finite = np.isfinite(a) & np.isfinite(b)
-        self._not_finite += int(np.count_nonzero(differs & ~finite))
         if not finite.all():
+            self._not_finite += int(np.count_nonzero(differs & ~finite))
             numbers = ~(np.isnan(a) | np.isnan(b))
             self._steps(x[differs & numbers], y[differs & numbers])
             x, y, a, b, differs = x[finite], y[finite], a[finite], b[finite], differs[finite]
-        else:
-            self._steps(x[differs], y[differs])
         if not a.size:
             return
-        with np.errstate(over="ignore", under="ignore"):
-            distance = b - a
-            larger = np.maximum(np.abs(a), np.abs(b))
-            relative = np.abs(distance) / np.where(larger > 0, larger, 1.0)
-        if is_integer(x.dtype):
-            largest: float | int = integer_distance(x[differs], y[differs])
-        else:
-            largest = float(np.abs(distance).max())
-        self._abs = largest if self._abs is None else max(self._abs, largest)
-        self._rel = max(self._rel or 0.0, float(relative.max()))
-        for name, left, right in (
-            ("dd", distance, distance),
-            ("xx", a, a),
-            ("yy", b, b),
-            ("xy", a, b),
+        scales = exponent_of(a), exponent_of(b)
+        for name, left, right, scale in (
+            ("xx", a, a, (scales[0], scales[0])),
+            ("yy", b, b, (scales[1], scales[1])),
+            ("xy", a, b, scales),
         ):
-            self._sums[name].add(left, right)
+            self._sums[name].add(left, right, scale)
+        if not differs.all():  # a copy of everything would take long
+            x, y, a, b = x[differs], y[differs], a[differs], b[differs]
+        self._steps(x, y)
+        self._distances(x, y, a, b)
+
+    def _add_equal(self, a: Array) -> None:
+        """Add finite elements that are the same on both sides, with the bits of any other way."""
+        if a.size:
+            squares = ScaledSum()
+            squares.add(a, a)
+            for name in ("xx", "yy", "xy"):
+                self._sums[name].merge(squares.value, squares.exponent)
+            self._abs = self._abs or 0
+
+    def _distances(self, x: Array, y: Array, a: Array, b: Array) -> None:
+        """Measure pairs that differ, in their own dtype and as float64."""
+        largest: float | int = 0
+        if a.size:
+            with np.errstate(over="ignore", under="ignore"):
+                distance = b - a
+                relative = np.abs(distance)
+                largest = float(relative.max())
+                larger = np.maximum(np.abs(a), np.abs(b))
+                relative /= np.where(larger > 0, larger, 1.0)
+            self._rel = max(self._rel or 0.0, float(relative.max()))
+            self._sums["dd"].add(distance, distance)
+            if is_integer(x.dtype):
+                largest = integer_distance(x, y)
+        self._abs = largest if self._abs is None else max(self._abs, largest)
 
     def _steps(self, x: Array, y: Array) -> None:
         if x.size and not is_integer(x.dtype):

@@ -1,7 +1,7 @@
 """Proves in a browser that the page of `perdure report` makes no request. A minute on two cores.
 
 Run by `make proof-report`, where Chromium is installed (`chromium` on the PATH, or ARGS='--browser
-FILE'). ARGS='--axe FILE' also checks the pages with axe-core (its `axe.min.js`, from npm) at two widths,
+FILE'). ARGS='--axe FILE' also checks the pages with axe-core (`axe.min.js` of npm) at two widths,
 light and dark. ARGS='--pages FILE...' takes pages that are there, such as those of your own runs.
 """
 

@@ -62,7 +62,12 @@ KILLED = [attempt(1, 0, 13, "killed", "worker 0: SIGKILL"), attempt(2, 10, 30, "
 def record(logs: Path, attempts: list[dict[str, Any]], began: float = START, **start: Any) -> Path:
     """Write the record of one start of `perdure run`."""
     logs.mkdir(parents=True, exist_ok=True)
-    command = {"command": ["python", "train.py"], "directory": "/work", "host": "far", "pid": 1}
+    command = {
+        "command": ["python", "train.py"],
+        "directory": "/jobs/mine",
+        "host": "far",
+        "pid": 1,
+    }
     now = began
     lines: list[dict[str, Any]] = [
         {"time": timestamp(now), "event": "start", **command, "logs": str(logs), **start}

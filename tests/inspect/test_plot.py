@@ -15,7 +15,7 @@ from reported import KILLED, Counting, flip, record, save, states
 from perdure.cli import main
 from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
 from perdure.inspect import plot
-from perdure.inspect.plot_panels import Attempt, Panel, PlotLine
+from perdure.inspect.plot_panels import Panel, PlotLine, PlottedAttempt
 from perdure.inspect.run_plot import plot_panels, save_plot
 from perdure.inspect.sparkline import BLOCKS, PLAIN, sparklines
 from perdure.inspect.terminal_picture import picture_protocol, picture_sequence
@@ -139,7 +139,7 @@ def test_without_matplotlib_the_extra_is_named(
     assert run_plot(killed).exit_code == 0, "text needs none"
 
 
-ATTEMPTS = [Attempt(1, 0, 13, True), Attempt(2, 10, 30, False)]
+ATTEMPTS = [PlottedAttempt(1, 0, 13, True), PlottedAttempt(2, 10, 30, False)]
 PANELS = [
     Panel("loss", [PlotLine("_a$", [(10, 1.0), (20, None), (30, 0.5)], ATTEMPTS)]),
     Panel(HOSTILE, [PlotLine(f"run{n}", [(1, 1.0 + n), (2, 2.0)]) for n in range(9)], True),

@@ -251,7 +251,7 @@ def test_a_run_takes_the_record_in_which_it_was_saved(killed: Path, tmp_path: Pa
     logs = tmp_path / "perdure-logs"
     record(logs, [attempt(1, 0, 900, "done", "later")], began=START + 1000, directory="/later")
     life = report(killed).document["runs"][0]["life"]
-    assert [start["directory"] for start in life["starts"]] == ["/work"]
+    assert [start["directory"] for start in life["starts"]] == ["/jobs/mine"]
     # Steps that a second start of the same program repeats count, too.
     record(logs, [attempt(1, 20, 40, "done", "exit 0")], began=START + 40)
     life = report(killed).document["runs"][0]["life"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.errors import missing_extra
 from perdure.inspect.html_page import visible
-from perdure.inspect.plot_panels import Attempt, Panel, PlotLine
+from perdure.inspect.plot_panels import Panel, PlotLine, PlottedAttempt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,14 +119,14 @@ def _line(axes: Any, line: PlotLine, number: int) -> Any:
     )[0]
 
 
-def _shade_repeated(axes: Any, attempts: Sequence[Attempt]) -> None:
+def _shade_repeated(axes: Any, attempts: Sequence[PlottedAttempt]) -> None:
     """Shade the steps that an attempt had to repeat."""
     for before, after in pairwise(attempts):
         if after.start < before.end:
             axes.axvspan(after.start, before.end, color=_CUT, alpha=0.08, linewidth=0, zorder=0)
 
 
-def _number(axes: Any, attempts: Sequence[Attempt], left: float, right: float) -> None:
+def _number(axes: Any, attempts: Sequence[PlottedAttempt], left: float, right: float) -> None:
     """The number of each attempt above the step at which it began, or at the left border."""
     if not 1 < len(attempts) <= _MOST_NUMBERS:
         return

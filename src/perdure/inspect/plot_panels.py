@@ -28,7 +28,7 @@ MOST_PANELS = 24
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PlottedAttempt:
     """One attempt: its number, the step it began at, its newest step, whether another followed."""
 
     number: int
@@ -43,7 +43,7 @@ class PlotLine:
 
     label: str
     points: Series
-    attempts: Sequence[Attempt] = ()
+    attempts: Sequence[PlottedAttempt] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def norm_panels(
 def _norm_lines(
     checkpoints: Sequence[StoredCheckpoint],
     norms: Sequence[dict[str, float]],
-    attempts: Sequence[Attempt],
+    attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
     layers = layers_of((path for each in norms for path in each), MOST_LINES)
     points: dict[str, Series] = {}
@@ -155,7 +155,7 @@ def _norm_lines(
 def _ratio_lines(
     checkpoints: Sequence[StoredCheckpoint],
     changes: Sequence[dict[str, Change | str]],
-    attempts: Sequence[Attempt],
+    attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
     layers = layers_of((path for each in changes for path in each), MOST_LINES)
     points: dict[str, Series] = {}
@@ -171,19 +171,21 @@ def _ratio_lines(
     return _lines(points, attempts)
 
 
-def _lines(points: dict[str, Series], attempts: Sequence[Attempt]) -> list[PlotLine]:
+def _lines(points: dict[str, Series], attempts: Sequence[PlottedAttempt]) -> list[PlotLine]:
     names = sorted(points, key=natural_key)[:MOST_LINES]
     return [PlotLine(name, points[name], attempts) for name in names]
 
 
-def _attempts(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> list[Attempt]:
+def _attempts(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> list[PlottedAttempt]:
     """The attempts that reported steps; none without a record."""
     life = find_life(run, logs, saved)
     if life is None:
         return []
     rows = [row for start in life_document(life)["starts"] for row in start["attempts"]]
     return [
-        Attempt(number, row["start"], row["end"], number < len(rows) and row["kind"] != "done")
+        PlottedAttempt(
+            number, row["start"], row["end"], number < len(rows) and row["kind"] != "done"
+        )
         for number, row in enumerate(rows, 1)
         if row["start"] is not None and row["end"] is not None
     ]

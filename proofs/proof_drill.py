@@ -30,7 +30,7 @@ from drill_programs import planted
 from report import Row, finish, row
 
 from perdure.drill import KINDS, DrillOptions, run_drill
-from perdure.drill.html_report import render_html
+from perdure.inspect.drill_page import render_html
 
 HERE = Path(__file__).absolute().parent
 PROGRAMS = HERE / "drill_programs"

@@ -20,10 +20,10 @@ from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
 from perdure.drill.causes import diagnosis
 from perdure.drill.drill_report import DrillReport
 from perdure.drill.fault_plan import LAST
-from perdure.drill.html_report import render_html
 from perdure.drill.scenario import Observed, Outcome
 from perdure.drill.text_report import verdict
 from perdure.errors import LaunchError
+from perdure.inspect.drill_page import render_html
 from perdure.store import Run
 from perdure.testing import drill
 

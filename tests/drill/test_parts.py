@@ -38,7 +38,6 @@ from perdure.drill.fault_plan import (
     possible_kinds,
     required_restores,
 )
-from perdure.drill.html_report import render_html
 from perdure.drill.scenario import (
     Commit,
     Launch,
@@ -50,6 +49,7 @@ from perdure.drill.scenario import (
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
+from perdure.inspect.drill_page import render_html
 from perdure.store import Run
 
 POINTS = ("pack", "manifest")

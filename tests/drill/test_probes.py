@@ -25,7 +25,6 @@ from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
 from perdure.drill.fault_injection import PLAN, _describe_act
 from perdure.drill.fault_plan import LAST, draw_scenario, required_restores
 from perdure.drill.held_state import freeze
-from perdure.drill.html_report import render_html
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.probes import probe_environment
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
@@ -40,6 +39,7 @@ from perdure.drill.scenario import (
     Scenario,
 )
 from perdure.drill.text_report import TextReporter
+from perdure.inspect.drill_page import render_html
 from perdure.store.drill_hook import DRILL
 
 SEEN = Observed(

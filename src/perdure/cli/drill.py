@@ -74,8 +74,8 @@ def command(
     from rich.console import Console
 
     from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
-    from perdure.drill.html_report import render_html
     from perdure.drill.text_report import TextReporter
+    from perdure.inspect.drill_page import render_html
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:
@@ -100,7 +100,7 @@ def command(
         reporter.summary(report)
     if html is not None:
         try:
-            html.write_text(render_html(report))
+            html.write_text(render_html(report), encoding="utf-8")
         except OSError as error:
             # Not raised, because --json has printed its one document.
             click.echo(f"perdure: {_unwritable(html, error)}", err=True)

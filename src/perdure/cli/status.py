@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import click
 from perdure.cli.output import document, json_option, printable
 from perdure.errors import NotARunError
 from perdure.supervise.console import attempt_table
-from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.record import RECORD, RecordedRun, read_record
 from perdure.supervise.supervisor import DEFAULT_LOGS
 
@@ -57,7 +55,7 @@ def _read(logs: Path) -> tuple[Path, list[RecordedRun], int]:
 
 
 def _print(run: RecordedRun) -> None:
-    summary = _summary(run)
+    summary = run.summary()
     start = run.start
     click.echo(printable(f"run      {run.name}  {' '.join(start.get('command', []))}"))
     place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
@@ -91,26 +89,8 @@ def _state(run: RecordedRun) -> str:
     return "running"
 
 
-def _summary(run: RecordedRun) -> Summary:
-    names = {field.name for field in fields(AttemptRecord)}
-    attempts = tuple(
-        AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
-        for attempt in run.attempts
-        if names <= attempt.keys()  # all but those of another version of perdure
-    )
-    seconds = attempts[-1].began + attempts[-1].seconds - attempts[0].began if attempts else 0.0
-    return Summary(
-        tuple(run.start.get("command", ())),
-        attempts,
-        run.end.get("status", -1),
-        run.end.get("reason", ""),
-        run.end.get("seconds", seconds),
-        run.start.get("logs", ""),
-    )
-
-
 def _document(run: RecordedRun) -> dict[str, Any]:
-    summary = _summary(run).document()
+    summary = run.summary().document()
     # What the summary of a run that has not ended does not know.
     for name in ("status", "reason", "left_behind"):
         summary.pop(name)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
     from perdure.inspect.origins import origin
     from perdure.inspect.renames import Rename
+    from perdure.inspect.run_plot import plot
+    from perdure.inspect.run_report import RunReport, report
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "NameMap": "leaf_names",
     "Rename": "renames",
     "RunListing": "listing",
+    "RunReport": "run_report",
     "Stats": "leaf_stats",
     "StatsTable": "leaf_stats",
     "StoredCheckpoint": "address",
@@ -60,8 +63,10 @@ _HOMES = {
     "open_checkpoints": "address",
     "open_run": "address",
     "origin": "origins",
+    "plot": "run_plot",
     "read_array": "leaf_reader",
     "read_elements": "leaf_reader",
+    "report": "run_report",
     "scalar_value": "leaf_reader",
     "select_leaves": "leaf_reader",
     "stats": "leaf_stats",
@@ -80,6 +85,7 @@ __all__ = [
     "NameMap",
     "Rename",
     "RunListing",
+    "RunReport",
     "Stats",
     "StatsTable",
     "StoredCheckpoint",
@@ -93,8 +99,10 @@ __all__ = [
     "open_checkpoints",
     "open_run",
     "origin",
+    "plot",
     "read_array",
     "read_elements",
+    "report",
     "scalar_value",
     "select_leaves",
     "stats",

@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from perdure.process_stat import START, stat_fields
-from perdure.supervise.history import AttemptRecord
+from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.run_file import create_file, open_file, remedy
 from perdure.supervise.value_types import has_type
 
@@ -147,6 +147,24 @@ class RecordedRun:
     def program(self) -> tuple[object, object]:
         """The command and its directory: runs with the same are restarts of one another."""
         return self.start.get("command"), self.start.get("directory")
+
+    def summary(self) -> Summary:
+        """Its attempts that have ended, with the totals; the status is -1 if it has not ended."""
+        names = {field.name for field in fields(AttemptRecord)}
+        attempts = tuple(
+            AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
+            for attempt in self.attempts
+            if names <= attempt.keys()  # all but those of another version of perdure
+        )
+        seconds = attempts[-1].began + attempts[-1].seconds - attempts[0].began if attempts else 0.0
+        return Summary(
+            tuple(self.start.get("command", ())),
+            attempts,
+            self.end.get("status", -1),
+            self.end.get("reason", ""),
+            self.end.get("seconds", seconds),
+            self.start.get("logs", ""),
+        )
 
 
 def read_record(path: Path) -> tuple[list[RecordedRun], int]:

@@ -1,0 +1,93 @@
+"""`perdure plot RUN...`: metrics over steps, as a picture or as text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from perdure.cli.output import document, json_option, printable
+from perdure.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perdure.inspect.plot_panels import Panel
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("plot")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=str))
+@click.option("-o", "--output", type=_FILE, help="A file that ends in .png or .svg.")
+@click.option("--metric", multiple=True, metavar="PATTERN", help="Metrics to draw; all by default.")
+@click.option("--norms", is_flag=True, help="Draw norms and update ratios of layers, not metrics.")
+@click.option(
+    "--leaves", multiple=True, metavar="PATTERN", help="The leaves of --norms; all by default."
+)
+@click.option(
+    "--logs", multiple=True, type=_FILE, help="A log directory of `perdure run`; found by default."
+)
+@json_option
+def command(
+    runs: tuple[str, ...],
+    output: Path | None,
+    metric: tuple[str, ...],
+    norms: bool,
+    leaves: tuple[str, ...],
+    logs: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Draw the metrics of the run directories RUN... over steps, with their interruptions.
+
+    Without -o the picture is shown in the terminal, if that shows pictures; otherwise each metric is a
+    line of text. Pictures need matplotlib: pip install 'perdure[plot]'.
+    """
+    from perdure.inspect.run_plot import picture_kind, plot_panels, save_plot
+
+    if output is not None:
+        picture_kind(output)  # before anything is read
+    panels = plot_panels(
+        *runs, metrics=metric or None, logs=logs, norms=norms, leaves=leaves or None
+    )
+    if output is not None:
+        save_plot(panels, output)
+    if as_json:
+        document({"panels": [panel.document() for panel in panels]})
+    elif output is not None:
+        click.echo(printable(f"{output}: {len(panels)} panels"))
+    elif (picture := _picture(panels)) is not None:
+        click.echo(picture, nl=False)
+    else:
+        _print(panels)
+
+
+def _picture(panels: Sequence[Panel]) -> str | None:
+    """The text that draws the panels in this terminal; None if it shows no pictures."""
+    from perdure.inspect.terminal_picture import picture_protocol, picture_sequence
+
+    protocol = picture_protocol(os.environ)
+    if protocol is None or not sys.stdout.isatty():
+        return None
+    from perdure.inspect.figure import draw_figure, figure_bytes
+
+    try:
+        return picture_sequence(figure_bytes(draw_figure(panels), "png"), protocol)
+    except MissingExtraError:
+        return None
+
+
+def _print(panels: Sequence[Panel]) -> None:
+    from perdure.inspect.sparkline import BLOCKS, PLAIN, sparklines
+
+    try:
+        BLOCKS.encode(sys.stdout.encoding or "ascii")
+        levels = BLOCKS
+    except (LookupError, UnicodeEncodeError):
+        levels = PLAIN
+    for line in sparklines(panels, shutil.get_terminal_size().columns, levels):
+        click.echo(printable(line))

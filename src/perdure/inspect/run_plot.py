@@ -1,0 +1,89 @@
+"""`plot`: metrics of runs over steps, or norms and update ratios of their leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perdure.errors import ArgumentError
+from perdure.inspect.address import Where, open_run
+from perdure.inspect.figure import FORMATS, draw_figure, figure_bytes
+from perdure.inspect.output_file import write_output
+from perdure.inspect.plot_panels import Panel, metric_panels, norm_panels
+from perdure.inspect.report_page import labels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_Paths = Sequence[str | os.PathLike[str]]
+
+
+def plot(
+    *runs: Where,
+    metrics: str | Iterable[str] | None = None,
+    logs: _Paths = (),
+    norms: bool = False,
+    leaves: str | Iterable[str] | None = None,
+) -> Figure:
+    """The metrics of runs over their steps as a figure of matplotlib; a notebook shows it.
+
+    Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is
+    found.
+
+    Args:
+        runs: Run directories; each is a line.
+        metrics: Names or patterns (`*loss`) of metrics; all by default.
+        logs: Log directories of `perdure run`, as for `report`.
+        norms: Draw the norm of each layer and its relative change between the kept checkpoints, in
+            place of metrics.
+        leaves: The leaves to draw the norms of, as for `restore(leaves=...)`.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        NotARunError: A run directory or a record is not there.
+        ArgumentError: No run is named, or there is nothing to draw.
+        CorruptionError: A checkpoint whose norms are drawn is damaged.
+    """
+    return draw_figure(plot_panels(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves))
+
+
+def plot_panels(
+    *runs: Where,
+    metrics: str | Iterable[str] | None = None,
+    logs: _Paths = (),
+    norms: bool = False,
+    leaves: str | Iterable[str] | None = None,
+) -> list[Panel]:
+    """What `plot` draws, in plain values; needs no matplotlib. Arguments and errors as for `plot`."""
+    if not runs:
+        raise ArgumentError("plot: expected a run directory, found none.")
+    opened = [open_run(where) for where in runs]
+    named = list(zip(labels([run.where for run in opened]), opened, strict=True))
+    paths = [Path(path) for path in logs]
+    if norms or leaves is not None:
+        if metrics is not None:
+            raise ArgumentError("plot: expected metrics or the norms of leaves, found both.")
+        return norm_panels(named, leaves, paths)
+    patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
+    return metric_panels(named, patterns, paths)
+
+
+def save_plot(panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:
+    """Draw panels into a PNG or an SVG, by the end of its name; the same bytes for the same panels.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ArgumentError: The name has another end, or the file cannot be written.
+    """
+    kind = picture_kind(path)
+    write_output(Path(path), figure_bytes(draw_figure(panels), kind))
+
+
+def picture_kind(path: str | os.PathLike[str]) -> str:
+    """ "png" or "svg", by the end of a name; raises `ArgumentError` for another."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise ArgumentError(f"{path}: expected a name that ends in .png or .svg, found {suffix!r}.")
+    return FORMATS[suffix]

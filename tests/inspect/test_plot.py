@@ -1,0 +1,197 @@
+"""`perdure plot`: what is drawn, as text and as a picture, and what cannot be drawn."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from reported import KILLED, Counting, flip, record, save, states
+
+from perdure.cli import main
+from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
+from perdure.inspect import plot
+from perdure.inspect.plot_panels import Panel, PlotLine, PlottedAttempt
+from perdure.inspect.run_plot import plot_panels, save_plot
+from perdure.inspect.sparkline import BLOCKS, PLAIN, sparklines
+from perdure.inspect.terminal_picture import picture_protocol, picture_sequence
+from perdure.store import Run
+
+STEPS = (10, 20, 30)
+HOSTILE = "_$\\frac$\x1b[31m<script>\u202e"
+
+
+def run_plot(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["plot", *map(str, arguments)])
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    where = tmp_path / "run"
+    metrics = {step: {"loss": 1.0 / step, HOSTILE: step} for step in STEPS}
+    save(where, states(STEPS), metrics=metrics)
+    record(tmp_path / "perdure-logs", KILLED)
+    return where
+
+
+def test_metrics_are_lines_of_text_with_their_interruptions(killed: Path) -> None:
+    done = run_plot(killed, "--metric", "loss")
+    assert done.exit_code == 0
+    graph, marks = done.stdout.splitlines()
+    assert graph.startswith("loss")
+    assert f"0.1 {BLOCKS[7]}" in graph
+    assert graph.endswith(f"{BLOCKS[0]} 0.03333")
+    assert marks.endswith("interrupted at 13")
+    # Step 13 is in the fourth of 21 columns.
+    assert marks.index("^") - graph.index(BLOCKS[7]) == 3
+    everything = run_plot(killed)
+    assert "\x1b" not in everything.stdout
+    assert r"_$\frac$\x1b[31m<script>\u202e" in everything.stdout.replace("\\\\", "\\")
+
+
+def test_the_document_has_the_values_and_the_attempts(killed: Path) -> None:
+    [panel] = json.loads(run_plot(killed, "--metric", "loss", "--json").stdout)["panels"]
+    assert panel["title"] == "loss"
+    [line] = panel["lines"]
+    assert line["points"] == [[step, 1 / step] for step in STEPS]
+    assert line["interrupted_at"] == [13]
+
+
+def test_several_runs_share_a_panel(killed: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other", states(STEPS), metrics={10: {"loss": 5.0}})
+    [panel] = plot_panels(killed, tmp_path / "other", metrics="loss")
+    assert [line.label for line in panel.lines] == ["run", "other"]
+    assert panel.lines[1].points == [(10, 5.0)]
+    assert [line for line in sparklines([panel], 60) if "other" in line]
+
+
+def test_norms_are_those_of_the_leaves(killed: Path) -> None:
+    norm, change = plot_panels(killed, norms=True, leaves="model")
+    lines = {line.label: line.points for line in norm.lines}
+    values = states(STEPS)
+    for path in ("model/frozen", "model/moving"):
+        expected = [np.linalg.norm(values[step][path].astype("float64")) for step in STEPS]
+        assert [step for step, _ in lines[path]] == list(STEPS)
+        assert [value for _, value in lines[path]] == pytest.approx(expected, rel=1e-12)
+    ratios = {line.label: line.points for line in change.lines}
+    assert ratios["model/frozen"] == [(20, None), (30, None)], "no change has no logarithm"
+    before, after = (values[step]["model/moving"] for step in (10, 20))
+    expected = np.linalg.norm(after - before) / np.linalg.norm(before)
+    assert ratios["model/moving"][0] == (20, pytest.approx(expected, rel=1e-12))
+
+
+def test_a_leaf_that_did_not_change_is_read_once(tmp_path: Path) -> None:
+    one, two = np.ones(1000), np.full(1000, 2.0)
+    values = {1: {"a": one, "b": one}, 2: {"a": one, "b": one}, 3: {"a": two, "b": one}}
+    save(tmp_path / "run", values)
+    storage = Counting(tmp_path / "run")
+    norm, _ = plot_panels(Run(storage), norms=True)
+    assert [[value for _, value in line.points] for line in norm.lines] == [
+        pytest.approx([n * 1000**0.5 for n in row]) for row in ([1, 1, 2], [1, 1, 1])
+    ]
+    assert storage.read_from_packs == 3 * one.nbytes, "a twice, b once"
+
+
+def test_norms_of_a_damaged_leaf_are_refused_or_left_out(killed: Path) -> None:
+    flip(killed, 10, "model/frozen")
+    with pytest.raises(CorruptionError, match="model/frozen"):
+        plot_panels(killed, norms=True)
+    norm, _ = plot_panels(killed, leaves="model/moving")
+    assert [len(line.points) for line in norm.lines] == [3]
+
+
+def test_what_cannot_be_drawn_is_said(killed: Path, tmp_path: Path) -> None:
+    save(tmp_path / "bare", {1: {"count": np.array(3)}})
+    save(tmp_path / "many", states((1,)), metrics={1: {f"m{n}": 1.0 for n in range(30)}})
+    with Run(tmp_path / "empty", create=True) as run:
+        run.begin_writing()
+    for arguments, phrase in (
+        (["bare"], "expected metrics"),
+        (["bare", "--norms"], "expected floating-point leaves"),
+        (["empty", "--norms"], "expected a checkpoint"),
+        (["many"], "expected at most 24 metrics"),
+        (["run", "--metric", "los"], "no metric matches 'los'"),
+        (["run", "--metric", "loss", "--norms"], "found both"),
+        (["run", "-o", "x.pdf"], "ends in .png or .svg"),
+        (["nowhere"], "nowhere"),
+    ):
+        done = run_plot(tmp_path / arguments[0], *arguments[1:])
+        assert done.exit_code in (1, 2), arguments
+        assert phrase in done.stderr
+    with pytest.raises(ArgumentError, match="expected a run directory"):
+        plot()
+
+
+def test_without_matplotlib_the_extra_is_named(
+    killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'perdure\[plot\]'"):
+        plot(killed)
+    done = run_plot(killed, "-o", tmp_path / "loss.png")
+    assert done.exit_code == 1
+    assert "perdure[plot]" in done.stderr
+    assert not (tmp_path / "loss.png").exists()
+    assert run_plot(killed).exit_code == 0, "text needs none"
+
+
+ATTEMPTS = [PlottedAttempt(1, 0, 13, True), PlottedAttempt(2, 10, 30, False)]
+PANELS = [
+    Panel("loss", [PlotLine("_a$", [(10, 1.0), (20, None), (30, 0.5)], ATTEMPTS)]),
+    Panel(HOSTILE, [PlotLine(f"run{n}", [(1, 1.0 + n), (2, 2.0)]) for n in range(9)], True),
+]
+
+
+def test_a_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        save_plot(PANELS, tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        save_plot(PANELS, tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+        assert first.startswith(start)
+    text = (tmp_path / "a.svg").read_text()
+    assert "<dc:date>" not in text
+    save_plot(PANELS[:1], tmp_path / "b.svg")
+    assert (tmp_path / "b.svg").read_text() != text
+
+
+def test_a_picture_of_a_run_is_written(killed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    figure = plot(killed)
+    assert len(figure.axes) == 2
+    assert run_plot(killed, "--norms", "-o", tmp_path / "norms.svg").exit_code == 0
+    assert (tmp_path / "norms.svg").read_text().endswith("</svg>\n")
+    assert run_plot(killed, "-o", tmp_path / "nowhere" / "a.png").exit_code in (1, 2)
+
+
+def test_a_terminal_that_shows_pictures_gets_the_bytes() -> None:
+    assert picture_protocol({"TERM": "xterm-256color"}) is None
+    assert picture_protocol({"TERM_PROGRAM": "iTerm.app"}) == "iterm2"
+    assert picture_protocol({"TERM": "xterm-kitty"}) == "kitty"
+    assert picture_protocol({"TERM": "screen", "KITTY_WINDOW_ID": "1"}) is None
+    png = bytes(range(256)) * 40
+    sequence = picture_sequence(png, "kitty")
+    parts = [part.split(";", 1)[1] for part in sequence.strip().split("\x1b\\") if part]
+    assert base64.b64decode("".join(parts)) == png
+    assert [part[: part.index(";")] for part in sequence.split("\x1b_G")[1:]] == [
+        "f=100,a=T,m=1",
+        "m=1",
+        "m=1",
+        "m=0",
+    ]
+    inline = picture_sequence(png, "iterm2")
+    assert base64.b64decode(inline[inline.index(":") + 1 : inline.index("\x07")]) == png
+
+
+def test_text_for_a_terminal_without_blocks() -> None:
+    [line, _] = sparklines(PANELS[:1], 40, PLAIN)
+    assert line.isascii()
+    flat = sparklines([Panel("flat", [PlotLine("run", [(1, 2.0), (2, 2.0)])])], 80)
+    assert flat == [f"flat {2:>10.4g} {BLOCKS[4] * 2} 2"]
+    none = sparklines([Panel("none", [PlotLine("run", [(1, None)])])], 80)
+    assert none == ["none  no finite value"]

@@ -75,10 +75,10 @@ class Subject(Protocol):
 
 
 def measure_each(
-    make: Callable[[str, Path], Subject],
+    make: Callable[[str, Path], Any],
     names: Sequence[str],
     path: Path,
-    barrier: Callable[[], None],
+    barrier: Callable[[], object],
     is_chief: bool,
     saves: int,
 ) -> dict[str, Figures]:
@@ -96,7 +96,7 @@ def measure_each(
 
 
 def measure(
-    subject: Subject, path: Path, barrier: Callable[[], None], is_chief: bool, saves: int
+    subject: Subject, path: Path, barrier: Callable[[], object], is_chief: bool, saves: int
 ) -> Figures:
     """Seconds of the phases of `saves` saves and loads, and CPU seconds of this process in them.
 

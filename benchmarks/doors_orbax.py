@@ -62,7 +62,8 @@ class Training:
         found = blake3()
         for leaf in jax.tree.leaves(self.state):
             for shard in leaf.addressable_shards:
-                found.update(np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8))
+                octets: Any = np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8)
+                found.update(octets)
         return found.hexdigest()
 
 

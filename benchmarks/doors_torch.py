@@ -78,7 +78,8 @@ class Training:
             entry = self.optimizer.state[parameter]
             for value in (parameter.detach(), entry["exp_avg"], entry["exp_avg_sq"], entry["step"]):
                 local = getattr(value, "_local_tensor", value)
-                found.update(local.contiguous().reshape(-1).view(torch.uint8).numpy())
+                octets: Any = local.contiguous().reshape(-1).view(torch.uint8).numpy()
+                found.update(octets)
         return found.hexdigest()
 
 

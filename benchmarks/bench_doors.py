@@ -8,7 +8,8 @@ load it into new objects. A write ends when the files and directories are synced
 does not do that, it is done afterwards, and there is a row without it. The stall is the time until the
 training loop continues. A load begins with files that are not in the page cache, and without freed
 memory, and ends when model and optimizer hold the values. All take turns, with other values before each
-save. Ratios are medians of those of the turns; CPU times are sums over both processes.
+save. Ratios are medians of those of the turns; CPU times are sums over both processes. Under FSDP2,
+`torch.save` writes one file for each process, which only as many processes can load.
 """
 
 from __future__ import annotations

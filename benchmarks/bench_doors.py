@@ -108,8 +108,8 @@ def take_turns(given: argparse.Namespace, layout: str, scratch: Path) -> dict[st
             first = number % max(1, len(names))
             names = [*names[first:], *names[:first]]
             found = group(program, 2, layout, scratch / "files", given.saves, *names)
-            for name in names if found else ():
-                turns[name].append(found[name])
+            for name, figures in (found or {}).items():
+                turns[name].append(figures)
     fresh(scratch / "files")
     return {name: figures for name, figures in turns.items() if figures}
 
@@ -135,7 +135,7 @@ def layout_rows(turns: Mapping[str, Sequence[Figures]], layout: str) -> Iterator
                 continue
             best = min(peers, key=lambda peer: middle(figure(turns[peer], key)), default=None)
             for peer in dict.fromkeys((PLUG_INS.get(name), best)):
-                if peer in turns:
+                if peer is not None and peer in turns:
                     yield _against(this, mine, peer, figure(turns[peer], key), is_rate)
     for name in turns:
         mine = figure(turns[name], "unsynced")

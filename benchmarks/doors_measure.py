@@ -69,6 +69,7 @@ class Subject(Protocol):
 
     def digest(self) -> str:
         """A hash of all that this process holds."""
+        ...
 
     def close(self) -> None:
         """Give back what it holds."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +21,8 @@ from perdure.heartbeats import beat
 from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
 from perdure.state import flatten
-from perdure.state import restore as restore_state
+from perdure.state.object_restore import ObjectStates
+from perdure.state.stateful import Stateful
 from perdure.store import Run
 
 require_version("lightning", "lightning", "2.5", "3")
@@ -31,6 +34,10 @@ except ModuleNotFoundError as error:
     raise missing_extra("lightning", error) from error
 
 __all__ = ["CheckpointIO", "ExactResume"]
+
+# One for each path: `AsyncCheckpointIO` removes checkpoints in another thread than it saves them. Not
+# in the plugin, which Lightning pickles when it spawns processes.
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 class CheckpointIO(TorchCheckpointIO):
@@ -59,7 +66,7 @@ class CheckpointIO(TorchCheckpointIO):
         step = step_number(checkpoint.get("global_step", 0))
         counts = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
         leaves = flatten(_Stored(checkpoint))
-        with Run(path, create=True) as run:
+        with _locks[os.fspath(path)], Run(path, create=True) as run:
             # `last.ckpt` is written again and again, perhaps twice after one step.
             older = run.steps()
             step = max(step, *(number + 1 for number in older), 0)
@@ -87,8 +94,21 @@ class CheckpointIO(TorchCheckpointIO):
         if os.path.isfile(path):
             return super().load_checkpoint(os.fspath(path), map_location, weights_only)
         stored = _Stored({}, bool(weights_only))
-        restore_state(stored, load_verified(os.fspath(path)).leaves)
+        leaves = load_verified(os.fspath(path)).leaves
+        members = {path.partition("/")[0] for path in leaves}
+        if others := members - stored.state_dict().keys():
+            raise StateError(
+                f"{os.fspath(path)}: expected a checkpoint that CheckpointIO has saved, found one with "
+                f"the members {', '.join(sorted(others))}. Restore it with a CheckpointManager."
+            )
+        state = ObjectStates(leaves, _refuse, takes=True).state(_StoredState(stored), "")
+        stored.load_state_dict(state)
         return stored.checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete the checkpoint at `path`, after a save of it that is under way."""
+        with _locks[os.fspath(path)]:
+            super().remove_checkpoint(path)
 
 
 class _Stored:
@@ -117,6 +137,14 @@ class _Stored:
             buffer = io.BytesIO(data.numpy().tobytes())
             values[name] = torch.load(buffer, weights_only=self._weights_only)
         self.checkpoint = {name: values[name] for name in state["order"]}
+
+
+class _StoredState(Stateful):
+    changes_no_array = True
+
+
+def _refuse(_: Any, path: str) -> Any:
+    raise StateError(f"{path}: only the object that saved this can rebuild it.")
 
 
 class _Probe:

@@ -7,13 +7,16 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from plugin_programs import answer_of, run_program
 
+import perdure
 from damage import flip
 from perdure.errors import CorruptionError, StateError
 from perdure.store import Run
@@ -89,6 +92,47 @@ def test_checkpoints_are_exact_verified_and_replaced(tmp_path: Path) -> None:
     assert not path.exists()
     torch.save({"global_step": 1}, tmp_path / "file.ckpt")
     assert plugin.load_checkpoint(tmp_path / "file.ckpt") == {"global_step": 1}
+
+
+def test_a_checkpoint_of_a_manager_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    from perdure.lightning import CheckpointIO
+
+    with perdure.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": torch.ones(2)})
+    with pytest.raises(StateError, match="the members w"):
+        CheckpointIO().load_checkpoint(tmp_path / "run")
+
+
+def test_a_loaded_tensor_is_in_the_memory_that_was_read(tmp_path: Path) -> None:
+    from perdure.lightning import CheckpointIO
+
+    large = torch.arange(100_000.0)
+    CheckpointIO().save_checkpoint({"global_step": 1, "w": large}, tmp_path / "a.ckpt")
+    first, second = (CheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["w"] for _ in range(2))
+    assert first.data_ptr() % 4096 == 0, "it was copied"
+    first += 1
+    assert torch.equal(second, large)
+
+
+def test_a_checkpoint_is_removed_after_a_save_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`AsyncCheckpointIO` saves in one thread and removes in another."""
+    from perdure.lightning import CheckpointIO
+
+    path = tmp_path / "a.ckpt"
+    remover = threading.Thread(target=lambda: CheckpointIO().remove_checkpoint(path))
+    save = Run.save
+
+    def interrupted(run: Run, *args: Any, **kwargs: Any) -> Any:
+        remover.start()
+        remover.join(0.3)  # it ends in this time unless it waits for the save
+        return save(run, *args, **kwargs)
+
+    monkeypatch.setattr(Run, "save", interrupted)
+    CheckpointIO().save_checkpoint({"global_step": 1, "w": torch.ones(2)}, path)
+    remover.join()
+    assert not path.exists()
 
 
 def test_several_processes_are_refused() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,7 @@ def models(folder: Path) -> None:
 
 def outputs(to: str, out: Path, inputs: Any, model: Any) -> tuple[Any, bool | None]:
     """What the consumer computes, and whether its values are those of the model, bit for bit."""
-    import keras
-
+    keras: Any = import_module("keras")
     weights = [keras.ops.convert_to_numpy(weight).tobytes() for weight in model.weights]
     if to == "keras":
         loaded = keras.saving.load_model(out)
@@ -117,16 +117,15 @@ def outputs(to: str, out: Path, inputs: Any, model: Any) -> tuple[Any, bool | No
 
         session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
         return session.run(None, {session.get_inputs()[0].name: inputs})[0], None
-    import jax.export
-
-    return np.asarray(jax.export.deserialize(out.read_bytes()).call(inputs)), None
+    program = import_module("jax.export").deserialize(bytearray(out.read_bytes()))
+    return np.asarray(program.call(inputs)), None
 
 
 def mean(folder: Path) -> None:
     """Accuracy on scikit-learn's digits: checkpoints of a constant learning rate, and their means."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     images, labels = digits.data.astype(np.float32) / 16, digits.target
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = images[order], labels[order]
@@ -159,13 +158,14 @@ def mean(folder: Path) -> None:
     each = [accuracy(load_checkpoint(folder / "run", step)) for step in steps]
     print(f"   the 10 checkpoints: {min(each):.4f} to {max(each):.4f}, mean {np.mean(each):.4f}")
     named = [f"{folder}/run@{','.join(map(str, steps))}"]
-    for name, options in (
-        ("uniform", {}),
-        ("linear", {"schedule": "linear"}),
-        ("cosine", {"schedule": "cosine"}),
-        ("sqrt", {"schedule": "sqrt"}),
-        ("ema 0.8", {"ema": 0.8}),
-    ):
+    methods: dict[str, dict[str, Any]] = {
+        "uniform": {},
+        "linear": {"schedule": "linear"},
+        "cosine": {"schedule": "cosine"},
+        "sqrt": {"schedule": "sqrt"},
+        "ema 0.8": {"ema": 0.8},
+    }
+    for name, options in methods.items():
         average(named, folder / name, **options)
         print(f"   {name}: {accuracy(load_checkpoint(folder / name)):.4f}")
 

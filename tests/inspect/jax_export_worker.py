@@ -61,10 +61,10 @@ def keras_formats(folder: Path) -> dict[str, Any]:
     expected = np.asarray(jax.jit(lambda x: model(x, training=False))(inputs))
 
     done = export(run, "keras", folder / "m.keras", model=f"{code}:build", verify=True)
-    loaded = keras.saving.load_model(folder / "m.keras")
+    loaded: Any = keras.saving.load_model(folder / "m.keras")
     variables = zip(loaded.weights, model.weights, strict=True)  # without the seed of Dropout
     export(run, "jax_export", folder / "m.bin", model=scope["build"])
-    called = jax.export.deserialize((folder / "m.bin").read_bytes()).call(inputs)
+    called = jax.export.deserialize(bytearray((folder / "m.bin").read_bytes())).call(inputs)
     return {
         "files": done.files,
         "left_out": done.left_out,

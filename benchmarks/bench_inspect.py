@@ -118,6 +118,7 @@ def rows(where: Path, rounds: int) -> Iterator[Row]:
         row("diff", middle(seconds["diff"]), "s", spread(seconds["diff"])),
         "reading and hashing the same chunks",
         middle(seconds["bare"]),
+        most=3,
     )
     for name in ("stats", "tree", "ls"):
         yield row(name, middle(seconds[name]), "s", spread(seconds[name]))

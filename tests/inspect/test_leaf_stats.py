@@ -67,6 +67,16 @@ def test_figures_agree_with_numpy(array: np.ndarray[Any, Any]) -> None:
     assert row.norm == pytest.approx(np.linalg.norm(numbers.reshape(-1)), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64, ml_dtypes.bfloat16])
+def test_a_signalling_nan_is_counted_and_no_warning(dtype: Any) -> None:
+    array = np.ones(100_000, dtype)
+    words = array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+    infinity = np.array([np.inf], np.float32 if array.itemsize > 2 else dtype).view(words.dtype)[0]
+    words[6] = infinity + words.dtype.type(1)
+    row = row_of(array)
+    assert (row.nans, row.infinities, row.max) == (1, 0, 1)
+
+
 def test_integers_have_exact_limits_and_extreme_floats_a_finite_norm() -> None:
     row = row_of(np.array([2**63 - 1, -(2**63)]))
     assert (row.min, row.max) == (-(2**63), 2**63 - 1)

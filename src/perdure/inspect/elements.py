@@ -29,7 +29,8 @@ def bits(values: Array) -> Array:
 
 def as_float64(values: Array) -> Array:
     """Real numbers as float64: exact for floats, rounded to nearest for integers above 2**53."""
-    return values.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one, and no reason for a warning
+        return values.astype(np.float64)
 
 
 def ulp_distance(first: Array, second: Array) -> int:
@@ -74,7 +75,7 @@ def integer_distance(first: Array, second: Array) -> int:
 @cache
 def _ranks(dtype: np.dtype[Any]) -> Array:
     """For each code of a float of one byte, its place among the values: 0 for zero, < 0 below it."""
-    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    values = as_float64(np.arange(256, dtype=np.uint8).view(dtype))
     known = np.unique(values[~np.isnan(values)])  # -0.0 and 0.0 are one value
     zero = int(np.searchsorted(known, 0.0))
     return np.searchsorted(known, values).astype(np.int64) - zero

@@ -59,7 +59,7 @@ def command(
     if as_json:
         document({"panels": [panel.document() for panel in panels]})
     elif output is not None:
-        click.echo(printable(f"{output}: {len(panels)} panels"))
+        click.echo(printable(f"{output}: {len(panels)} panels"), err=True)
     elif (picture := _picture(panels)) is not None:
         click.echo(picture, nl=False)
     else:

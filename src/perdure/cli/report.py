@@ -57,7 +57,7 @@ def command(
     if as_json:
         document(done.document)
     else:
-        click.echo(printable(f"{output}: {len(done.html.encode()):,} bytes"))
+        click.echo(printable(f"{output}: {len(done.html.encode()):,} bytes"), err=True)
     for run in done.document["runs"]:
         for row in run["checkpoints"]:
             if row["state"]:

@@ -1,19 +1,35 @@
-"""The plug-ins in the trainers that they are for: kill, resume, compare the bits, with controls.
+"""The plug-ins in their trainers, and programs of other repositories: kill, resume, compare the bits.
 
-Runs the tests of `tests/plugins`, none of which may be skipped here; about ten minutes on two cores.
-Run by `make proof-doors`; ARGS='-k lightning' picks tests, as for pytest.
+Part one runs the tests of `tests/plugins`, none of which may be skipped here; about ten minutes on two
+cores. Part two, with `--programs DIR`, runs programs from clones of other repositories with the lines
+that perdure needs: undisturbed, and interrupted in the middle of an epoch and resumed, by SIGKILL and
+SIGTERM in turn. All weights and moments at the end have to have the bits of the undisturbed run. Beside
+it stands what the program's own way of resuming gives. Nothing of the programs is stored here.
+
+Run by `make proof-doors`; ARGS='-k lightning' picks tests, as for pytest;
+ARGS='--programs ../programs --digits ../mnist --only nanoGPT' runs one program and no tests.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import real_jax
+import real_torch
+from real_program import REPOSITORIES, Program
+from real_runs import Findings, Laboratory, trial
+from report import Row, finish, row
 
 TESTS = Path(__file__).parent.parent / "tests" / "plugins"
+PROGRAMS = (*real_torch.PROGRAMS, *real_jax.PROGRAMS)
+TABLE = Path("build") / "proof-doors.md"
 
 
 class Counts:
@@ -31,19 +47,94 @@ class Counts:
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
 
 
-def main() -> int:
+def plugin_tests(arguments: list[str]) -> Row:
+    """The tests of the plug-ins."""
     for name in ("torch", "transformers", "accelerate", "lightning"):
         print(f"{name} {metadata.version(name)}")
     counts = Counts()
     status = pytest.main(
-        [str(TESTS), "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", *sys.argv[1:]],
+        [str(TESTS), "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", *arguments],
         plugins=[counts],
     )
     print(counts.outcomes)
-    is_proof = status == 0 and counts.outcomes.keys() == {"passed"}
-    print("PASS" if is_proof else "FAIL: a test failed or was skipped")
-    return 0 if is_proof else 1
+    passed = counts.outcomes.get("passed", 0)
+    tried = sum(counts.outcomes.values())
+    is_proof = status == 0 and 0 < passed == tried
+    return {"what": "tests of the plug-ins", "tried": tried, "held": passed, "met": is_proof}
+
+
+def real_programs(lab: Laboratory, chosen: list[Program]) -> Iterator[Row]:
+    """A row for each program, and one for the lines that they need."""
+    table = [
+        "| program | lines | equal to the undisturbed run | its own way |",
+        "|---|---|---|---|",
+    ]
+    within = []
+    for program in chosen:
+        if reason := lab.missing(program):
+            print(f"not tried: {program.name}: {reason}", flush=True)
+            table.append(f"| {program.name} | {program.lines} | not tried: {reason} | |")
+        else:
+            findings = trial(lab, program)
+            for note in findings.notes:
+                print(f"{program.name}: {note}", flush=True)
+            within.append(program.lines <= program.limit)
+            table.append(_line(program, findings))
+            what = f"{program.name}, {program.lines} lines; in its own way: {findings.own}"
+            yield row(what, findings.outcomes)
+        TABLE.write_text("\n".join(table) + "\n")
+    if within:
+        yield row("programs that need no more lines than are promised", within)
+
+
+def _line(program: Program, findings: Findings) -> str:
+    outcomes = findings.outcomes
+    return f"| {program.name} | {program.lines} | {sum(outcomes)} of {len(outcomes)} | {findings.own} |"
+
+
+def how_to_get() -> str:
+    """Why the second part is not run, and the commands that fetch the programs."""
+    clones = "\n".join(
+        f"  git clone --depth 1 https://github.com/{repository} {folder}"
+        for folder, repository in REPOSITORIES.items()
+    )
+    return (
+        "The programs of other repositories are not run: --programs is not given. To run them, in a "
+        f"folder of their own:\n{clones}\nand then make proof-doors ARGS='--programs FOLDER --digits "
+        "MNIST', where MNIST is a folder with the IDX files of the digits."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The proof of the plug-ins.")
+    parser.add_argument("--programs", type=Path, help="folder with clones of the repositories")
+    parser.add_argument("--digits", type=Path, help="folder with MNIST's IDX files")
+    parser.add_argument("--runs", type=int, default=10, help="interrupted runs of each program")
+    parser.add_argument("--only", action="append", help="a part of a program's name; no tests then")
+    parser.add_argument(
+        "--python", action="append", default=[], help="another interpreter, for what this one lacks"
+    )
+    arguments, rest = parser.parse_known_args()
+    if arguments.programs is not None and arguments.digits is None:
+        parser.error("--programs also needs --digits, a folder with MNIST's IDX files")
+
+    def rows() -> Iterator[Row]:
+        if not arguments.only:
+            yield plugin_tests(rest)
+        if arguments.programs is None:
+            print(how_to_get(), flush=True)
+            return
+        pythons = [sys.executable, *(shutil.which(name) or name for name in arguments.python)]
+        programs, digits = arguments.programs.resolve(), arguments.digits.resolve()
+        lab = Laboratory(programs, digits, pythons, arguments.runs)
+        only = arguments.only or [""]
+        try:
+            yield from real_programs(lab, [p for p in PROGRAMS if any(o in p.name for o in only)])
+        finally:
+            lab.close()
+
+    finish("doors", rows())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -75,9 +75,8 @@ def real_programs(lab: Laboratory, chosen: list[Program]) -> Iterator[Row]:
             print(f"not tried: {program.name}: {reason}", flush=True)
             table.append(f"| {program.name} | {program.lines} | not tried: {reason} | |")
         else:
+            print(program.name, flush=True)
             findings = trial(lab, program)
-            for note in findings.notes:
-                print(f"{program.name}: {note}", flush=True)
             within.append(program.lines <= program.limit)
             table.append(_line(program, findings))
             what = f"{program.name}, {program.lines} lines; in its own way: {findings.own}"
@@ -101,7 +100,8 @@ def how_to_get() -> str:
     return (
         "The programs of other repositories are not run: --programs is not given. To run them, in a "
         f"folder of their own:\n{clones}\nand then make proof-doors ARGS='--programs FOLDER --digits "
-        "MNIST', where MNIST is a folder with the IDX files of the digits."
+        "MNIST --python .venv/bin/python', where MNIST is a folder with the IDX files of digits, and "
+        ".venv (make setup) has JAX, Flax, Equinox and TensorFlow."
     )
 
 

@@ -10,12 +10,13 @@ from real_program import Program, after, before, replace
 def _start_flax(target: Path) -> None:
     (target / "start.py").write_text(
         "import train\nfrom configs import default\n\nconfig = default.get_config()\n"
-        "config.batch_size, config.num_epochs = 64, 3\ntrain.train_and_evaluate(config, 'out')\n"
+        "config.batch_size, config.num_epochs = 16, 3\ntrain.train_and_evaluate(config, 'out')\n"
     )
 
 
 FLAX_MNIST = Program(
     name="Flax examples, mnist (NNX)",
+    is_standing_in=True,
     folder="flax/examples/mnist",
     file="train.py",
     main="start.py",
@@ -76,12 +77,17 @@ EQUINOX_RNN = Program(
 
 EQUINOX_MNIST = Program(
     name="Equinox examples, mnist",
+    is_standing_in=True,
     folder="equinox/docs/examples",
     file="mnist.ipynb",
     cells=(1, 2, 4, 5, 8, 12, 21, 22, 25, 26, 27),
     needs=("equinox", "optax", "torch", "jaxtyping"),
     imports=("perdure.torch", "equinox", "optax"),
-    small=(replace("STEPS = 300", "STEPS = 30"), replace("PRINT_EVERY = 30", "PRINT_EVERY = 10")),
+    small=(
+        replace("STEPS = 300", "STEPS = 30"),
+        replace("PRINT_EVERY = 30", "PRINT_EVERY = 10"),
+        replace("BATCH_SIZE = 64", "BATCH_SIZE = 16"),
+    ),
     steps="equinox.filter_jit:make_step",
     edits=(
         after("import torchvision", "import perdure.torch"),

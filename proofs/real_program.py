@@ -72,6 +72,7 @@ class Program:
         epoch: How many steps are an epoch.
         first: The step before which nothing has been saved.
         ranks: Above 1 it runs under torchrun.
+        is_standing_in: Whether it needs modules of `stand_ins`, which read the digits on this disk.
         prepare: Makes its data in the copy, from the folder of the digits.
         own: How it resumes by itself, or "" if it cannot.
         own_edits: What it needs for that.
@@ -93,6 +94,7 @@ class Program:
     epoch: int = 10
     first: int = 6
     ranks: int = 1
+    is_standing_in: bool = False
     prepare: Callable[[Path], None] | None = None
     own: str = ""
     own_edits: tuple[Edit, ...] = ()

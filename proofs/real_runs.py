@@ -16,7 +16,7 @@ from typing import Any
 from real_program import Edit, Program
 
 HERE = Path(__file__).resolve().parent
-OBSERVER = HERE / "observe.py"
+OBSERVER, STAND_INS = HERE / "observe.py", HERE / "stand_ins"
 LIMIT_S = 600.0
 OWN_RUNS = 2
 
@@ -48,12 +48,13 @@ class Laboratory:
     pythons: list[str]
     runs: int
     _server: subprocess.Popen[str] | None = None
+    _served: str = ""
 
     def python_for(self, program: Program) -> str | None:
         find = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
         for python in self.pythons:
             if not subprocess.run(
-                [python, "-c", find, *program.needs], env=self._base()
+                [python, "-c", find, *program.needs], env=self._base(program.is_standing_in)
             ).returncode:
                 return python
         return None
@@ -112,7 +113,7 @@ class Laboratory:
             return subprocess.run(
                 command,
                 cwd=Path(argv[0]).parent,
-                env=self._base() | variables,
+                env=self._base(program.is_standing_in) | variables,
                 stdout=file,
                 stderr=file,
                 timeout=LIMIT_S,
@@ -121,13 +122,14 @@ class Laboratory:
     def _ask(self, program: Program, order: dict[str, Any]) -> int:
         """The exit status of a fork of the server for `program`."""
         server = self._server
-        if server is None or server.args[3:] != list(program.imports):  # type: ignore[index]
+        if server is None or self._served != program.name:
             self.close()
+            self._served = program.name
             python = self.python_for(program)
             assert python is not None
             server = self._server = subprocess.Popen(
                 [python, str(OBSERVER), "--serve", *program.imports],
-                env=self._base(),
+                env=self._base(program.is_standing_in),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -148,8 +150,8 @@ class Laboratory:
             self._server.wait()
         self._server = None
 
-    def _base(self) -> dict[str, str]:
-        paths = [str(HERE / "stand_ins"), os.environ.get("PYTHONPATH", "")]
+    def _base(self, is_standing_in: bool) -> dict[str, str]:
+        paths = [str(STAND_INS) if is_standing_in else "", os.environ.get("PYTHONPATH", "")]
         settings = {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "MNIST_DIGITS": str(self.digits),
@@ -170,7 +172,6 @@ class Findings:
     outcomes: list[bool]
     repeated: int
     own: str
-    notes: list[str]
 
 
 def trial(lab: Laboratory, program: Program) -> Findings:
@@ -180,8 +181,9 @@ def trial(lab: Laboratory, program: Program) -> Findings:
         edited = program.copy(lab.programs, folder / "undisturbed", program.edits)
         whole = lab.start(program, edited, folder / "out")
         if not whole.digest:
-            return Findings([False], 0, "", [f"undisturbed: status {whole.status}\n{whole.errors}"])
-        findings = Findings([], 0, "none: begins again", [])
+            print(f"  undisturbed: status {whole.status}\n{whole.errors}", flush=True)
+            return Findings([False], 0, "")
+        findings = Findings([], 0, "none: begins again")
         for number, fault in enumerate(_faults(program, whole.steps, lab.runs)):
             target = folder / f"{number}"
             ends = _interrupted(lab, program, target, program.edits, fault, is_new=number % 10 == 9)
@@ -189,18 +191,17 @@ def trial(lab: Laboratory, program: Program) -> Findings:
             findings.outcomes.append(is_equal)
             repeated = int(fault.split(":")[1]) + ends[1].steps - whole.steps
             findings.repeated = max(findings.repeated, repeated)
-            if note:
-                findings.notes.append(f"{fault}: {note}")
+            print(f"  {fault}: {note or f'equal, {repeated} steps repeated'}", flush=True)
         if program.own:
-            findings.own = f"{program.own}: {_own_way(lab, program, folder, findings.notes)}"
+            findings.own = f"{program.own}: {_own_way(lab, program, folder)}"
         return findings
 
 
-def _own_way(lab: Laboratory, program: Program, folder: Path, notes: list[str]) -> str:
+def _own_way(lab: Laboratory, program: Program, folder: Path) -> str:
     plain = program.copy(lab.programs, folder / "own", program.own_edits)
     whole = lab.start(program, plain, folder / "own-out")
     if not whole.digest:
-        notes.append(f"own way, undisturbed: status {whole.status}\n{whole.errors}")
+        print(f"  own way, undisturbed: status {whole.status}\n{whole.errors}", flush=True)
         return "did not run"
     equal = 0
     for number, fault in enumerate(_faults(program, whole.steps, OWN_RUNS)):
@@ -209,7 +210,8 @@ def _own_way(lab: Laboratory, program: Program, folder: Path, notes: list[str]) 
         )
         is_equal, note = _compare(whole, ends)
         equal += is_equal
-        notes += [f"own way, {fault}: {note}"] if note else []
+        lines = note.strip().splitlines() or ["equal"]
+        print(f"  own way, {fault}: {'; '.join(dict.fromkeys((lines[0], lines[-1])))}", flush=True)
     return f"{equal} of {OWN_RUNS} equal"
 
 

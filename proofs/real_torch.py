@@ -68,15 +68,18 @@ def _alpaca(target: Path) -> None:
         for seed in range(80)
     ]
     (target / "data.json").write_text(json.dumps(examples))
-    (target / "openai.py").write_text("from types import SimpleNamespace as openai_object\n")
+    (target / "openai.py").write_text(
+        "from types import SimpleNamespace\n\nopenai_object = SimpleNamespace(OpenAIObject=object)\n"
+    )
 
 
 MNIST = Program(
     name="PyTorch examples, mnist",
+    is_standing_in=True,
     folder="examples/mnist",
     file="main.py",
     needs=("torch",),
-    arguments="--epochs 3",
+    arguments="--epochs 3 --batch-size 16",
     edits=(
         after("from torchvision import", "import perdure.torch"),
         before(
@@ -97,10 +100,11 @@ MNIST = Program(
 
 VAE = Program(
     name="PyTorch examples, vae",
+    is_standing_in=True,
     folder="examples/vae",
     file="main.py",
     needs=("torch",),
-    arguments="--epochs 3 --batch-size 64",
+    arguments="--epochs 3 --batch-size 16",
     prepare=_results,
     edits=(
         after("from torchvision.utils", "import perdure.torch"),
@@ -159,7 +163,7 @@ NANOGPT = Program(
     arguments=(
         "--dataset=small --device=cpu --dtype=float32 --compile=False --block_size=32 --batch_size=4 "
         "--n_layer=2 --n_head=2 --n_embd=32 --dropout=0.1 --gradient_accumulation_steps=2 "
-        "--max_iters=30 --lr_decay_iters=30 --warmup_iters=3 --eval_interval=10 --eval_iters=2"
+        "--max_iters=20 --lr_decay_iters=20 --warmup_iters=3 --eval_interval=10 --eval_iters=2"
     ),
     prepare=_shakespeare,
     epoch=20,  # two backward passes in a step; an evaluation after ten
@@ -283,7 +287,7 @@ LIGHTNING = Program(
         replace(
             "gradient_clip_val=0.25,",
             "gradient_clip_val=0.25, plugins=[perdure.lightning.CheckpointIO()], callbacks=["
-            "L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=4), "
+            "L.pytorch.callbacks.ModelCheckpoint('run', every_n_train_steps=4, save_last=True), "
             "perdure.lightning.ExactResume()],",
         ),
         replace(
@@ -296,7 +300,7 @@ LIGHTNING = Program(
         replace(
             "gradient_clip_val=0.25,",
             "gradient_clip_val=0.25, callbacks=["
-            "L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=4)],",
+            "L.pytorch.callbacks.ModelCheckpoint('run', every_n_train_steps=4, save_last=True)],",
         ),
         replace(
             "train_dataloader, val_dataloader)",

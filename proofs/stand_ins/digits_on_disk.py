@@ -6,7 +6,7 @@ import os
 
 from perdure.data.idx import Images, load_images
 
-TRAINING, TEST = 640, 128
+TRAINING, TEST = 160, 32
 
 
 def digits(train: bool) -> Images:

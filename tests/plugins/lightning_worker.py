@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,13 @@ class Model(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Begin(Callback):
+    """Notes the step at which this process begins."""
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.step = trainer.global_step
+
+
 class Killer(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == KILLED_AT - 1:
@@ -52,15 +58,9 @@ def main() -> None:
     source = torch.Generator().manual_seed(1)
     rows = torch.randn(8, 5, generator=source)
     loader = DataLoader(TensorDataset(rows[:, :4], rows[:, 4:]), batch_size=2, shuffle=True)
-    newest = max(Path(directory).glob("*.ckpt"), key=lambda path: int(path.stem), default=None)
-    saver = ModelCheckpoint(
-        directory,
-        filename="{step}",
-        auto_insert_metric_name=False,
-        save_top_k=-1,
-        every_n_train_steps=2,
-    )
-    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume()]
+    saver = ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)
+    begin = Begin()
+    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume(), begin]
     if how.endswith("killed"):
         callbacks.append(Killer())
     trainer = Trainer(
@@ -72,11 +72,10 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader, ckpt_path=None if newest is None else str(newest))
+    trainer.fit(model, loader, ckpt_path="last")
     assert not how.endswith("killed"), "the kill did not happen"
     bits = [value.tolist() for value in model.state_dict().values()]
-    start = None if newest is None else int(newest.stem)
-    print(json.dumps({"bits": bits, "step": trainer.global_step, "start": start}))
+    print(json.dumps({"bits": bits, "step": trainer.global_step, "start": begin.step}))
 
 
 if __name__ == "__main__":

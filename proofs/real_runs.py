@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from real_program import Edit, Program
@@ -157,6 +157,9 @@ class Laboratory:
             "MNIST_DIGITS": str(self.digits),
             "CUDA_VISIBLE_DEVICES": "",
             "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": os.path.join(gettempdir(), "perdure-proof-doors-jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PJRT_NPROC": "1",

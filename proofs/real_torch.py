@@ -48,21 +48,27 @@ def _wikitext(target: Path) -> None:
 
 
 def _alpaca(target: Path) -> None:
-    """A tiny OPT with a tokenizer of single words, and instructions."""
-    model = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "dropout": 0.1,
-    }
-    (target / "tiny").mkdir()
-    (target / "tiny" / "config.json").write_text(json.dumps(model))
+    """A tiny OPT with random weights and a tokenizer of single words, and instructions."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=WORDS + 1,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    OPTForCausalLM(config).save_pretrained(target / "tiny")
+    words = {"<unk>": 0} | {f"w{number}": number + 1 for number in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.save_pretrained(target / "tiny")
     examples = [
         {"instruction": _text(seed, 1), "input": "", "output": _text(seed + 1000, 1)}
         for seed in range(80)
@@ -332,8 +338,15 @@ TRAINER = Program(
         after("from transformers import Trainer", "import perdure.transformers"),
         replace("    trainer.train()", '    perdure.transformers.train(trainer, "run")'),
     ),
-    own="resume_from_checkpoint=True, every 4 steps",
-    own_edits=(),
+    own="resume_from_checkpoint, every 4 steps",
+    own_edits=(
+        before("trainer = Trainer(", 'training_args.save_strategy = "steps"'),
+        replace(
+            "    trainer.train()",
+            "    trainer.train(resume_from_checkpoint="
+            "transformers.trainer_utils.get_last_checkpoint(training_args.output_dir))",
+        ),
+    ),
 )
 
 PROGRAMS = (MNIST, VAE, WORD_LANGUAGE_MODEL, NANOGPT, DDP, FSDP2, LIGHTNING, TRAINER)

@@ -133,6 +133,7 @@ ORBAX = Program(
         replace("start_step = ckptr.latest.step", "start_step = ckptr.latest_step()"),
         replace("ckptr.save(step, train_state)", "ckptr.save(step + 1, train_state)"),
     ),
+    first=5,
     own="its Checkpointer",
 )
 

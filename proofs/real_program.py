@@ -64,13 +64,14 @@ class Program:
         edits: What perdure needs. The lines added and changed are counted.
         needs: Modules that must be importable.
         imports: Modules that the server of its runs imports, for speed.
-        limit: How many lines are promised for a program of this kind.
+        limit: The lines that a program of this kind is meant to need.
         small: Edits that make it run here, small and without a GPU, with and without perdure.
         arguments: Of its command line.
         cells: Of a notebook, those that are the program.
         steps: What counts as a step (see observe.py).
         epoch: How many steps are an epoch.
-        first: The step before which nothing has been saved.
+        first: The first step at which it may be interrupted. A save runs in the background, and is
+            durable when the next one begins.
         ranks: Above 1 it runs under torchrun.
         is_standing_in: Whether it needs modules of `stand_ins`, which read the digits on this disk.
         prepare: Makes its data in the copy, from the folder of the digits.
@@ -92,7 +93,7 @@ class Program:
     cells: tuple[int, ...] = ()
     steps: str = ""
     epoch: int = 10
-    first: int = 6
+    first: int = 11
     ranks: int = 1
     is_standing_in: bool = False
     prepare: Callable[[Path], None] | None = None

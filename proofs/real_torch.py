@@ -134,6 +134,7 @@ WORD_LANGUAGE_MODEL = Program(
     arguments="--data corpus --emsize 16 --nhid 16 --epochs 3",
     prepare=_corpus,
     epoch=6,
+    first=7,
     edits=(
         after("import torch.onnx", "import perdure"),
         # A step is 10,000 times the epoch and the batch.
@@ -259,7 +260,7 @@ FSDP2 = Program(
     ),
     ranks=2,
     limit=12,
-    first=3,
+    first=6,
     edits=(
         after("import torch", "import perdure.torch"),
         before(
@@ -281,6 +282,7 @@ LIGHTNING = Program(
     needs=("lightning", "requests"),
     imports=("perdure.torch", "torch._dynamo", "lightning"),
     limit=1,
+    first=6,
     small=(
         replace("[n - 4000, 2000, 2000]", "[200, 20, n - 220]"),
         replace(

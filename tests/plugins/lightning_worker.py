@@ -1,6 +1,7 @@
 """A Lightning module with dropout and a shuffled DataLoader: `lightning_worker.py HOW DIRECTORY`.
 
-HOW: `plugin`, or `plugin-killed` for a SIGKILL in the eighth step, in the second epoch of four steps.
+HOW: `plugin`, or `plugin-SIGKILL` or `plugin-SIGTERM` for that signal in the eighth step, in the second
+epoch of four steps.
 The last line of the output is JSON.
 """
 
@@ -46,9 +47,12 @@ class Begin(Callback):
 
 
 class Killer(Callback):
+    def __init__(self, name: str) -> None:
+        self._signal = signal.Signals[name]
+
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == KILLED_AT - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
 def main() -> None:
@@ -61,8 +65,9 @@ def main() -> None:
     saver = ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)
     begin = Begin()
     callbacks: list[Callback] = [saver, perdure.lightning.ExactResume(), begin]
-    if how.endswith("killed"):
-        callbacks.append(Killer())
+    _, _, fault = how.partition("-")
+    if fault:
+        callbacks.append(Killer(fault))
     trainer = Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -73,7 +78,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(model, loader, ckpt_path="last")
-    assert not how.endswith("killed"), "the kill did not happen"
+    assert not fault, "the signal did not end the run"
     bits = [value.tolist() for value in model.state_dict().values()]
     print(json.dumps({"bits": bits, "step": trainer.global_step, "start": begin.step}))
 

@@ -36,6 +36,7 @@ class Observer:
         self.out = Path(os.environ["OBSERVE_OUT"])
         self.rank = os.environ.get("RANK", "0")
         self.held: list[Any] = []
+        self.first_weights = ""
         name, _, step = os.environ.get("OBSERVE_FAULT", "").partition(":")
         self._signal = signal.Signals[name] if name else None
         self._at = int(step or 0)
@@ -58,6 +59,7 @@ class Observer:
             if not self.held:
                 kinds = (torch.nn.Module, torch.optim.Optimizer)
                 self.held = [value for value in gc.get_objects() if isinstance(value, kinds)]
+                self.first_weights = self.weights()
             backward(tensor, *args, **kwargs)
             self.step()
 
@@ -79,6 +81,7 @@ class Observer:
             def counted(*args: Any, **kwargs: Any) -> Any:
                 result = compiled(*args, **kwargs)
                 self.held = [args, result]
+                self.first_weights = self.first_weights or self.weights()
                 self.step()
                 return result
 
@@ -87,9 +90,12 @@ class Observer:
         setattr(host, attribute, decorate)
 
     def digest(self) -> str:
-        """A hash of all weights and moments, in an order that does not depend on addresses."""
-        parts = sorted(_digest(leaves) for leaves in map(_leaves, self.held) if leaves)
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
+        """A hash of all weights and moments."""
+        return _digest_all(self.held)
+
+    def weights(self) -> str:
+        """A hash without what has a learning rate, so without optimizers of PyTorch."""
+        return _digest_all([part for part in self.held if not hasattr(part, "param_groups")])
 
 
 def _leaves(value: Any) -> list[tuple[str, str, bytes]]:
@@ -136,6 +142,12 @@ def _jax_leaves(value: Any) -> list[tuple[str, str, bytes]]:
     return leaves
 
 
+def _digest_all(values: list[Any]) -> str:
+    """A hash in an order that does not depend on addresses."""
+    parts = sorted(_digest(leaves) for leaves in map(_leaves, values) if leaves)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 def _digest(leaves: list[tuple[str, str, bytes]]) -> str:
     digest = hashlib.sha256()
     for path, kind, data in leaves:
@@ -155,7 +167,11 @@ def observe(argv: list[str]) -> None:
     sys.argv = argv
     sys.path[0] = os.path.dirname(program)
     runpy.run_path(program, run_name="__main__")
-    end = {"steps": observer.steps, "digest": observer.digest(), "leaves": len(observer.held)}
+    end = {
+        "steps": observer.steps,
+        "digest": observer.digest(),
+        "trained": observer.weights() != observer.first_weights,
+    }
     (observer.out / f"end-{observer.rank}.json").write_text(json.dumps(end))
 
 

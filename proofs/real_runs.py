@@ -23,11 +23,15 @@ OWN_RUNS = 2
 
 @dataclass
 class End:
-    """How a process ended: its status, its steps, and the hash of its weights (per rank)."""
+    """How a process ended: its status, its steps, and the hash of its weights (per rank).
+
+    `is_trained` says that the weights have changed since the first step.
+    """
 
     status: int
     steps: int
     digest: str
+    is_trained: bool
     has_fired: bool
     errors: str
 
@@ -97,7 +101,8 @@ class Laboratory:
         digest = " ".join(end["digest"] for end in ends) if is_whole else ""
         steps = max((end["steps"] for end in ends), default=0)
         errors = output.read_text(errors="replace")[-3000:] if output.exists() else ""
-        return End(status, steps, digest, bool(list(out.glob("fired-*"))), errors)
+        is_trained = bool(ends) and all(end["trained"] for end in ends)
+        return End(status, steps, digest, is_trained, bool(list(out.glob("fired-*"))), errors)
 
     def _start_new(
         self, program: Program, argv: list[str], variables: dict[str, str], output: Path
@@ -183,8 +188,9 @@ def trial(lab: Laboratory, program: Program) -> Findings:
         folder = Path(name)
         edited = program.copy(lab.programs, folder / "undisturbed", program.edits)
         whole = lab.start(program, edited, folder / "out")
-        if not whole.digest:
-            print(f"  undisturbed: status {whole.status}\n{whole.errors}", flush=True)
+        if not whole.digest or not whole.is_trained:
+            reason = "its weights did not change" if whole.digest else f"status {whole.status}"
+            print(f"  undisturbed: {reason}\n{whole.errors}", flush=True)
             return Findings([False], 0, "")
         findings = Findings([], 0, "none: begins again")
         for number, fault in enumerate(_faults(program, whole.steps, lab.runs)):

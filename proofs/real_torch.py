@@ -212,7 +212,12 @@ DDP = Program(
     needs=("torch",),
     imports=("perdure.torch", "torch._dynamo", "torch.distributed.launcher.api"),
     arguments="3 1 --batch_size 64",
-    small=(*_ON_A_CPU, replace("MyTrainDataset(2048)", "MyTrainDataset(1280)")),
+    small=(
+        *_ON_A_CPU,
+        replace("MyTrainDataset(2048)", "MyTrainDataset(1280)"),
+        # The cross entropy of its one class is 0, so that the tutorial trains nothing.
+        replace("F.cross_entropy(output, targets)", "F.mse_loss(output, targets)"),
+    ),
     ranks=2,
     limit=12,
     edits=(

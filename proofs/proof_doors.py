@@ -117,6 +117,11 @@ def main() -> None:
     if arguments.programs is not None and arguments.digits is None:
         parser.error("--programs also needs --digits, a folder with MNIST's IDX files")
 
+    only = arguments.only or [""]
+    chosen = [program for program in PROGRAMS if any(part in program.name for part in only)]
+    if not chosen:
+        parser.error(f"--only: found none of {only} in {[program.name for program in PROGRAMS]}")
+
     def rows() -> Iterator[Row]:
         if not arguments.only:
             yield plugin_tests(rest)
@@ -126,9 +131,8 @@ def main() -> None:
         pythons = [sys.executable, *(shutil.which(name) or name for name in arguments.python)]
         programs, digits = arguments.programs.resolve(), arguments.digits.resolve()
         lab = Laboratory(programs, digits, pythons, arguments.runs)
-        only = arguments.only or [""]
         try:
-            yield from real_programs(lab, [p for p in PROGRAMS if any(o in p.name for o in only)])
+            yield from real_programs(lab, chosen)
         finally:
             lab.close()
 

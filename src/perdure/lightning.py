@@ -16,6 +16,7 @@ from typing import Any
 
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
+from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.errors import StateError, UnsupportedLeafError, missing_extra
 from perdure.heartbeats import beat
 from perdure.host_generators import generator_states, restore_generators
@@ -231,6 +232,11 @@ class ExactResume(Callback):
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
         self._batches += 1
         beat("step", trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """After SIGTERM exit with status 75, "start me again"; Lightning's own 0 means done."""
+        if trainer.received_sigterm and isinstance(exception, SystemExit) and not exception.code:
+            exception.code = EXIT_PREEMPTED
 
     def _begun_late(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that begins when the first is drawn."""

@@ -1,6 +1,7 @@
 """A Lightning module with dropout and a shuffled DataLoader: `lightning_worker.py HOW DIRECTORY`.
 
-HOW: `plugin`, or `plugin-killed` for a SIGKILL in the eighth step, in the second epoch of four steps.
+HOW: `plugin`, or `plugin-SIGKILL` or `plugin-SIGTERM` for that signal in the eighth step, in the second
+epoch of four steps.
 The last line of the output is JSON.
 """
 
@@ -11,7 +12,6 @@ import os
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +39,20 @@ class Model(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Begin(Callback):
+    """Notes the step at which this process begins."""
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.step = trainer.global_step
+
+
 class Killer(Callback):
+    def __init__(self, name: str) -> None:
+        self._signal = signal.Signals[name]
+
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == KILLED_AT - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
 def main() -> None:
@@ -52,17 +62,12 @@ def main() -> None:
     source = torch.Generator().manual_seed(1)
     rows = torch.randn(8, 5, generator=source)
     loader = DataLoader(TensorDataset(rows[:, :4], rows[:, 4:]), batch_size=2, shuffle=True)
-    newest = max(Path(directory).glob("*.ckpt"), key=lambda path: int(path.stem), default=None)
-    saver = ModelCheckpoint(
-        directory,
-        filename="{step}",
-        auto_insert_metric_name=False,
-        save_top_k=-1,
-        every_n_train_steps=2,
-    )
-    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume()]
-    if how.endswith("killed"):
-        callbacks.append(Killer())
+    saver = ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)
+    begin = Begin()
+    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume(), begin]
+    _, _, fault = how.partition("-")
+    if fault:
+        callbacks.append(Killer(fault))
     trainer = Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -72,11 +77,10 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader, ckpt_path=None if newest is None else str(newest))
-    assert not how.endswith("killed"), "the kill did not happen"
+    trainer.fit(model, loader, ckpt_path="last")
+    assert not fault, "the signal did not end the run"
     bits = [value.tolist() for value in model.state_dict().values()]
-    start = None if newest is None else int(newest.stem)
-    print(json.dumps({"bits": bits, "step": trainer.global_step, "start": start}))
+    print(json.dumps({"bits": bits, "step": trainer.global_step, "start": begin.step}))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 Part one runs the tests of `tests/plugins`, none of which may be skipped here. Part two restores sharded
 states on other meshes; about fifteen minutes on two cores. Part three, with `--programs DIR`, runs
 programs from clones of other repositories with the lines that perdure needs: undisturbed, and
-interrupted in the middle of an epoch and resumed, by SIGKILL and SIGTERM in turn. All weights and moments
-at the end have to have the bits of the undisturbed run. Beside it stands what the program's own way of
-resuming gives. Nothing of the programs is stored here.
+interrupted in the middle of an epoch and resumed, by SIGKILL and SIGTERM in turn. All weights and
+moments at the end have to have the bits of the undisturbed run. Beside it stands what the program's own
+way of resuming gives. Nothing of the programs is stored here.
 
 Run by `make proof-doors`; ARGS='-k lightning' picks tests, as for pytest; ARGS=--meshes runs the meshes
 alone, and ARGS='--programs ../programs --digits ../mnist --only nanoGPT' one program alone.

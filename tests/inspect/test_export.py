@@ -358,8 +358,8 @@ def test_verify_finds_a_changed_byte(
     run: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perdure.inspect import export_check
+    from perdure.inspect.foreign_files import read_foreign as read
 
-    read = export_check.read_foreign
     changed = []
 
     def after_a_flip(path: str, kind: str) -> Any:

@@ -121,6 +121,7 @@ def test_hooks_of_torch_are_called() -> None:
     model, saved = (torch.nn.Sequential(Linear(2, 2), Linear(2, 2)) for _ in range(2))
     for each in (model, saved):
         torch.nn.utils.parametrizations.weight_norm(each[0])
+    hook: Any
     (hook,) = model[0]._load_state_dict_pre_hooks.values()
     called = []
     hook.hook, convert = lambda *args: called.append(convert(*args)), hook.hook
@@ -148,7 +149,7 @@ def test_a_class_method_that_was_replaced_for_all_modules_is_called(
 
 
 def test_norms_wrappers_views_and_flags_are_restored_in_place() -> None:
-    def make(seed: int) -> torch.nn.Module:
+    def make(seed: int) -> Any:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
             torch.nn.BatchNorm1d(3), torch.nn.InstanceNorm1d(3, track_running_stats=True)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         open_run,
     )
     from perdure.inspect.averaging import Averaged, average
-    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff, diff
+    from perdure.inspect.checkpoint_diff import diff
+    from perdure.inspect.diff_result import CheckpointDiff, FieldDiff
     from perdure.inspect.exporting import Exported, export
     from perdure.inspect.importing import import_run
     from perdure.inspect.leaf_diff import LeafDiff
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 # Imported at first use, because most commands need few of them.
 _HOMES = {
     "Averaged": "averaging",
-    "CheckpointDiff": "checkpoint_diff",
+    "CheckpointDiff": "diff_result",
     "Elements": "leaf_reader",
     "Exported": "exporting",
-    "FieldDiff": "checkpoint_diff",
+    "FieldDiff": "diff_result",
     "LeafDiff": "leaf_diff",
     "LeafTree": "leaf_tree",
     "ListedCheckpoint": "listing",

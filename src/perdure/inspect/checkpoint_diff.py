@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
@@ -15,7 +14,7 @@ from perdure.inspect.address import (
     find_run,
     open_checkpoint,
 )
-from perdure.inspect.diff_tables import DiffText
+from perdure.inspect.diff_result import CheckpointDiff, FieldDiff
 from perdure.inspect.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
 from perdure.inspect.leaf_reader import (
     element_dtype,
@@ -24,67 +23,10 @@ from perdure.inspect.leaf_reader import (
     refuse_unused,
 )
 from perdure.inspect.manifest_file import Availability, is_manifest_file, open_manifest_file
-from perdure.inspect.renames import Rename, likely_renames
-from perdure.inspect.tables import plain
+from perdure.inspect.renames import likely_renames
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
-
-
-@dataclass(frozen=True)
-class FieldDiff:
-    """A field of a recipe, or a metric, with the value on both sides; None if one lacks it."""
-
-    name: str
-    first: str | int | float | bool | None
-    second: str | int | float | bool | None
-
-
-@dataclass(frozen=True, repr=False)
-class CheckpointDiff(DiffText):
-    """What differs between two checkpoints.
-
-    Attributes:
-        first, second: The names of both.
-        equal_leaves: Number of leaves with the same bits. No chunk of them was read.
-        equal_nbytes: Their bytes.
-        changed: Leaves on both sides whose bits, dtype or shape differ.
-        only_first, only_second: Paths of leaves on one side only, without the likely renames.
-        renames: Leaves that probably have another path.
-        recipe: Fields of the recipe that differ, without those of `environment`.
-        environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
-        metrics: Metrics that differ.
-        process_leaves: Paths of leaves that differ and belong to one process, such as its random
-            generators. They are no part of the state.
-        containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
-        read_nbytes: Bytes of chunks that were read, on both sides together.
-        common: If runs were compared: their common steps, and how many before this one are equal.
-    """
-
-    first: str
-    second: str
-    equal_leaves: int = 0
-    equal_nbytes: int = 0
-    changed: tuple[LeafDiff, ...] = ()
-    only_first: tuple[str, ...] = ()
-    only_second: tuple[str, ...] = ()
-    renames: tuple[Rename, ...] = ()
-    recipe: tuple[FieldDiff, ...] = ()
-    environment: tuple[FieldDiff, ...] = ()
-    metrics: tuple[FieldDiff, ...] = ()
-    process_leaves: tuple[str, ...] = ()
-    containers: tuple[str, ...] = ()
-    read_nbytes: int = 0
-    common: str = ""
-
-    @property
-    def equal(self) -> bool:
-        """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
-        return not (self.changed or self.only_first or self.only_second or self.renames)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The differences for JSON."""
-        return plain({"equal": self.equal, **asdict(self)})
 
 
 def diff(

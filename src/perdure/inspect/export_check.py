@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from perdure.errors import CorruptionError
 from perdure.inspect.foreign_files import read_foreign
 from perdure.inspect.foreign_leaves import plain_dtype
+from perdure.inspect.leaf_names import NamedLeaf
 from perdure.inspect.leaf_reader import element_shape
 
-if TYPE_CHECKING:
-    from perdure.inspect.exporting import ExportJob
 
-
-def check_export(job: ExportJob, to: str, path: str) -> None:
-    """Compare every array of an export with its checkpoint.
+def check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
+    """Compare the arrays of an export with the checkpoint of this name.
 
     Raises:
         CorruptionError: An array is missing, or its dtype, shape or hash differs from the manifest.
     """
     found = read_foreign(path, to)
-    expected = {leaf.name for leaf in job.arrays}
+    expected = {leaf.name for leaf in arrays}
     lacking = expected - found.keys()
     if lacking:
         raise CorruptionError(f"{path}: {min(lacking)!r} is not in the export. It was removed.")
-    for leaf in job.arrays:
+    for leaf in arrays:
         entry, array = leaf.entry, found[leaf.name]
         shapes = ((plain_dtype(entry), element_shape(entry)), (entry.dtype, entry.shape))
         raw = ("uint8", (*element_shape(entry), array.shape[-1] if array.shape else 0))  # of npz
         if (array.dtype, array.shape) not in (*shapes, raw) or array.hashes() != entry.hashes():
             raise CorruptionError(
                 f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "
-                f"the leaf {entry.path!r} of {job.checkpoint.name}, {entry.dtype}{list(entry.shape)}. "
+                f"the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "
                 f"The export was removed; write it again, on another disk if this repeats."
             )

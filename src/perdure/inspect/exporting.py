@@ -146,7 +146,7 @@ def _export_arrays(
         if verify:
             from perdure.inspect.export_check import check_export
 
-            check_export(job, to, temporary)
+            check_export(arrays, checkpoint.name, to, temporary)
         files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
     return Exported(

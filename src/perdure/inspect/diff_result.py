@@ -1,24 +1,75 @@
-"""How a difference of two checkpoints is shown to people."""
+"""What `diff` returns: the differences of two checkpoints, as fields, text and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from perdure.inspect.tables import Shown, Table, printable, size_text
-
-if TYPE_CHECKING:
-    from perdure.inspect.checkpoint_diff import CheckpointDiff, FieldDiff
-    from perdure.inspect.leaf_diff import LeafDiff
+from perdure.inspect.leaf_diff import LeafDiff
+from perdure.inspect.renames import Rename
+from perdure.inspect.tables import Shown, Table, plain, printable, size_text
 
 MOST_PATHS = 20
 _VALUE = 60
 
 
-class DiffText(Shown):
-    """Base of a difference: its text and its tables."""
+@dataclass(frozen=True)
+class FieldDiff:
+    """A field of a recipe, or a metric, with the value on both sides; None if one lacks it."""
 
-    def _blocks(self: CheckpointDiff) -> list[str | Table]:  # type: ignore[misc]
+    name: str
+    first: str | int | float | bool | None
+    second: str | int | float | bool | None
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiff(Shown):
+    """What differs between two checkpoints.
+
+    Attributes:
+        first, second: The names of both.
+        equal_leaves: Number of leaves with the same bits. No chunk of them was read.
+        equal_nbytes: Their bytes.
+        changed: Leaves on both sides whose bits, dtype or shape differ.
+        only_first, only_second: Paths of leaves on one side only, without the likely renames.
+        renames: Leaves that probably have another path.
+        recipe: Fields of the recipe that differ, without those of `environment`.
+        environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
+        metrics: Metrics that differ.
+        process_leaves: Paths of leaves that differ and belong to one process, such as its random
+            generators. They are no part of the state.
+        containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
+        read_nbytes: Bytes of chunks that were read, on both sides together.
+        common: If runs were compared: their common steps, and how many before this one are equal.
+    """
+
+    first: str
+    second: str
+    equal_leaves: int = 0
+    equal_nbytes: int = 0
+    changed: tuple[LeafDiff, ...] = ()
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    recipe: tuple[FieldDiff, ...] = ()
+    environment: tuple[FieldDiff, ...] = ()
+    metrics: tuple[FieldDiff, ...] = ()
+    process_leaves: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    read_nbytes: int = 0
+    common: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
+        return not (self.changed or self.only_first or self.only_second or self.renames)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The differences for JSON."""
+        return plain({"equal": self.equal, **asdict(self)})
+
+    def _blocks(self) -> list[str | Table]:
         blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]
         if self.common:
             blocks.append(self.common)

@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ENGINE ?= jax
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 3
 
 CONSTRAINTS := requirements/constraints.txt
 BIN         := $(VENV)/bin

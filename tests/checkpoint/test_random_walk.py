@@ -19,7 +19,7 @@ ACTS = ("save", "restore", "rollback", "fork", "prune", "locked", "damage", "cra
 
 
 def test_random_walks_on_a_disk_lose_nothing() -> None:
-    seen = together(walk_on_disk, range(25))
+    seen = together(walk_on_disk, range(12))
     assert min(seen[act] for act in (*ACTS, "copy")) > 0, seen
 
 

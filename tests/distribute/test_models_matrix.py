@@ -17,7 +17,7 @@ WORKER = Path(__file__).parent / "matrix_worker.py"
 # (processes, devices); the cells of one engine share the processes.
 TOPOLOGIES = {"jax": [(1, "1"), (2, "1")], "torch": [(1, "1"), (3, "1")]}
 MODELS = {
-    "jax": ["Keras", "Equinox"],
+    "jax": ["Equinox", "MLP, float16"],
     "torch": ["transformer, clipping, EMA", "Keras", "torch module, bfloat16", "MLP, float16"],
 }
 

@@ -98,9 +98,7 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cause", "leaves", "named"),
-    [
-        ("wrong_iterator", "data position", ["w"], "what the loop reads from (batches) advanced"),
-        ("wrong_metric", "metric state", ["metrics/loss"], "all of this put back: total, count"),
+    [  # proof_drill.py has wrong_iterator, wrong_metric and many more
         ("wrong_generator", "random generator", ["w"], "generator put back"),
         # The generator that its loop makes from a seed after the restore is left alone.
         ("wrong_momentum", "unsaved state", ["w"], "velocity (float64[40]) put back"),

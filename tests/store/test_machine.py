@@ -431,13 +431,13 @@ def explore_until(machine: type[Machine], examples: int, steps: int, *wanted: st
 
 def test_a_disk_agrees_with_a_dict() -> None:
     wanted = ("crash", "damage", "encoded", "undone")
-    seen = explore_until(LocalMachine, 40, 20, *wanted)
+    seen = explore_until(LocalMachine, 20, 20, *wanted)
     assert min(seen[name] for name in wanted) > 0
 
 
 def test_memory_agrees_with_a_dict() -> None:
     wanted = ("damage", "encoded", "refused", "undone")
-    seen = explore_until(MemoryMachine, 100, 25, *wanted)
+    seen = explore_until(MemoryMachine, 60, 25, *wanted)
     assert min(seen[name] for name in wanted) > 0
 
 

@@ -298,14 +298,9 @@ LIGHTNING = Program(
     edits=(
         after("import lightning as L", "import perdure.lightning"),
         replace(
-            "gradient_clip_val=0.25,",
-            "gradient_clip_val=0.25, plugins=[perdure.lightning.CheckpointIO()], callbacks=["
-            "L.pytorch.callbacks.ModelCheckpoint('run', every_n_train_steps=4, save_last=True), "
-            "perdure.lightning.ExactResume()],",
-        ),
-        replace(
-            "train_dataloader, val_dataloader)",
-            'train_dataloader, val_dataloader, ckpt_path="last")',
+            "trainer.fit(model, train_dataloader, val_dataloader)",
+            "perdure.lightning.fit(trainer, 'run', model, train_dataloader, val_dataloader, "
+            "every_n_train_steps=4)",
         ),
     ),
     own='ckpt_path="last" with its checkpoints every 4 steps',

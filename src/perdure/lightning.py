@@ -1,6 +1,6 @@
 """For users of Lightning: verified checkpoints, and a resume within an epoch that is exact.
 
-    Trainer(plugins=[perdure.lightning.CheckpointIO()], callbacks=[perdure.lightning.ExactResume()])
+    perdure.lightning.fit(trainer, "runs/a", model, loader)  # in place of trainer.fit(model, loader)
 
 Inside the package this module is `perdure.lightning`; `import lightning` still means the library.
 """
@@ -10,14 +10,23 @@ from __future__ import annotations
 import io
 import os
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.errors import StateError, UnsupportedLeafError, missing_extra
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    NotARunError,
+    StateError,
+    UnsupportedLeafError,
+    missing_extra,
+)
 from perdure.heartbeats import beat
 from perdure.host_generators import generator_states, restore_generators
 from perdure.host_version import require_version
@@ -30,15 +39,107 @@ require_version("lightning", "lightning", "2.5", "3")
 try:
     import torch
     from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 except ModuleNotFoundError as error:
     raise missing_extra("lightning", error) from error
 
-__all__ = ["CheckpointIO", "ExactResume"]
+__all__ = ["CheckpointIO", "ExactResume", "fit"]
 
 # One for each path: `AsyncCheckpointIO` removes checkpoints in another thread than it saves them. Not
 # in the plugin, which Lightning pickles when it spawns processes.
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+
+def fit(
+    trainer: Trainer,
+    directory: str | os.PathLike[str],
+    model: Any,
+    *loaders: Any,
+    every_n_train_steps: int = 500,
+    **arguments: Any,
+) -> None:
+    """`trainer.fit(model, *loaders)`, which resumes from the newest good checkpoint in `directory`.
+
+    The trainer gets `ExactResume`, `CheckpointIO` in place of Lightning's own storage plugin (another
+    one stays), and a `ModelCheckpoint` that keeps the two newest checkpoints. Its other callbacks stay.
+
+    Args:
+        trainer: A Trainer that runs in one process.
+        directory: Where the checkpoints are, one run directory each.
+        model: The module.
+        loaders: As of `trainer.fit`.
+        every_n_train_steps: Optimizer steps between two checkpoints, each durable before the next step.
+        arguments: Of `trainer.fit`, except for `ckpt_path`.
+
+    Raises:
+        ArgumentError: `ckpt_path` is given, or `every_n_train_steps` is not a positive integer.
+        CorruptionError: All checkpoints are damaged.
+        StateError: There are several processes, or another perdure.lightning.fit of this trainer had
+            another directory.
+    """
+    if "ckpt_path" in arguments:
+        raise ArgumentError("fit: it selects the checkpoint itself; leave out ckpt_path.")
+    if type(every_n_train_steps) is not int or every_n_train_steps < 1:
+        raise ArgumentError(
+            f"every_n_train_steps: expected a positive integer, found {every_n_train_steps!r}."
+        )
+    where = Path(directory).absolute()
+    newest = _newest(where)
+    _equip(trainer, where, every_n_train_steps)
+    trainer.fit(model, *loaders, ckpt_path=newest, **arguments)
+
+
+class _Saver(ModelCheckpoint):
+    """The checkpoints of `fit`; a class of its own, so that its state is not that of the user's."""
+
+    def __init__(self, where: Path, interval: int) -> None:
+        super().__init__(
+            where, monitor="step", mode="max", save_top_k=2, every_n_train_steps=interval
+        )
+
+
+def _equip(trainer: Trainer, where: Path, interval: int) -> None:
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = CheckpointIO()
+    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+    for saver in callbacks:
+        if isinstance(saver, _Saver) and Path(str(saver.dirpath)) != where:
+            raise StateError(
+                f"fit: this trainer has its checkpoints in {saver.dirpath}; expected that directory "
+                f"again, found {where}. Make another Trainer."
+            )
+    if not any(isinstance(each, ExactResume) for each in callbacks):
+        callbacks.append(ExactResume())
+    if not any(isinstance(each, _Saver) for each in callbacks):
+        callbacks.append(_Saver(where, interval))
+    # Those that save come last, as Lightning orders them: they see what the others have counted.
+    trainer.callbacks = sorted(callbacks, key=lambda each: isinstance(each, Checkpoint))  # type: ignore[attr-defined]
+
+
+def _newest(where: Path) -> Path | None:
+    """The checkpoint with the most steps that is whole; None if none was committed yet."""
+    steps: list[tuple[int, Path]] = []
+    for path in where.glob("*.ckpt"):
+        try:
+            run = Run(path)
+        except NotARunError:  # of another plugin, or killed before it was committed
+            continue
+        steps += [(step, path) for step in run.steps()[-1:]]
+    damage: list[str] = []
+    for _, path in sorted(steps, reverse=True):
+        try:
+            load_verified(path)
+        except CorruptionError as error:
+            damage.append(f"{path}: {error}")
+            continue
+        for text in damage:
+            warnings.warn(f"{text} Resuming from {path}, an older checkpoint.", stacklevel=3)
+        return path
+    if damage:
+        raise CorruptionError(f"no checkpoint in {where} is whole: {' '.join(damage)}")
+    return None
 
 
 class CheckpointIO(TorchCheckpointIO):

@@ -1,7 +1,7 @@
 """A Lightning module with dropout and a shuffled DataLoader: `lightning_worker.py HOW DIRECTORY`.
 
-HOW: `plugin`, or `plugin-SIGKILL` or `plugin-SIGTERM` for that signal in the eighth step, in the second
-epoch of four steps.
+HOW: `plugin` or `fit` (`perdure.lightning.fit`); with `-SIGKILL` or `-SIGTERM` for that signal in the
+eighth step, in the second epoch of four steps.
 The last line of the output is JSON.
 """
 
@@ -65,19 +65,25 @@ def main() -> None:
     saver = ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)
     begin = Begin()
     callbacks: list[Callback] = [saver, perdure.lightning.ExactResume(), begin]
-    _, _, fault = how.partition("-")
+    way, _, fault = how.partition("-")
+    if way == "fit":
+        callbacks = [begin]
     if fault:
         callbacks.append(Killer(fault))
     trainer = Trainer(
         max_epochs=3,
+        default_root_dir=directory,
         accelerator="cpu",
         callbacks=callbacks,
-        plugins=[perdure.lightning.CheckpointIO()],
+        plugins=[perdure.lightning.CheckpointIO()] if way == "plugin" else None,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader, ckpt_path="last")
+    if way == "fit":
+        perdure.lightning.fit(trainer, directory, model, loader, every_n_train_steps=2)
+    else:
+        trainer.fit(model, loader, ckpt_path="last")
     assert not fault, "the signal did not end the run"
     bits = [value.tolist() for value in model.state_dict().values()]
     print(json.dumps({"bits": bits, "step": trainer.global_step, "start": begin.step}))

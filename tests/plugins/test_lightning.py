@@ -40,6 +40,29 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -
         assert answer == {"bits": whole["bits"], "step": 12, "start": start}
 
 
+def test_fit_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    whole = ended("fit", tmp_path / "whole")
+    assert work("fit-SIGKILL", tmp_path / "run")[0] == -signal.SIGKILL
+    saved = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: Run(path).steps()[-1])
+    assert [Run(path).steps()[-1] for path in saved] == [4, 6]
+    (tmp_path / "run" / "begun.ckpt").mkdir()  # a save that was killed before its commit
+    for pack in (saved[-1] / "packs").glob("*.pack"):
+        pack.chmod(0o600)
+        flip(pack, 0)
+    status, out, err = work("fit", tmp_path / "run")
+    assert status == 0, err
+    assert "an older checkpoint" in err
+    assert out == {"bits": whole["bits"], "step": 12, "start": 4}
+    # Nothing is left to do, and the bits are those that were saved.
+    assert ended("fit", tmp_path / "run")["bits"] == whole["bits"]
+    for path in (tmp_path / "run").glob("*.ckpt/packs/*.pack"):
+        path.chmod(0o600)
+        flip(path, 1)  # not the bit that is flipped already
+    status, _, err = work("fit", tmp_path / "run")
+    assert status == 1
+    assert "is whole" in err
+
+
 def test_every_checkpoint_is_resumed_exactly_and_those_of_resumed_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, MATRIX, tmp_path], capture_output=True, text=True, timeout=900

@@ -95,7 +95,11 @@ RIGHT: dict[str, Program] = {
         """,
         SGD,
         init='{"w": np.zeros(20)}) if is_resumed else ({"w": np.zeros(20)}, 0',
-        after='shutil.copytree("runs/planted", "archive", dirs_exist_ok=True)\n',
+        # Without the wait, a copy meets the temporary files of a save: wrong, and found.
+        after="""
+        manager.wait_until_finished()
+        shutil.copytree("runs/planted", "archive", dirs_exist_ok=True)
+        """,
     ),
     "timings": numpy_program(
         "import time",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         select_leaves,
     )
     from perdure.inspect.leaf_stats import Stats, StatsTable, stats
-    from perdure.inspect.leaf_tree import LeafTree, TreeNode, tree
+    from perdure.inspect.leaf_tree import LeafTree, LeafTreeNode, tree
     from perdure.inspect.listing import ListedCheckpoint, RunListing, list_run
     from perdure.inspect.origins import origin
     from perdure.inspect.renames import Rename
@@ -54,7 +54,7 @@ _HOMES = {
     "Stats": "leaf_stats",
     "StatsTable": "leaf_stats",
     "StoredCheckpoint": "address",
-    "TreeNode": "leaf_tree",
+    "LeafTreeNode": "leaf_tree",
     "average": "averaging",
     "diff": "checkpoint_diff",
     "export": "exporting",
@@ -82,6 +82,7 @@ __all__ = [
     "FieldDiff",
     "LeafDiff",
     "LeafTree",
+    "LeafTreeNode",
     "ListedCheckpoint",
     "NameMap",
     "Rename",
@@ -90,7 +91,6 @@ __all__ = [
     "Stats",
     "StatsTable",
     "StoredCheckpoint",
-    "TreeNode",
     "average",
     "diff",
     "export",

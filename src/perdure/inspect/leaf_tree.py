@@ -18,7 +18,7 @@ VALUE_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
-class TreeNode:
+class LeafTreeNode:
     """A leaf, or a branch with everything below it.
 
     Attributes:
@@ -62,7 +62,7 @@ class LeafTree(Shown):
 
     name: str
     before: int | None
-    nodes: tuple[TreeNode, ...]
+    nodes: tuple[LeafTreeNode, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """The tree for JSON."""
@@ -149,9 +149,11 @@ def branches_of(path: str, depth: int | None) -> list[str]:
     return ["/".join(parts[:n]) for n in range(len(parts)) if depth is None or n <= depth]
 
 
-def _nodes(entries: list[LeafEntry], held: set[object] | None, depth: int | None) -> list[TreeNode]:
+def _nodes(
+    entries: list[LeafEntry], held: set[object] | None, depth: int | None
+) -> list[LeafTreeNode]:
     totals: dict[str, list[int]] = {}
-    nodes: dict[str, TreeNode | None] = {}
+    nodes: dict[str, LeafTreeNode | None] = {}
     for entry in entries:
         shared = 0 if held is None else shared_bytes(entry, held)
         for branch in branches_of(entry.path, depth):
@@ -161,7 +163,7 @@ def _nodes(entries: list[LeafEntry], held: set[object] | None, depth: int | None
                 total[place] += number
         level = _depth(entry.path)
         if depth is None or level <= depth:
-            nodes[entry.path] = TreeNode(
+            nodes[entry.path] = LeafTreeNode(
                 entry.path,
                 level,
                 1,
@@ -172,7 +174,7 @@ def _nodes(entries: list[LeafEntry], held: set[object] | None, depth: int | None
                 entry.text,
             )
     return [
-        node or TreeNode(path, _depth(path), count, nbytes, None if held is None else shared)
+        node or LeafTreeNode(path, _depth(path), count, nbytes, None if held is None else shared)
         for path, node in nodes.items()
         for count, nbytes, shared in [totals.get(path, [0, 0, 0])]
     ]

@@ -18,6 +18,7 @@ from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.inspect.average_weights import checked_weights, ema_weights, schedule_weights
 from perdure.inspect.leaf_chunks import chunks_in_order, streamed
+from perdure.inspect.leaf_diff import describe
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
 from perdure.inspect.origins import ORIGIN, source_of
 from perdure.store import Storage
@@ -190,8 +191,8 @@ def _split(
             other = table.get(entry.path)
             if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
                 raise MismatchError(
-                    f"leaf {entry.path!r} is {_describe(entry)} in {base.name} and "
-                    f"{'missing' if other is None else _describe(other)} in {checkpoint.name}; "
+                    f"leaf {entry.path!r} is {describe(entry)} in {base.name} and "
+                    f"{'missing' if other is None else describe(other)} in {checkpoint.name}; "
                     f"expected the same dtype and shape in all. Select what to average without it: "
                     f"`--leaves`."
                 )
@@ -276,7 +277,3 @@ def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:
 
 def _by_path(entries: Iterable[LeafEntry]) -> dict[str, LeafEntry]:
     return {entry.path: entry for entry in entries}
-
-
-def _describe(entry: LeafEntry) -> str:
-    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"

@@ -226,10 +226,10 @@ def _dtypes(to: str) -> Iterable[str] | None:
 
 
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
+    known = {other: _dtypes(other) for other in ARRAY_FORMATS}
     for leaf in arrays:
         element_dtype(leaf.entry)  # raises for one that this NumPy does not know
         dtype = plain_dtype(leaf.entry)
-        known = {other: _dtypes(other) for other in ARRAY_FORMATS}
         can = [other for other, dtypes in known.items() if dtypes is None or dtype in dtypes]
         if to not in can:
             raise UnsupportedLeafError(
@@ -275,8 +275,7 @@ def _write_torch(job: ExportJob, path: str, _: str) -> None:
 def _write_npz(job: ExportJob, path: str, _: str) -> None:
     from perdure.inspect.npz_file import can_hold, write_npz
 
-    scalars = [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
-    job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
+    scalars = _held_scalars(job, can_hold)
     with open(path, "wb") as file:
         write_npz(file, foreign_leaves(job.checkpoint, job.arrays), scalars)
 
@@ -284,9 +283,14 @@ def _write_npz(job: ExportJob, path: str, _: str) -> None:
 def _write_orbax(job: ExportJob, path: str, _: str) -> None:
     from perdure.inspect.orbax_folder import can_hold, write_orbax
 
-    scalars = [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
-    job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
+    scalars = _held_scalars(job, can_hold)
     write_orbax(path, foreign_leaves(job.checkpoint, job.arrays), scalars)
+
+
+def _held_scalars(job: ExportJob, can_hold: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """The scalars that a format can hold, by name; the others are noted in `job.left_out`."""
+    job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
+    return [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
 
 
 _WRITERS = {

@@ -9,6 +9,7 @@ from perdure.errors import ArgumentError
 from perdure.inspect.foreign_files import READ_FORMATS, kind_of, read_foreign
 from perdure.inspect.leaf_names import NameMap, path_of
 from perdure.inspect.origins import ORIGIN
+from perdure.state.paths import nearest
 from perdure.store import Leaf, Manifest, Storage
 from perdure.store.streamed_save import new_run
 
@@ -72,11 +73,8 @@ def import_run(
 
 def _refuse_nested(leaves: dict[str, Leaf], sources: dict[str, str], where: str) -> None:
     for path in leaves:
-        above = path.rpartition("/")[0]
-        while above:
-            if above in leaves:
-                raise ArgumentError(
-                    f"{where}: {sources[path]!r} would become {path!r}, below {above!r}, which is "
-                    f"an array ({sources[above]!r}); give one of them another path: `--names`."
-                )
-            above = above.rpartition("/")[0]
+        if (above := nearest(path.rpartition("/")[0], leaves)) is not None:
+            raise ArgumentError(
+                f"{where}: {sources[path]!r} would become {path!r}, below {above!r}, which is "
+                f"an array ({sources[above]!r}); give one of them another path: `--names`."
+            )

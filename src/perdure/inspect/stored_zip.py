@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable
-from types import TracebackType
 from typing import BinaryIO
 
 ALIGNMENT = 64
@@ -22,12 +21,7 @@ class StoredZip:
     def __enter__(self) -> StoredZip:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._zip.close()
 
     def add(self, name: str, parts: Iterable[bytes | memoryview]) -> None:

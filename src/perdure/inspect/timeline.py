@@ -10,7 +10,7 @@ from perdure.inspect.html_page import Html, duration, joined, tag
 
 @dataclass(frozen=True)
 class Bar:
-    """One attempt: when it began and how long it took, in seconds, what is said on it and about it."""
+    """One attempt: when it began and how long it took, in seconds, its label and its tooltip."""
 
     began: float
     seconds: float

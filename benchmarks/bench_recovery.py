@@ -6,9 +6,12 @@ Every subject runs the demo's network (`recovery_job.py`) as one process or two,
 and loses a worker to SIGKILL some steps behind its start, over and over. Counted is the time from the
 kill to the end of the first new step; the programs themselves write down the times. The first start is
 not counted, so JAX's compilation cache is warm. torchrun and Ray Train run the same network in plain
-PyTorch; Ray Train is measured with one process only. A peer that is not installed, or does not come
-back, has a row without a figure that says so. Goodput: a kill every 30 s on average for `--minutes`,
-saves at `auto`. Twenty minutes on two cores, ten of them for the goodput.
+PyTorch, and so does `perdure run` in one row, which compares the supervisors alone; the other rows of
+perdure import it, too, and restore a verified checkpoint. Ray Train is measured with one process only.
+A peer that is not installed, or does not come back, has a row without a figure that says so.
+
+Goodput: a kill every 30 s on average for `--minutes`, saves at `auto`. Twenty minutes on two cores, ten
+of them for the goodput.
 """
 
 from __future__ import annotations
@@ -112,6 +115,7 @@ def commands(where: Path, workers: int, steps: int) -> dict[str, list[str]]:
         "perdure run --warm, JAX": [*jax, "jax", *tail],
         "perdure run, PyTorch": [*run, "torch", *tail],
         "perdure run --warm, PyTorch": [*torch, "torch", *tail],
+        "perdure run, plain PyTorch": [*run, "plain", *tail],
         "torchrun, PyTorch": [*torchrun, "plain", *tail],
         "Ray Train, PyTorch": [python, JOB, "ray", *tail],
     }

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+import perdure
+
 EXAMPLES, BATCH, REPLICAS, SAVE_EVERY = 1438, 128, 2, 10
 
 
@@ -36,6 +38,10 @@ class Progress:
 
     def step(self, number: int) -> None:
         os.write(self._file, f"{time.monotonic():.6f} {self._who} {number}\n".encode())
+        if (
+            "PERDURE_HEARTBEAT_FILE" in os.environ
+        ):  # else `plain` would be restarted ever more slowly
+            perdure.heartbeat(number)
 
 
 def perdure_job(kind: str, where: Path, steps: int) -> None:

@@ -60,6 +60,16 @@ def test_a_step_that_is_not_new_is_refused_in_the_call_itself() -> None:
         assert manager.all_steps() == [10, 20, 30, 31]
 
 
+def test_a_repeated_save_does_not_open_the_way_for_older_steps() -> None:
+    with filled(MemoryStorage(), 10, 20, 30, 40) as manager:
+        assert manager.save(20, state(20)), "equal bits"
+        with pytest.raises(HistoryError, match="step 40"):
+            manager.save(25, state(25))
+        assert manager.save(50, state(50))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [10, 20, 30, 40, 50]
+
+
 def test_no_save_is_lost_after_a_restore_of_an_older_step(tmp_path: Path) -> None:
     """With steps 200 to 1000, restore(100) and save_and_exit(150) once pruned 150 and exited."""
     filled(tmp_path, *range(100, 1001, 100), max_to_keep=10).close()

@@ -50,9 +50,9 @@ def test_control_a_store_that_loses_a_checkpoint_fails_a_walk() -> None:
             return super().storage(before)
 
     caught = 0
-    for seed in range(12):
+    for seed in range(6):
         try:
             walk(Forgetful(), seed)
         except AssertionError:
             caught += 1
-    assert caught >= 6
+    assert caught >= 3

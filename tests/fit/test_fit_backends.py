@@ -43,8 +43,8 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_killed_fit_resumes_with_the_bits_of_an_undisturbed_one(report: Any) -> None:
-    if report["backend"] == "torch":
-        pytest.skip("torch compiles nothing; test_fit_resume.py interrupts it everywhere")
+    if report["backend"] != "tensorflow":
+        pytest.skip("test_examples.py kills keras_fit.py on JAX; test_fit_resume.py has PyTorch")
     resumed = report["resumed"]
     assert resumed["killed"] == -9
     assert resumed["equal"]

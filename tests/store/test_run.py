@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ from perdure.errors import (
     StepExistsError,
     StepNotFoundError,
     StoreError,
+    UnreachableError,
 )
-from perdure.store import Leaf, MemoryStorage, Run, verify_run
+from perdure.store import Leaf, MemoryStorage, Run, VerifyReport, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
+from perdure.store.garbage_collection import PruneRequest
 
 
 def packs(path: Path) -> list[Path]:
@@ -335,8 +338,77 @@ def test_a_step_with_damaged_bytes_is_saved_again(tmp_path: Path) -> None:
 
 def test_a_marker_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "perdure.json").symlink_to(tmp_path / "gone")
-    with pytest.raises(NotARunError, match=r"found perdure\.json"):
+    with pytest.raises(UnreachableError, match=r"a link to .*gone, which is not there"):
         Run(tmp_path, create=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/000000000002.json", "packs/000000000002", "checkpoints", "packs"]
+)
+def test_nothing_is_lost_while_a_link_leads_nowhere(name: str, tmp_path: Path) -> None:
+    """Files that lie on another volume, which is away for a while."""
+    root, away = tmp_path / "run", tmp_path / "away"
+    states = {step: make_leaves(step) for step in (1, 2, 3)}
+    with run_on(root) as run:
+        for step, leaves in states.items():
+            run.save(step, leaves)
+    (path,) = root.glob(f"{name}*")
+    path.rename(away)
+    path.symlink_to(away)
+    assert verify_run(Run(root)).good == (1, 2, 3), "the control: a link that leads somewhere"
+    away.rename(tmp_path / "unmounted")
+    report: VerifyReport | None = None
+    with suppress(UnreachableError):
+        report = verify_run(Run(root))
+    assert report is None or (report.unread == (2,) and not report.bad and not report.ok)
+    with run_on(root) as run:
+        for change in (
+            lambda: run.save(4, make_leaves(4)),
+            lambda: run.delete([1]),
+            lambda: repair(run),
+            lambda: run.execute(run.plan(PruneRequest(orphans_to=9))),
+        ):
+            with suppress(StoreError):
+                change()
+    (tmp_path / "unmounted").rename(away)
+    with run_on(root) as run:
+        assert {2, 3} <= set(run.steps())
+        for step in {*run.steps()} - {4}:
+            assert contents(run.load(step).leaves) == contents(states[step])
+        assert verify_run(run).ok
+
+
+def test_packs_whose_manifests_were_taken_away_are_no_leftovers(tmp_path: Path) -> None:
+    root, away = tmp_path / "run", tmp_path / "away"
+    with run_on(root) as run:
+        for step in (1, 2):
+            run.save(step, make_leaves(step))
+    (root / "checkpoints").rename(away)
+    held = packs(root)
+    found = verify_run(Run(root))
+    assert not found.ok
+    assert "the directory checkpoints/ is gone" in found.problems[0].what
+    assert Run(root).plan(PruneRequest(orphans_to=9)).held_back is not None
+    with run_on(root) as run, pytest.raises(SaveError, match="holds data of 2 saves"):
+        run.save(1, make_leaves(1))
+    with run_on(root) as run, pytest.raises(SaveError, match="Bring it back"):
+        repair(run)
+    assert packs(root) == held
+    away.rename(root / "checkpoints")
+    assert verify_run(Run(root)).ok
+
+
+def test_a_pack_of_a_first_save_that_crashed_is_a_leftover(tmp_path: Path) -> None:
+    """The control of the test above: there was no checkpoint yet."""
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    manifest = tmp_path / manifest_name(1)
+    manifest.unlink()
+    manifest.parent.rmdir()
+    with run_on(tmp_path) as run:
+        assert len(repair(run).actions) == 1
+        run.save(1, make_leaves(1))
+    assert len(packs(tmp_path)) == 1
 
 
 def test_a_quarantine_on_a_full_disk_is_a_store_error(

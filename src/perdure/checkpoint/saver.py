@@ -117,7 +117,7 @@ class BackgroundSaver:
             if not is_new:
                 if not self.settle(wait=True):
                     return False
-                self._highest = step
+                self._highest = None  # a failed save may have been the highest
         except SaveError as error:
             self._tolerate(error)
             return False

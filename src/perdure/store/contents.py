@@ -8,7 +8,6 @@ that differ.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +21,13 @@ from perdure.store.format import (
     QUARANTINE,
     TEMP_SUFFIX,
     manifest_name,
+    pack_step,
     step_of,
 )
 from perdure.store.manifest import Manifest, PackEntry
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
 from perdure.store.quarantine import damage_notes, is_quarantined
-from perdure.store.storage import Storage, VersionedStorage
+from perdure.store.storage import FolderStorage, Storage, VersionedStorage
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,17 @@ class Catalog:
         self._drop(QUARANTINE, versions)
         packs = {}
         for name in self.storage.list(PACKS):
-            if not name.endswith(TEMP_SUFFIX):
-                with suppress(FileNotFoundError):
-                    packs[name.removeprefix(PACKS)] = self._size(name.removeprefix(PACKS))
+            if name.endswith(TEMP_SUFFIX):
+                continue
+            try:
+                packs[name.removeprefix(PACKS)] = self._size(name.removeprefix(PACKS))
+            except (FileNotFoundError, ConnectionError) as error:
+                if isinstance(error, ConnectionError):
+                    raise
+            except OSError as error:
+                unknown.append(f"{name}: {error}")
+        if why := lost_manifests(self.storage, packs):
+            unknown.append(why)
         return Contents(
             manifests=manifests,
             unreadable=dict(self._unread),
@@ -282,6 +290,23 @@ class Catalog:
 def committed_steps(storage: Storage) -> list[int]:
     """Steps that have a manifest, oldest first."""
     return sorted(step for name in storage.list(MANIFESTS) if (step := step_of(name)) is not None)
+
+
+def lost_manifests(storage: Storage, packs: Iterable[str]) -> str | None:
+    """Why packs without any manifest are not leftovers; None if they are.
+
+    A crash of the first save leaves packs of one step and no directory of manifests. With packs of
+    more steps there was such a directory, which no operation removes.
+    """
+    if not isinstance(storage, FolderStorage) or storage.has_folder(MANIFESTS):
+        return None
+    steps = {step for pack in packs if (step := pack_step(pack)) >= 0}
+    if len(steps) < 2:
+        return None
+    return (
+        f"{storage.where}: the directory {MANIFESTS} is gone, and {PACKS} holds data of {len(steps)} "
+        f"saves. Bring it back; to begin anew, use another run directory or remove {PACKS} by hand"
+    )
 
 
 def pinned_steps(storage: Storage) -> frozenset[int]:

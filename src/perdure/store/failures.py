@@ -36,6 +36,7 @@ _ADVICE = {
     errno.EPERM: "Give this user the right to read it",
     errno.EMFILE: "Raise the limit of open files (`ulimit -n`) or close some",
     errno.ENFILE: "Close files on this machine",
+    errno.ENOLINK: "Bring the target of the link back",
     errno.ENODEV: "Bring the directory back and start this program again",
     errno.ENOMEM: "Free memory and try again",
     errno.EIO: "The kernel's log has what the disk reported",

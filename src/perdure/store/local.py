@@ -77,24 +77,28 @@ class LocalStorage:
             with open(self.path(name), "rb") as file:
                 return file.read()
 
-        data = self._retried(read)
+        data = self._retried(name, read)
         # By now another run may be at this path, and its manifests have the same names.
         self._require_root()
         return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        return self._retried(lambda: read_at(self.path(name), offset, target))
+        return self._retried(name, lambda: read_at(self.path(name), offset, target))
 
     def size(self, name: str) -> int:
-        return self._retried(lambda: os.stat(self.path(name)).st_size)
+        return self._retried(name, lambda: os.stat(self.path(name)).st_size)
 
     def list(self, prefix: str) -> Iterator[str]:
         self._require_root()
         try:
             entries = retried(lambda: list(os.scandir(self.path(prefix))))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _require_target(error, self.path(prefix).rstrip("/"))
             return iter(())
-        return iter([prefix + entry.name for entry in entries if entry.is_file()])
+        return iter([prefix + entry.name for entry in entries if not _is_directory(entry)])
+
+    def has_folder(self, prefix: str) -> bool:
+        return os.path.isdir(self.path(prefix))
 
     def move(self, name: str, target: str) -> None:
         self.check_lock()
@@ -211,12 +215,13 @@ class LocalStorage:
                 raise FileExistsError(errno.EEXIST, "exists already", target) from None
             os.rename(source, target)
 
-    def _retried(self, work: Callable[[], T]) -> T:
-        """`retried(work)`. If a file is missing, first check that the directory is still there."""
+    def _retried(self, name: str, work: Callable[[], T]) -> T:
+        """`retried(work)`. A file is missing only if the directory and what links name are there."""
         try:
             return retried(work)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             self._require_root()
+            _require_target(error, self.path(name), os.path.dirname(self.path(name)))
             raise
 
     def _require_root(self) -> None:
@@ -254,6 +259,23 @@ class LocalStorage:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory. A link that leads nowhere now may be a file again later."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _require_target(error: FileNotFoundError, *paths: str) -> None:
+    """Raise another `OSError` if one of `paths` is a link whose target is not there."""
+    for path in paths:
+        if os.path.islink(path) and not os.path.exists(path):
+            raise OSError(
+                errno.ENOLINK, f"a link to {os.readlink(path)}, which is not there", path
+            ) from error
 
 
 class LocalSink:

@@ -41,9 +41,15 @@ def repair(run: Run) -> Repaired:
     Raises:
         LockedError: A writer is at work.
         PruneError: An operation failed; nothing that was good is lost.
+        SaveError: The run directory cannot be written to, or its manifests are gone.
+        UnreachableError: The run directory cannot be listed.
     """
     actions = [] if run.is_run_directory else [f"wrote {MARKER} again: it was missing or damaged"]
-    actions += [f"removed {name}: left by a writer that did not finish" for name in run.leftovers()]
+    try:
+        leftovers = run.leftovers()
+    except OSError as error:
+        raise UnreachableError(f"{run.where}: {error}. Nothing was changed.") from error
+    actions += [f"removed {name}: left by a writer that did not finish" for name in leftovers]
     run.begin_writing()
     try:
         findings = examine(run)

@@ -128,6 +128,15 @@ class VersionedStorage(Protocol):
         ...
 
 
+@runtime_checkable
+class FolderStorage(Protocol):
+    """A `Storage` that can tell an empty prefix from one that is not there."""
+
+    def has_folder(self, prefix: str) -> bool:
+        """Whether there is a directory for `prefix`."""
+        ...
+
+
 def create_whole(storage: Storage, name: str, data: bytes) -> None:
     """Create an object from bytes in memory; durable on return. Raises as `Sink.commit` does."""
     sink = storage.create(name, len(data))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
 from perdure.store.chunk_read import read_chunks
+from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
 from perdure.store.manifest import Chunk, Manifest
@@ -227,6 +228,8 @@ def examine(run: Run) -> Findings:
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
+    if why := lost_manifests(run.storage, packs.sizes):
+        problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
         problems += [
             Problem(PACKS + name, "no checkpoint needs this pack", False)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from perdure.errors import LockedError, SaveError
-from perdure.store.contents import Catalog
+from perdure.store.contents import Catalog, lost_manifests
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE, TEMP_SUFFIX
 from perdure.store.loading import list_steps
@@ -56,6 +56,9 @@ class WriterSession:
             if not self.marked:
                 self._storage.replace(MARKER, encode_marker(self._now()))
                 self.marked = True
+            names = (name.removeprefix(PACKS) for name in self._storage.list(PACKS))
+            if why := lost_manifests(self._storage, names):
+                raise SaveError(f"{why}. Nothing was changed.")
             for name in leftovers(self._storage):
                 self._storage.delete(name)
             finish_moves(self._storage)

@@ -64,6 +64,8 @@ def attempt(
         ([*[attempt("preempted", 0, seconds=3)] * 5], False, 0),
         ([*[attempt("killed", None, seconds=3)] * 5], False, 0),
         ([attempt("killed", 0, end, seconds=3) for end in range(5, 10)], True, 0),
+        ([*[attempt("killed", None, seconds=60)] * 9], True, 0),
+        ([attempt("killed", None, seconds=60), *[attempt("killed", None, seconds=3)] * 3], True, 2),
         ([attempt("failed", 0, 9)] * 2 + [attempt("failed", 5, 12)], True, 0),
     ],
 )

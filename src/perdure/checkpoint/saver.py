@@ -25,6 +25,7 @@ from perdure.checkpoint.group_save import (
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.recorded_retention import RecordedRetention, record_retention
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import (
     LockedError,
@@ -40,6 +41,7 @@ from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
+from perdure.store.format import RETENTION
 from perdure.store.pack_part import OwnLeaves, shard_leaves
 
 
@@ -66,6 +68,7 @@ class BackgroundSaver:
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = False
+        self._has_recorded = False
         # A save above this step is new; None until the processes have agreed on it.
         self._highest: int | None = None
 
@@ -276,6 +279,13 @@ class BackgroundSaver:
             self._managed.update_mirror()
 
     def _apply_retention(self, step: int) -> None:
+        if not self._has_recorded:
+            rules = RecordedRetention(self._max_to_keep, self._options.retention)
+            try:
+                record_retention(self._run.storage, rules)
+            except OSError as error:
+                self._notes.append(f"{self._run.where}: {RETENTION} was not written: {error}")
+            self._has_recorded = True
         if self._max_to_keep is None:
             return
         mirror = self._managed.mirror

@@ -16,7 +16,7 @@ from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
 from perdure.keras.open_managers import close_manager, open_manager
 from perdure.store import LocalStorage
-from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
+from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE, RETENTION
 from perdure.store.urls import open_storage
 
 _MAX_TO_KEEP = 2  # the older one is for the case that the newest is damaged
@@ -138,7 +138,7 @@ def _delete(storage: LocalStorage) -> None:
         for name in (MANIFESTS, PACKS, PINS, QUARANTINE):
             if os.path.isdir(path := os.path.normpath(storage.path(name))):
                 shutil.rmtree(path)
-        for name in (MARKER, LOCK):
+        for name in (MARKER, LOCK, RETENTION):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(storage.path(name))
         if not os.path.islink(storage.where) and not os.listdir(storage.where):

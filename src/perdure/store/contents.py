@@ -295,8 +295,8 @@ def committed_steps(storage: Storage) -> list[int]:
 def lost_manifests(storage: Storage, packs: Iterable[str]) -> str | None:
     """Why packs without any manifest are not leftovers; None if they are.
 
-    A crash of the first save leaves packs of one step and no directory of manifests. With packs of
-    more steps there was such a directory, which no operation removes.
+    A writer makes the directory of manifests before the first pack, and nothing removes it. Runs of
+    earlier versions may lack it after a crash of the first save, which left packs of one step.
     """
     if not isinstance(storage, FolderStorage) or storage.has_folder(MANIFESTS):
         return None

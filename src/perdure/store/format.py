@@ -30,6 +30,7 @@ WEAK_PREFIX = "weak:"
 
 MARKER = "perdure.json"
 LOCK = "lock"
+RETENTION = "retention.json"
 MANIFESTS = "checkpoints/"
 PACKS = "packs/"
 QUARANTINE = "quarantine/"

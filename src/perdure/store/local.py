@@ -100,6 +100,9 @@ class LocalStorage:
     def has_folder(self, prefix: str) -> bool:
         return os.path.isdir(self.path(prefix))
 
+    def make_folder(self, prefix: str) -> None:
+        self._make_parent(prefix)
+
     def move(self, name: str, target: str) -> None:
         self.check_lock()
         self._make_parent(target)

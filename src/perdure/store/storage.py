@@ -133,8 +133,11 @@ class FolderStorage(Protocol):
     """A `Storage` that can tell an empty prefix from one that is not there."""
 
     def has_folder(self, prefix: str) -> bool:
-        """Whether there is a directory for `prefix`."""
+        """Whether there is a directory for `prefix`, which ends in `/`."""
         ...
+
+    def make_folder(self, prefix: str) -> None:
+        """Make that directory if it is not there; durable on return."""
 
 
 def create_whole(storage: Storage, name: str, data: bytes) -> None:

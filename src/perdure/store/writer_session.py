@@ -18,7 +18,7 @@ from perdure.store.loading import list_steps
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.rollback import finish_moves
 from perdure.store.run_marker import encode_marker
-from perdure.store.storage import Storage
+from perdure.store.storage import FolderStorage, Storage
 
 
 class WriterSession:
@@ -58,7 +58,10 @@ class WriterSession:
                 self.marked = True
             names = (name.removeprefix(PACKS) for name in self._storage.list(PACKS))
             if why := lost_manifests(self._storage, names):
+                self.close()
                 raise SaveError(f"{why}. Nothing was changed.")
+            if isinstance(self._storage, FolderStorage):
+                self._storage.make_folder(MANIFESTS)
             for name in leftovers(self._storage):
                 self._storage.delete(name)
             finish_moves(self._storage)

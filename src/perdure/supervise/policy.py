@@ -110,9 +110,15 @@ def _no_progress(history: Sequence[AttemptRecord]) -> Decision | None:
 
 
 def _wait(history: Sequence[AttemptRecord]) -> float:
-    """No wait while there is progress; without progress 0, 1, 2, 4, ... seconds."""
+    """No wait while there is progress; without progress 0, 1, 2, 4, ... seconds.
+
+    A program that reports no steps, such as a loop without perdure, has made progress if its attempt
+    was not short.
+    """
     fruitless = 0
     for place, attempt in enumerate(reversed(history)):
+        if attempt.start is None and not attempt.stepped and attempt.seconds >= SHORT_S:
+            break
         earlier = [a.end for a in history[: len(history) - 1 - place] if a.end is not None]
         if attempt.stepped and (not earlier or (attempt.end or 0) > max(earlier)):
             break

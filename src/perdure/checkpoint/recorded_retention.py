@@ -1,0 +1,49 @@
+"""The rules of retention in a run directory (`retention.json`), for `perdure ls` and `RUN@best`.
+
+Nothing that deletes depends on the file: those rules are in the program that trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+import msgspec
+
+from perdure.checkpoint.retention import Retention
+from perdure.errors import StoreError
+from perdure.store import Storage
+from perdure.store.format import RETENTION
+
+
+@dataclass(frozen=True)
+class RecordedRetention:
+    """What the last writer of a run kept: `max_to_keep` (None for all) and its other rules."""
+
+    max_to_keep: int | None = None
+    retention: Retention = field(default_factory=Retention)
+
+
+def record_retention(storage: Storage, rules: RecordedRetention) -> None:
+    """Write the rules, unless they are there already; durable on return. For the writer.
+
+    Raises `OSError` if the storage fails.
+    """
+    data = msgspec.json.encode({"max_to_keep": rules.max_to_keep, **asdict(rules.retention)})
+    try:
+        if storage.read(RETENTION) == data + b"\n":
+            return
+    except FileNotFoundError:
+        pass
+    storage.replace(RETENTION, data + b"\n")
+
+
+def recorded_retention(storage: Storage) -> RecordedRetention | None:
+    """The rules of the last writer; None if none are recorded, or none that this version knows."""
+    try:
+        fields = msgspec.json.decode(storage.read(RETENTION), type=dict)
+        max_to_keep = fields.pop("max_to_keep")
+        return RecordedRetention(
+            msgspec.convert(max_to_keep, int | None), msgspec.convert(fields, Retention)
+        )
+    except (OSError, msgspec.MsgspecError, StoreError, KeyError):
+        return None

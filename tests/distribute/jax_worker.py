@@ -310,7 +310,9 @@ def main() -> None:
             except WorkerLostError as error:
                 answer({"lost": str(error)})
                 os._exit(0)
-        models = ("cnn", "nnx") if args.processes == 1 and devices < 8 else ("cnn",)
+        models: tuple[str, ...] = ("cnn",)
+        if args.processes == 1:  # `reduce` below is enough for eight devices
+            models = ("cnn", "nnx") if devices < 8 else ()
         out[str(devices)] = {model: train(strategy, model) for model in models}
         out["recipe"] = strategy.recipe(dataset())
         total = strategy.reduce(

@@ -26,7 +26,7 @@ from perdure.distribute.values import PerReplica
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 
 SEED, STEP = 5, 3
-IN_A_GROUP = 8
+IN_A_GROUP = 5
 # One group each; proof_distribute.py tries 25 in a group. Every group runs under print options that
 # hide most digits.
 SETTINGS: list[dict[str, Any]] = [

@@ -15,8 +15,8 @@ from perdure.cli.output import (
     table,
 )
 from perdure.errors import ArgumentError
-from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint
-from perdure.inspect.listing import age_text, checkpoint_json, listed, read_manifests
+from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint, read_manifests
+from perdure.inspect.listing import age_text, checkpoint_json, listed
 from perdure.store import Leaf
 from perdure.store.format import FORMAT
 

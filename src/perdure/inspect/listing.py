@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
-from perdure.inspect.address import Where, open_run
+from perdure.inspect.address import Where, open_run, read_manifests
 from perdure.inspect.tables import Shown, Table, printable, size_text
 from perdure.store import Run
 from perdure.store.format import seconds_of
@@ -102,23 +101,6 @@ def list_run(where: Where, *, now: float | None = None) -> RunListing:
     return RunListing(
         run.where, tuple(listed(run, manifests, now)), damaged, unread, tuple(set_aside)
     )
-
-
-def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
-    """The manifests of a run by step, and the errors of damaged and of unreadable ones."""
-    manifests: dict[int, Manifest] = {}
-    damaged: dict[int, str] = {}
-    unread: dict[int, str] = {}
-    for step in run.steps():
-        try:
-            manifests[step] = run.manifest(step)
-        except StepNotFoundError:  # deleted since it was listed
-            continue
-        except CorruptionError as error:
-            damaged[step] = str(error)
-        except UnreachableError as error:
-            unread[step] = str(error)
-    return manifests, damaged, unread
 
 
 def listed(

@@ -49,7 +49,7 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
     click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
     own, shared = size_text(row.own_nbytes), size_text(row.shared_nbytes)
-    click.echo(f"in packs     {own} of its own, {shared} shared with other checkpoints")
+    click.echo(f"in packs     deleting it frees {own}; {shared} stay, in packs of other checkpoints")
     click.echo(f"kept         {row.kept}")
     for field, value in sorted(manifest.recipe.items()):
         click.echo(f"recipe       {_short(field)} = {_short(value)}")

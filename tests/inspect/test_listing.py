@@ -72,8 +72,9 @@ def test_a_tree_of_a_part_and_of_few_levels() -> None:
     assert [node.path for node in tree(run, depth=0).nodes] == [""]
     with pytest.raises(ArgumentError):
         tree(run, leaves="nothing/*")
-    with pytest.raises(ArgumentError):
-        tree(run, depth=-1)
+    for depth in (-1, "1", 1.0):
+        with pytest.raises(ArgumentError, match="depth"):
+            tree(run, depth=depth)  # type: ignore[arg-type]
     with pytest.raises(StepNotFoundError):
         tree(f"{storage}@3" if isinstance(storage, str) else Run(MemoryStorage(), create=True))
 
@@ -82,11 +83,16 @@ def test_the_state_may_be_one_leaf_and_a_damaged_step_before_is_left_out(tmp_pat
     with Run(tmp_path, create=True) as run:
         for step in (1, 2):
             run.save(step, {"": array_leaf(np.full(3, float(step)))})
-    [node] = tree(tmp_path).nodes
+    whole = tree(tmp_path)
+    assert (whole.unread_before, "not known" in str(whole)) == ("", False)
+    [node] = whole.nodes
     assert (node.path, node.nbytes, node.shared_nbytes) == ("", 24, 0)
     manifest = tmp_path / "checkpoints" / "000000000001.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    assert tree(tmp_path).before is None
+    damaged = tree(tmp_path)
+    assert damaged.before is None
+    assert "000000000001.json" in damaged.unread_before
+    assert "what the step before has too is not known" in str(damaged)
     listing = list_run(tmp_path)
     assert [row.step for row in listing.checkpoints] == [2]
     assert listing.damaged.keys() == {1}

@@ -20,9 +20,6 @@ from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 
-Where = str | os.PathLike[str] | Storage | Run
-"""A run directory, or checkpoints of one: `RUN` or `RUN@...` as text, a path, or an open run."""
-
 FORMS = "RUN@STEP, RUN@latest, RUN@best:max:METRIC or RUN@best:min:METRIC"
 
 _STEPS = re.compile(r"(?P<run>.+)@(?P<which>latest|best|best:[^@/]*|\d+(?:,\d+)*)", re.DOTALL)
@@ -52,6 +49,10 @@ class StoredCheckpoint:
     def step(self) -> int:
         """Its step."""
         return self.manifest.step
+
+
+Where = str | os.PathLike[str] | Storage | Run | StoredCheckpoint
+"""A run directory, or checkpoints of one: `RUN` or `RUN@...` as text, a path, or an open one."""
 
 
 class Address(NamedTuple):
@@ -84,7 +85,7 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     Args:
         where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the newer
             of two equal ones), `RUN@best:min:METRIC`, or `RUN` alone for the newest. `RUN` is a path or
-            a URL and may have an `@` in it.
+            a URL and may have an `@` in it. An open checkpoint is returned as it is.
 
     Raises:
         NotARunError: There is no run directory.
@@ -94,6 +95,8 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
         UnreachableError: It cannot be read; with `@best` any manifest.
         ArgumentError: `where` names several checkpoints, or a best one without its metric.
     """
+    if isinstance(where, StoredCheckpoint):
+        return where
     address = find_run(where)
     steps = _steps(address)
     if len(steps) > 1:
@@ -106,6 +109,8 @@ def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
 
     Raises as `open_checkpoint` does. A run without a checkpoint is an error.
     """
+    if isinstance(where, StoredCheckpoint):
+        return [where]
     address = find_run(where)
     steps = _steps(address)
     if address.which is None:
@@ -138,6 +143,8 @@ def find_run(where: Where) -> Address:
     Raises:
         NotARunError: There is no run directory.
     """
+    if isinstance(where, StoredCheckpoint):
+        return Address(where.run, where.run.where, str(where.step))
     if isinstance(where, Run):
         return Address(where, where.where, None)
     if not isinstance(where, (str, os.PathLike)):

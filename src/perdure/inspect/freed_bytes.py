@@ -25,9 +25,9 @@ def freed_bytes(
 ) -> dict[int, tuple[int, int]]:
     """For each step, the bytes that deleting it alone frees, and those of its chunks that then stay.
 
-    `perdure prune` deletes a pack that no other checkpoint reads, and copies the needed chunks out of one
-    that is mostly unneeded. What it would free without a deletion does not count. Of several packs whose
-    chunks it would copy together, the copy is counted a few bytes too large.
+    `perdure prune` deletes a pack that no other checkpoint reads, and copies the needed chunks out of
+    one that is mostly unneeded. What it would free without a deletion does not count. It copies out of
+    several packs into one; here each has its own copy, which is a few bytes more.
 
     Args:
         manifests: The checkpoints of a run by step.

@@ -36,8 +36,8 @@ class ListedCheckpoint:
         nbytes: Bytes of its leaves.
         own_nbytes: Bytes on the storage that deleting this checkpoint alone frees, as `perdure prune`
             does it.
-        shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or others
-            in the same pack.
+        shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or
+            others in the same pack.
         fingerprint: Equal fingerprints are equal bits.
         metrics: Numbers by name; None stands for NaN and infinities.
         pinned: Whether it is pinned, which is recorded in the run directory.
@@ -178,7 +178,7 @@ def age_text(seconds: float) -> str:
 
 
 def _set_aside(run: Run) -> list[Manifest]:
-    """The readable manifests in quarantine: those of rollbacks, and of checkpoints with damaged packs."""
+    """The readable manifests in quarantine: of rollbacks, and of checkpoints with damaged packs."""
     manifests: list[Manifest] = []
     for name in run.quarantined():
         if name.endswith(".json"):

@@ -285,12 +285,12 @@ def test_sums_above_the_largest_float64_have_finite_means(tmp_path: Path) -> Non
     several = small(
         tmp_path / "run", [1.7e308, 1.0, np.inf, -1.7e308], [1.6e308, 2.0, 1.0, 1.7e308]
     )
-    average(several, tmp_path / "out")
+    average([several], tmp_path / "out")
     mean = load_checkpoint(tmp_path / "out")
     expected = [float((Fraction(1.7e308) + Fraction(1.6e308)) / 2), 1.5, math.inf, 0.0]
     assert mean["w"].tolist() == expected
     assert mean["z"].imag.tolist() == expected
-    apart = average(several, tmp_path / "apart", weights=[3, -2])  # a mean that no float64 is
+    apart = average([several], tmp_path / "apart", weights=[3, -2])  # a mean that no float64 is
     assert load_checkpoint(tmp_path / "apart")["w"][3] == -math.inf
     assert apart.manifest.step == 2
 
@@ -298,7 +298,7 @@ def test_sums_above_the_largest_float64_have_finite_means(tmp_path: Path) -> Non
 def test_very_large_and_very_small_weights(tmp_path: Path) -> None:
     several = small(tmp_path / "run", [1.0, 1e300], [2.0, 1e300])
     bits = {
-        average(several, tmp_path / str(n), weights=weights).manifest.fingerprint
+        average([several], tmp_path / str(n), weights=weights).manifest.fingerprint
         for n, weights in enumerate(([1, 1], [1e308, 1e308], [1e-310, 1e-310]))
     }
     assert len(bits) == 1
@@ -306,8 +306,9 @@ def test_very_large_and_very_small_weights(tmp_path: Path) -> None:
         main, ["average", several, "-o", str(tmp_path / "cli"), "--weights", "1e308,1e308"]
     )
     assert (done.exit_code, "1e+308" in done.output) == (0, True)
-    with pytest.raises(ArgumentError, match="sum is above 0"):
-        average(several, tmp_path / "no", weights=[1e308, -1e308])
+    for weights in ([1e308, -1e308], [10**400, 1], ["a", 1]):
+        with pytest.raises(ArgumentError, match="sum is above 0"):
+            average([several], tmp_path / "no", weights=weights)  # type: ignore[arg-type]
 
 
 def test_one_text_names_several_and_the_result_is_a_table(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
             f"weights: expected one for each of the {count} checkpoints, in their order, found "
             f"{len(weights)}."
         )
-    values = [float(weight) for weight in weights]
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError):  # no number, or an integer above every float64
+        values = [math.nan]
     if not all(map(math.isfinite, values)) or not math.fsum(scaled_weights(values)) > 0:
         raise ArgumentError(
             f"weights: expected finite numbers whose sum is above 0, found "

@@ -87,7 +87,8 @@ def average(
     """Average checkpoints into the new run directory `out`, whose only step is that of `like`.
 
     Floating-point and complex arrays are averaged: `sum(weight * value) / sum(weight)` in float64, in
-    the order of the steps, rounded once to the dtype of the leaf. All other leaves (integers, booleans,
+    the order of the steps, rounded once to the dtype of the leaf; infinite if the mean is above its
+    largest number. All other leaves (integers, booleans,
     Python scalars, random keys), and leaves that `leaves` does not select, are those of `like`, and so
     are the recipe and the random generators of each process. The result has one fingerprint, whatever
     the order of the arguments. It takes about 100 MiB of memory, whatever the size.
@@ -273,17 +274,20 @@ def _mean(
     from perdure.inspect.rounding import round_once
 
     real = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    is_wide = real.itemsize == 8  # numbers of other dtypes have no such sums
     scale = math.frexp(math.fsum(map(abs, weights)))[1]
+    added: np.ndarray[Any, Any] | None = None
+    small: Any = 0.0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        added: Any = 0.0
-        small: Any = 0.0
         for part, weight in zip(parts, weights, strict=True):
             values = part.view(real).astype(np.float64)
-            if real.itemsize == 8:
+            if is_wide:
                 small = small + values * math.ldexp(weight, -scale)
-            added = added + values * weight
+            values *= weight
+            added = values if added is None else np.add(added, values, out=added)
+        assert added is not None, "there are two sources or more"
         added /= total
-        if real.itemsize == 8:
+        if is_wide:
             small /= math.ldexp(total, -scale)
             added = np.where(np.isfinite(added), added, small)
     return round_once(added, real).view(np.uint8).data

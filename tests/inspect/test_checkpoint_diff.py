@@ -295,6 +295,9 @@ def test_two_runs_are_compared_at_the_first_common_step_that_differs(tmp_path: P
     assert diff(*runs, leaves="same").equal
     assert diff(runs[0], runs[0]).common.startswith("all 4 common steps are equal")
     assert diff(f"{runs[0]}@1", f"{runs[1]}@1").equal
+    one = [save(tmp_path / name, 1, {"w": np.full(3, float(name))}) for name in ("1", "2")]
+    assert diff(*one).common == "of 1 common step (1), 0 before this one are equal"
+    assert diff(one[0], one[0]).common == "the only common step is equal"
     other = save(tmp_path / "c", 9, {"w": np.ones(3)})
     with pytest.raises(StepNotFoundError) as caught:
         diff(runs[0], other)
@@ -421,6 +424,11 @@ def test_differences_above_the_largest_float64() -> None:
     leaf = changed(np.array([1e308, 3.0]), np.array([-1e308, 3.0]))
     assert (leaf.max_abs, leaf.max_rel, leaf.rel_norm) == (math.inf, 2, 2)
     assert leaf.cosine == -1
+    tiny = math.ulp(0.0)
+    leaf = changed(np.array([1e308, tiny]), np.array([1e308 * 0.9, 3 * tiny]))
+    assert leaf.max_rel == 2 / 3
+    leaf = changed(np.array([1.7e308, tiny]), np.array([-0.2e308, 2 * tiny]))
+    assert leaf.max_rel == pytest.approx(1.9 / 1.7, rel=1e-15)
     leaf = changed(np.array([1.5e308, 3.0]), np.array([-0.5e308, 4.0]))
     assert (leaf.max_abs, leaf.max_rel) == (math.inf, 4 / 3)
     assert leaf.rel_norm == pytest.approx(4 / 3, rel=1e-15)

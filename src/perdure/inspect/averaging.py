@@ -110,10 +110,7 @@ def average(
         StepNotFoundError, CorruptionError, UnreachableError: A checkpoint cannot be read.
         SaveError: `out` cannot be written to.
     """
-    if isinstance(checkpoints, (str, os.PathLike, Run, StoredCheckpoint)):
-        checkpoints = [checkpoints]
-    found = [one for where in checkpoints for one in open_checkpoints_at(where)]
-    sources, method = _weighted(found, weights, ema, schedule)
+    sources, method = _weighted(_open_all(checkpoints), weights, ema, schedule)
     base = sources[-1][0] if like is None else open_checkpoint(like)
     opened = [checkpoint for checkpoint, _ in sources]
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
@@ -137,6 +134,14 @@ def average(
         return Averaged(
             run.where, manifest, tuple(sources), tuple(averaged), tuple(equal), tuple(taken), base
         )
+
+
+def _open_all(
+    checkpoints: str | os.PathLike[str] | Run | StoredCheckpoint | Iterable[Where],
+) -> list[StoredCheckpoint]:
+    if isinstance(checkpoints, (str, os.PathLike, Run, StoredCheckpoint)):
+        checkpoints = [checkpoints]
+    return [one for where in checkpoints for one in open_checkpoints_at(where)]
 
 
 def _origin(

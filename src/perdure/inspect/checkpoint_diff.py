@@ -26,6 +26,7 @@ from perdure.inspect.leaf_reader import (
 )
 from perdure.inspect.manifest_file import Availability, is_manifest_file, open_manifest_file
 from perdure.inspect.renames import likely_renames
+from perdure.inspect.tables import counted
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
@@ -44,11 +45,11 @@ def diff(
 
     Args:
         first, second: As for `open_checkpoint`; two runs without `@` are compared at the first common
-            step whose states differ, or at the last common one. For `git difftool` the path of a
-            manifest file is accepted too, and the null device (`os.devnull`) for no checkpoint.
+            step whose states differ, or at the last common one. For `git difftool` also the path of a
+            manifest file, and `os.devnull` for no checkpoint.
         leaves: Only the leaves that these patterns select on either side.
-        also_look_in: For manifest files: paths of files whose run directories may have the chunks.
-            Leaves whose chunks are in none of them are compared by their hashes.
+        also_look_in: For manifest files: paths of files whose run directories may have the chunks,
+            without which leaves are compared by their hashes.
 
     Raises:
         StepNotFoundError: The runs have no step in common, or there is no such checkpoint.
@@ -67,10 +68,7 @@ def diff(
     differing = [pair for pair in both if not _same(*pair)]
     available = Availability(a), Availability(b)
     changed, read = _compare((a, b), differing, available)
-    only = (
-        [leaf for path, leaf in ours.items() if path not in theirs],
-        [leaf for path, leaf in theirs.items() if path not in ours],
-    )
+    only = _missing_in(theirs, ours), _missing_in(ours, theirs)
     renames, sampled = likely_renames(
         a, only[0], b, only[1], lambda side, leaf: available[side].has(leaf)
     )
@@ -153,11 +151,12 @@ def _opened(
         a, b = (checkpoint_at(address.run, step, address.given) for address in addresses)
         ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
         if ours.keys() != theirs.keys() or not all(_same(ours[p], theirs[p]) for p in ours):
-            found = (
-                f"of {len(common)} common steps ({steps_text(common)}), {before} before this one"
-            )
-            return a, b, f"{found} are equal"
+            found = f"{counted(len(common), 'common step', 'common steps')} ({steps_text(common)})"
+            verb = "is" if before == 1 else "are"
+            return a, b, f"of {found}, {before} before this one {verb} equal"
     a, b = (checkpoint_at(address.run, common[-1], address.given) for address in addresses)
+    if len(common) == 1:
+        return a, b, "the only common step is equal"
     return a, b, f"all {len(common)} common steps are equal; the last one is shown"
 
 
@@ -167,6 +166,11 @@ def _leaves(manifest: Manifest, selection: Selection | None) -> dict[str, LeafEn
         for leaf in manifest.leaves
         if selection is None or selection.matches(leaf.path)
     }
+
+
+def _missing_in(side: Mapping[str, LeafEntry], other: Mapping[str, LeafEntry]) -> list[LeafEntry]:
+    """The leaves of the other side that `side` lacks."""
+    return [leaf for path, leaf in other.items() if path not in side]
 
 
 def _paths(checkpoint: StoredCheckpoint) -> list[str]:

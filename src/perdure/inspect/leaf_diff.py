@@ -16,14 +16,7 @@ from perdure.inspect.elements import (
     parts_dtype,
     ulp_distance,
 )
-from perdure.inspect.fixed_order import (
-    ScaledSum,
-    blocks,
-    exponent_of,
-    ratio,
-    root_ratio,
-    times_power,
-)
+from perdure.inspect.fixed_order import ScaledSum, blocks, exponent_of, ratio, root_ratio
 from perdure.inspect.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
 from perdure.store.manifest import LeafEntry
 
@@ -175,13 +168,14 @@ class Comparison:
             halvings = 0
             with np.errstate(over="ignore", under="ignore"):
                 distance = b - a
-                if not np.isfinite(distance).all():  # above the largest float64
-                    halvings, a, b = 1, a / 2, b / 2
-                    distance = b - a
                 relative = np.abs(distance)
-                largest = times_power(float(relative.max()), halvings)
+                largest = float(relative.max())
                 larger = np.maximum(np.abs(a), np.abs(b))
                 relative /= np.where(larger > 0, larger, 1.0)
+                if largest == math.inf:  # a distance above the largest float64
+                    halvings, distance = 1, b / 2 - a / 2
+                    halves = np.abs(distance) / np.where(larger > 0, larger / 2, 1.0)
+                    relative = np.where(np.isfinite(relative), relative, halves)
             self._rel = max(self._rel or 0.0, float(relative.max()))
             squares = ScaledSum()
             squares.add(distance, distance)

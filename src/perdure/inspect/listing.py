@@ -180,7 +180,10 @@ def age_text(seconds: float) -> str:
 def _set_aside(run: Run) -> list[Manifest]:
     """The readable manifests in quarantine: of rollbacks, and of checkpoints with damaged packs."""
     manifests: list[Manifest] = []
-    for name in run.quarantined():
+    names: list[str] = []
+    with suppress(OSError):
+        names = run.quarantined()
+    for name in names:
         if name.endswith(".json"):
             with suppress(StoreError, OSError):
                 manifests.append(decode_manifest(run.storage.read(name), name, None))

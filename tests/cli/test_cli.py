@@ -129,6 +129,25 @@ def test_verify_says_what_is_damaged_and_what_a_restore_would_take(run: Path) ->
     assert (document["ok"], document["good"], document["bad"]) == (False, [10], [20])
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_verify_of_checkpoints_without_a_whole_marker_finds_damage(
+    run: Path, damaged: bool
+) -> None:
+    marker = run / "perdure.json"
+    marker.write_text("{") if damaged else marker.unlink()
+    result = perdure("verify", run)
+    assert (result.exit_code, "--repair" in result.output) == (1, True)
+    assert json.loads(perdure("verify", run, "--json").stdout)["kind"] == "CorruptionError"
+    assert perdure("verify", run, "--repair").exit_code == 0
+    assert perdure("verify", run).exit_code == 0
+
+
+def test_verify_takes_a_run_and_no_checkpoint(run: Path) -> None:
+    result = perdure("verify", f"{run}@10")
+    assert result.exit_code == 2
+    assert "Leave out @10" in result.output
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_path_that_is_no_run_is_wrong_usage(tmp_path: Path, command: str) -> None:
     for path in (tmp_path, tmp_path / "missing"):
@@ -176,7 +195,7 @@ def test_show_and_ls_print_no_raw_escapes_and_cut_long_values(tmp_path: Path) ->
     output = perdure("show", tmp_path).output
     assert "\\x1b[31m\\x1b]0;owned\\x07\\r\\n" in output  # visible, in one line
     assert "x" * 100 in output
-    assert "... (10004 characters)" in output
+    assert "... (10000 characters)" in output
     # JSON has all of it, in the escapes of JSON.
     document = json.loads(perdure("show", tmp_path, "--json").output)
     assert document["recipe"]["dataset"] == "y" * 10_000

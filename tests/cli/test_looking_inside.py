@@ -88,6 +88,21 @@ def test_a_difference_that_is_infinite_is_null_in_json(tmp_path: Path) -> None:
     assert (leaf["max_abs"], leaf["rel_norm"], leaf["cosine"]) == (1, None, None)
 
 
+def test_show_cuts_a_text_with_its_own_length_and_prints_once(tmp_path: Path) -> None:
+    with Run(tmp_path, create=True) as run:
+        run.save(1, {"n": scalar_leaf(10**400), "w": array_leaf(np.arange(2.0))})
+    shown = perdure("show", tmp_path).output
+    assert f"int {str(10**400)[:200]}... (401 characters)" in shown
+    assert "in 1 pack\n" in shown
+    read, write = os.pipe()
+    program = [sys.executable, "-m", "perdure.cli", "show", str(tmp_path)]
+    with os.fdopen(write, "wb") as end, subprocess.Popen(program, stdout=end) as process:
+        end.close()
+        with os.fdopen(read, "rb") as lines:
+            assert lines.read(1)  # as `head -1`: the first block, and no more
+        assert process.wait(120) == 0
+
+
 def test_show_takes_the_name_of_a_checkpoint(run: Path) -> None:
     for arguments in ((f"{run}@10",), (run, 10), (f"{run}@best:max:loss",)):
         result = perdure("show", *arguments)
@@ -95,7 +110,8 @@ def test_show_takes_the_name_of_a_checkpoint(run: Path) -> None:
         assert "step         10" in result.output
     assert "kept         the newest" in perdure("show", run).output
     document = json.loads(perdure("show", f"{run}@10", "--json").output)
-    assert (document["kept"], document["own_bytes"], document["bytes"]) == ("not recorded", 48, 74)
+    assert (document["kept"], document["own_bytes"], document["bytes"]) == ("not recorded", 0, 74)
+    assert "deleting it frees 0 B; 64 B stay" in perdure("show", f"{run}@10").output
     assert perdure("show", f"{run}@10", 10).exit_code == 2
 
 
@@ -107,7 +123,9 @@ def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> Non
         ("pinned", True),
         ("the newest", False),
     ]
-    assert [(row["own_bytes"], row["shared_bytes"]) for row in rows] == [(48, 16), (48, 16)]
+    # Step 20 reads model/b in the pack of step 10, so that the deletion of step 10 frees nothing.
+    packs = [pack.stat().st_size for pack in sorted((run / "packs").iterdir())]
+    assert [(row["own_bytes"], row["shared_bytes"]) for row in rows] == [(0, 64), (packs[1], 16)]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +189,24 @@ def test_git_difftool_compares_manifests(run: Path, tmp_path: Path) -> None:
     assert "20.0" in done.stdout
     assert "21.0" in done.stdout
     assert "only in A: name" in done.stdout
+    git("add", "-A")
+    git("commit", "-qm", "second")
+    done = git("difftool", "--no-prompt", "-x", command, "HEAD~1", "HEAD", "--", "checkpoints")
+    assert "21.0" in done.stdout  # the packs of both are in the run directory
+    for pack in (run / "packs").iterdir():
+        pack.unlink()
+    done = git("difftool", "--no-prompt", "-x", command, "HEAD~1", "HEAD", "--", "checkpoints")
+    assert "model/w: A float32[3,4], B float32[3,4]: values not read" in done.stdout
+    (run / "checkpoints" / "000000000010.json").unlink()
+    newest.rename(newest.with_name("000000000030.json"))
+    git("add", "-A")
+    done = git(
+        *("difftool", "--no-prompt", "--no-renames", "-x", command, "HEAD", "--", "checkpoints")
+    )
+    lines = done.stdout.splitlines()
+    assert "added: checkpoints/000000000030.json, 1 leaf" in lines
+    assert sum(line.startswith("removed: ") for line in lines) == 2
+    assert "perdure:" not in done.stderr
 
 
 def test_the_commands_load_numpy_only_where_they_compute(run: Path) -> None:

@@ -7,9 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perdure.errors import ArgumentError, CorruptionError, NotARunError, StepNotFoundError
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    NotARunError,
+    StepNotFoundError,
+    UnreachableError,
+)
 from perdure.inspect import open_checkpoint, open_checkpoints, open_run
-from perdure.store import Leaf, MemoryStorage, Run
+from perdure.store import Leaf, MemoryStorage, Run, repair
 
 METRICS = {10: {"loss": 0.5, "top@5": 0.5}, 20: {"loss": 0.25, "top@5": 0.25}, 30: {"loss": 0.25}}
 
@@ -100,5 +106,29 @@ def test_a_damaged_manifest_is_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError) as caught:
         open_checkpoint(f"{tmp_path}@20")
     assert "000000000020.json" in str(caught.value)
-    assert "perdure verify" in str(caught.value)
+    assert str(caught.value).count("perdure verify") == 1
     assert open_checkpoint(f"{tmp_path}@10").step == 10
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_best_of_a_run_with_a_damaged_manifest_is_not_known(tmp_path: Path, mode: str) -> None:
+    """Step 10 is the best and damaged: no other one is named in its place."""
+    write(tmp_path)
+    assert open_checkpoint(f"{tmp_path}@best:max:loss").step == 10
+    manifest = tmp_path / "checkpoints" / "000000000010.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.raises(CorruptionError) as caught:
+        open_checkpoint(f"{tmp_path}@best:{mode}:loss")
+    assert "checkpoints/000000000010.json" in str(caught.value)
+    assert "--repair" in str(caught.value)
+    assert open_checkpoint(f"{tmp_path}@30").step == 30  # a step by its number, and the newest
+    assert open_checkpoint(tmp_path).step == 30
+    with Run(tmp_path) as run:
+        repair(run)
+    assert open_checkpoint(f"{tmp_path}@best:max:loss").step == 30
+    manifest = tmp_path / "checkpoints" / "000000000020.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)  # an error of the environment, and no damage
+    with pytest.raises(UnreachableError) as unread:
+        open_checkpoint(f"{tmp_path}@best:{mode}:loss")
+    assert "checkpoints/000000000020.json" in str(unread.value)

@@ -274,6 +274,57 @@ def test_what_is_refused(run: str, tmp_path: Path) -> None:
     assert Run(out).steps() == [1]
 
 
+def small(directory: Path, *values: list[float]) -> str:
+    with Run(directory, create=True) as run:
+        for step, value in enumerate(values, 1):
+            run.save(step, flatten({"w": np.array(value), "z": np.array(value) * (1 + 1j)}))
+    return f"{directory}@{','.join(map(str, range(1, len(values) + 1)))}"
+
+
+def test_sums_above_the_largest_float64_have_finite_means(tmp_path: Path) -> None:
+    several = small(
+        tmp_path / "run", [1.7e308, 1.0, np.inf, -1.7e308], [1.6e308, 2.0, 1.0, 1.7e308]
+    )
+    average([several], tmp_path / "out")
+    mean = load_checkpoint(tmp_path / "out")
+    expected = [float((Fraction(1.7e308) + Fraction(1.6e308)) / 2), 1.5, math.inf, 0.0]
+    assert mean["w"].tolist() == expected
+    assert mean["z"].imag.tolist() == expected
+    apart = average([several], tmp_path / "apart", weights=[3, -2])  # a mean that no float64 is
+    assert load_checkpoint(tmp_path / "apart")["w"][3] == -math.inf
+    assert apart.manifest.step == 2
+
+
+def test_very_large_and_very_small_weights(tmp_path: Path) -> None:
+    several = small(tmp_path / "run", [1.0, 1e300], [2.0, 1e300])
+    bits = {
+        average([several], tmp_path / str(n), weights=weights).manifest.fingerprint
+        for n, weights in enumerate(([1, 1], [1e308, 1e308], [1e-310, 1e-310]))
+    }
+    assert len(bits) == 1
+    done = CliRunner().invoke(
+        main, ["average", several, "-o", str(tmp_path / "cli"), "--weights", "1e308,1e308"]
+    )
+    assert (done.exit_code, "1e+308" in done.output) == (0, True)
+    for weights in ([1e308, -1e308], [10**400, 1], ["a", 1]):
+        with pytest.raises(ArgumentError, match="sum is above 0"):
+            average([several], tmp_path / "no", weights=weights)  # type: ignore[arg-type]
+
+
+def test_one_text_names_several_and_the_result_is_a_table(tmp_path: Path) -> None:
+    several = small(tmp_path / "run", [1.0], [2.0])
+    made = average(several, tmp_path / "out")
+    assert [checkpoint.step for checkpoint, _ in made.sources] == [1, 2]
+    assert "2 leaves averaged" in made._repr_html_()
+    assert "<table>" in made._repr_html_()
+    opened = [checkpoint for checkpoint, _ in made.sources]
+    again = average(opened, tmp_path / "again")
+    assert again.manifest.fingerprint == made.manifest.fingerprint
+    for one in (Path(several.partition("@")[0]), Run(several.partition("@")[0]), opened[0]):
+        with pytest.raises(ArgumentError, match="found 1"):
+            average(one, tmp_path / "none")
+
+
 def test_damage_and_a_full_disk_leave_no_checkpoint(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +367,14 @@ def test_command(run: str, tmp_path: Path) -> None:
     document = json.loads(again.stdout)
     assert document["fingerprint"] == Run(tmp_path / "b").manifest(30).fingerprint
     assert [source["weight"] for source in document["sources"]] == ema_weights(3, 0.9)
-    assert command(f"{run}@10,20", "-o", out).exit_code == 1  # OUT has a checkpoint
+    (tmp_path / "file").touch()
+    for taken in (out, str(tmp_path / "file")):  # OUT has a checkpoint, or is no directory
+        assert command(f"{run}@10,20", "-o", taken).exit_code == 2
+    shown = CliRunner().invoke(main, ["show", out]).output
+    assert "origin       average (weights)" in shown
+    assert f"origin       {Run(run).where}@20, weight 2" in shown
+    assert f"origin       {Run(run).where}@30, all other leaves" in shown
+    one = command(f"{run}@10,20", "-o", str(tmp_path / "one"), "--leaves", "model/half")
+    assert "1 leaf averaged" in one.output
     assert command(f"{run}@11,20", "-o", str(tmp_path / "c")).exit_code == 2
     assert command(f"{run}@10,20", "-o", str(tmp_path / "c"), "--weights", "1,x").exit_code == 2

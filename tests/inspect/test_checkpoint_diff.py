@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 
 from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError
-from perdure.inspect import CheckpointDiff, LeafDiff, diff
+from perdure.inspect import (
+    CheckpointDiff,
+    LeafDiff,
+    diff,
+    open_checkpoint,
+    open_checkpoints,
+    open_run,
+    stats,
+)
+from perdure.inspect.address import checkpoint_at
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES
@@ -285,6 +295,9 @@ def test_two_runs_are_compared_at_the_first_common_step_that_differs(tmp_path: P
     assert diff(*runs, leaves="same").equal
     assert diff(runs[0], runs[0]).common.startswith("all 4 common steps are equal")
     assert diff(f"{runs[0]}@1", f"{runs[1]}@1").equal
+    one = [save(tmp_path / name, 1, {"w": np.full(3, float(name))}) for name in ("1", "2")]
+    assert diff(*one).common == "of 1 common step (1), 0 before this one are equal"
+    assert diff(one[0], one[0]).common == "the only common step is equal"
     other = save(tmp_path / "c", 9, {"w": np.ones(3)})
     with pytest.raises(StepNotFoundError) as caught:
         diff(runs[0], other)
@@ -341,14 +354,98 @@ def test_manifest_files_as_git_difftool_passes_them(tmp_path: Path) -> None:
     result = diff(old, run / manifest)
     assert (result.equal_leaves, len(result.changed), result.read_nbytes) == (1, 1, 0)
     assert "no longer in its run directory" in str(result.changed[0].problem)
+    assert result.changed[0].count == 3
     both = diff(tmp_path / "before" / manifest, run / manifest)
     assert (both.changed[0].problem, both.changed[0].max_abs) == (None, 1)
     assert diff(old, old, also_look_in=[run / manifest]).equal
-    with pytest.raises(ArgumentError):
-        diff(old, old)
+    alone = diff(
+        old, shutil.copy(run / manifest, tmp_path / "copy.json")
+    )  # no run directory at all
+    assert (alone.equal_leaves, alone.read_nbytes, alone.equal) == (1, 0, False)
+    [leaf] = alone.changed
+    assert (leaf.path, leaf.count, leaf.max_abs) == ("w", 3, None)
+    assert str(leaf.problem).startswith("values not read: no run directory")
+    assert diff(old, old).equal
     old.write_text("{}")
     with pytest.raises(CorruptionError):
         diff(old, run / manifest)
+
+
+def test_a_manifest_that_was_added_or_removed_is_one_line(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"w": np.ones(3), "n": 1})
+    manifest = tmp_path / "checkpoints" / "000000000001.json"
+    added, removed = diff(os.devnull, manifest), diff(manifest, os.devnull)
+    assert str(added) == f"added: {manifest}, 2 leaves"
+    assert str(removed) == f"removed: {manifest}, 2 leaves"
+    assert (added.only_second, removed.only_first) == (("n", "w"), ("n", "w"))
+    assert not added.equal
+    assert not removed.equal
+    assert str(diff(os.devnull, f"{tmp_path}@1", leaves="w")).endswith("@1, 1 leaf")
+    with pytest.raises(ArgumentError):
+        diff(os.devnull, manifest, leaves="nothing")
+    with Run(tmp_path / "empty", create=True) as run:
+        run.save(1, {})
+    assert not diff(tmp_path / "empty", os.devnull).equal  # a checkpoint without leaves is one, too
+
+
+def test_scalars_of_two_types_are_shown_with_their_types() -> None:
+    result = compare({"a": "1", "b": 1, "c": 2}, {"a": 1, "b": 1.0, "c": 3})
+    a, b, c = str(result).splitlines()[5:8]
+    assert "str 1  int 1" in a
+    assert "int 1  float 1.0" in b
+    assert "int" not in c
+    assert changed("1", 1).first_values == ("1", "1")
+
+
+def test_a_long_text_is_cut_once_with_its_own_length() -> None:
+    result = compare({"n": 10**400}, {"n": 10**400 + 1})
+    assert result.changed[0].first_values == (str(10**400), str(10**400 + 1))
+    assert str(result).count("... (401 characters)") == 2
+
+
+def test_a_complex_number_counts_as_its_parts() -> None:
+    """`NaN or inf` counts parts, and a finite part beside NaN is compared."""
+    first = np.array([complex(1, math.nan), 3 + 4j, complex(0, 1)])
+    second = np.array([complex(5, math.nan), 3 + 4j, complex(0, math.inf)])
+    leaf = changed(first, second)
+    assert (leaf.count, leaf.differing, leaf.not_finite) == (3, 2, 1)
+    assert (leaf.max_abs, leaf.max_rel) == (4, 0.8)
+    parts = [
+        np.array([value.real if np.isnan(value.imag) else 0, 3, 4])
+        for value in (first[0], second[0])
+    ]
+    a, b = parts
+    assert leaf.rel_norm == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-14)
+    scalar = changed(complex(1, 2), complex(1, 4))
+    assert (scalar.max_abs, scalar.max_rel, scalar.count) == (2, 0.5, 1)
+
+
+def test_differences_above_the_largest_float64() -> None:
+    leaf = changed(np.array([1e308, 3.0]), np.array([-1e308, 3.0]))
+    assert (leaf.max_abs, leaf.max_rel, leaf.rel_norm) == (math.inf, 2, 2)
+    assert leaf.cosine == -1
+    tiny = math.ulp(0.0)
+    leaf = changed(np.array([1e308, tiny]), np.array([1e308 * 0.9, 3 * tiny]))
+    assert leaf.max_rel == 2 / 3
+    leaf = changed(np.array([1.7e308, tiny]), np.array([-0.2e308, 2 * tiny]))
+    assert leaf.max_rel == pytest.approx(1.9 / 1.7, rel=1e-15)
+    leaf = changed(np.array([1.5e308, 3.0]), np.array([-0.5e308, 4.0]))
+    assert (leaf.max_abs, leaf.max_rel) == (math.inf, 4 / 3)
+    assert leaf.rel_norm == pytest.approx(4 / 3, rel=1e-15)
+
+
+def test_open_checkpoints_are_compared() -> None:
+    storage = save(MemoryStorage(), 1, {"w": np.zeros(3)})
+    save(storage, 2, {"w": np.ones(3)})
+    first, second = (open_checkpoint(Run(storage)) for _ in range(2))
+    assert diff(first, second).equal
+    old = checkpoint_at(Run(storage), 1)
+    assert [leaf.path for leaf in diff(old, first).changed] == ["w"]
+    assert [leaf.path for leaf in diff(old, Run(storage)).changed] == ["w"]
+    assert stats(old).rows[0].max == 0
+    assert [one.step for one in open_checkpoints(old)] == [1]
+    with pytest.raises(ArgumentError):
+        open_run(old)
 
 
 def test_the_order_of_the_sides_only_swaps_them() -> None:

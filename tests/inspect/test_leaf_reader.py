@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from perdure import inspect
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
 from perdure.inspect import (
     open_checkpoint,
@@ -156,6 +157,23 @@ def test_a_dtype_that_numpy_lacks_is_one_error_that_names_the_leaf() -> None:
 def test_a_name_that_means_something_else_to_numpy_is_no_dtype(dtype: str) -> None:
     with pytest.raises(UnsupportedLeafError):
         numpy_dtype(dtype)
+
+
+def test_the_other_function_is_named_for_an_array_and_for_a_scalar() -> None:
+    storage = MemoryStorage()
+    save(storage)
+    checkpoint = open_checkpoint(storage)
+    [array] = select_leaves(checkpoint, "a/float64")
+    [scalar] = select_leaves(checkpoint, "s/count")
+    with pytest.raises(UnsupportedLeafError, match="read_array") as of_array:
+        scalar_value(array)
+    with pytest.raises(UnsupportedLeafError, match="scalar_value") as of_scalar:
+        read_array(checkpoint, scalar)
+    assert "install" not in f"{of_array.value} {of_scalar.value}"
+
+
+def test_the_names_of_the_module_are_listed() -> None:
+    assert {*inspect.__all__} <= {*dir(inspect)}
 
 
 def test_damage_and_a_missing_pack_name_the_leaf_and_what_to_do(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ def test_depth_gives_a_row_for_each_branch() -> None:
     assert (whole.path, whole.norm) == ("", model.norm)
     with pytest.raises(ArgumentError):
         stats(storage, depth=-1)
+    with pytest.raises(ArgumentError, match="depth"):
+        stats(storage, depth="1")  # type: ignore[arg-type]
+    assert stats(storage, depth=np.int64(1)).rows == result.rows  # type: ignore[arg-type]
     with pytest.raises(ArgumentError):
         stats(storage, leaves="modle")
 

@@ -11,7 +11,7 @@ from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.inspect import list_run, tree
 from perdure.inspect.listing import age_text
 from perdure.state.leaf_values import array_leaf, scalar_leaf
-from perdure.store import MemoryStorage, Run
+from perdure.store import CollectPlan, MemoryStorage, PruneRequest, Run
 from perdure.store.format import CHUNK_BYTES, seconds_of
 
 
@@ -72,8 +72,9 @@ def test_a_tree_of_a_part_and_of_few_levels() -> None:
     assert [node.path for node in tree(run, depth=0).nodes] == [""]
     with pytest.raises(ArgumentError):
         tree(run, leaves="nothing/*")
-    with pytest.raises(ArgumentError):
-        tree(run, depth=-1)
+    for depth in (-1, "1", 1.0):
+        with pytest.raises(ArgumentError, match="depth"):
+            tree(run, depth=depth)  # type: ignore[arg-type]
     with pytest.raises(StepNotFoundError):
         tree(f"{storage}@3" if isinstance(storage, str) else Run(MemoryStorage(), create=True))
 
@@ -82,11 +83,16 @@ def test_the_state_may_be_one_leaf_and_a_damaged_step_before_is_left_out(tmp_pat
     with Run(tmp_path, create=True) as run:
         for step in (1, 2):
             run.save(step, {"": array_leaf(np.full(3, float(step)))})
-    [node] = tree(tmp_path).nodes
+    whole = tree(tmp_path)
+    assert (whole.unread_before, "not known" in str(whole)) == ("", False)
+    [node] = whole.nodes
     assert (node.path, node.nbytes, node.shared_nbytes) == ("", 24, 0)
     manifest = tmp_path / "checkpoints" / "000000000001.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    assert tree(tmp_path).before is None
+    damaged = tree(tmp_path)
+    assert damaged.before is None
+    assert "000000000001.json" in damaged.unread_before
+    assert "what the step before has too is not known" in str(damaged)
     listing = list_run(tmp_path)
     assert [row.step for row in listing.checkpoints] == [2]
     assert listing.damaged.keys() == {1}
@@ -99,9 +105,11 @@ def test_a_listing_has_shares_age_and_why_a_step_is_kept() -> None:
     now = seconds_of(run.manifest(3).created) + 7200.0
     listing = list_run(without_packs(storage), now=now)
     rows = {row.step: row for row in listing.checkpoints}
-    own = 8000  # the last chunk of the large leaf
-    for row in rows.values():
-        assert (row.own_nbytes, row.shared_nbytes) == (own, CHUNK_BYTES + 8000)
+    # Steps 2 and 3 read the pack of step 1, and their own has the last chunk of the large leaf.
+    assert (rows[1].own_nbytes, rows[1].shared_nbytes) == (0, CHUNK_BYTES + 16_000)
+    for step in (2, 3):
+        assert 8000 < rows[step].own_nbytes < 8000 + 4096  # and the index of the pack
+        assert rows[step].shared_nbytes == CHUNK_BYTES + 8000
     assert [row.kept for row in rows.values()] == ["pinned", "not recorded", "the newest"]
     assert [row.pinned for row in rows.values()] == [True, False, False]
     assert rows[3].age_s == 7200
@@ -110,14 +118,39 @@ def test_a_listing_has_shares_age_and_why_a_step_is_kept() -> None:
     assert "<table>" in listing._repr_html_()
 
 
-def test_own_bytes_are_what_a_deletion_frees() -> None:
-    storage = MemoryStorage()
-    run = make(storage)
-    before = sum(storage.size(name) for name in storage.list("packs/"))
-    [row] = [row for row in list_run(run).checkpoints if row.step == 2]
-    run.delete([2])
-    after = sum(storage.size(name) for name in storage.list("packs/"))
-    assert row.own_nbytes <= before - after < row.own_nbytes + 4096  # and the index of the pack
+def test_own_bytes_are_what_a_prune_of_that_checkpoint_frees() -> None:
+    """Of random runs, with packs that are shared, compacted, or held by a rollback."""
+    rng = np.random.default_rng(7)
+    seen = {"nothing": 0, "a part of a pack": 0, "a pack": 0}
+    for _ in range(30):
+        storage = MemoryStorage()
+        parts = [rng.integers(0, 256, int(rng.integers(100, 5000)), np.uint8) for _ in range(4)]
+        with Run(storage, create=True) as run:
+            for step in range(1, 6):
+                for n in range(4):
+                    if rng.random() < 0.4:
+                        parts[n] = rng.integers(0, 256, len(parts[n]), np.uint8)
+                run.save(step, {f"w{n}": array_leaf(part) for n, part in enumerate(parts)})
+            if rng.random() < 0.3:
+                run.rollback(4)
+            if rng.random() < 0.3:
+                run.delete([2])
+        rows = list_run(run).checkpoints
+        without = plan(run, frozenset())
+        for row in rows:
+            freed = plan(run, frozenset({row.step}))
+            copies = len({*freed.compact, *without.compact})
+            # Several packs are copied into one, which spares the frames of the others.
+            assert abs(freed.freed - without.freed - row.own_nbytes) <= 128 * max(0, copies - 1)
+            kind = "a pack" if freed.packs else "a part of a pack" if row.own_nbytes else "nothing"
+            seen[kind] += 1
+            if not freed.packs and not freed.compact:
+                assert row.shared_nbytes == row.nbytes
+    assert min(seen.values()) >= 5, seen
+
+
+def plan(run: Run, steps: frozenset[int]) -> CollectPlan:
+    return run.plan(PruneRequest(steps, compact_from=0, everywhere=True))
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_check_distinguishes_unreadable_from_damaged(
     result = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert result.exit_code == 1
     assert f"UNREAD  packs/{part}" in result.output
-    assert "1 checkpoints good, 1 damaged, 2 could not be read" in result.output
+    assert "1 checkpoint good, 1 damaged, 2 could not be read" in result.output
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair", "--json"])
     assert done.exit_code == 1, "what could not be read is still a problem"
     assert json.loads(done.output)["unread"] == [3, 4]

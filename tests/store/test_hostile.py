@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from helpers import make_leaves, repeated, run_on
 
-from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store import Leaf, MemoryStorage, Run, verify_run
+from perdure.errors import CorruptionError, FormatVersionError, UnsupportedLeafError
+from perdure.store import Leaf, MemoryStorage, Run, repair, verify_run
+from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, hash_bytes, manifest_name
 from perdure.store.manifest import Manifest, fingerprint
 from perdure.store.manifest_check import item_bytes
@@ -124,7 +125,10 @@ NONSENSE: dict[str, Callable[[Document], None]] = {
     "an empty shape of a full array": put("a/matrix", shape=[0, 5]),
     "a full shape of an empty array": put("a/none", shape=[1, 3]),
     "a dtype of other bytes": put("a/matrix", dtype="float32"),
-    "a dtype that nobody knows": put("a/matrix", dtype="O8"),
+    "a name that no dtype has": put("a/matrix", dtype="O8"),
+    "an unknown dtype of broken elements": put("a/matrix", dtype="posit16", shape=[7]),
+    "an unknown dtype of less than a byte": put("a/matrix", dtype="posit16", shape=[2**62]),
+    "an unknown dtype of no elements": put("a/matrix", dtype="posit16", shape=[0]),
     "a structured dtype": put("a/matrix", dtype="i1,i1"),
     "keys that do not fill their words": put("keys", shape=[5]),
     "keys without words": put("keys", shape=[0]),
@@ -201,6 +205,23 @@ def test_invalid_contents_under_a_correct_digest_are_damage(
     assert_damaged(storage)
 
 
+@pytest.mark.parametrize("dtype", ["posit16", "int24", "float80", "datetime64[us]", "weak:fixed8"])
+def test_an_unknown_dtype_is_no_damage(pristine: dict[str, bytes], dtype: str) -> None:
+    storage = copy_of(pristine)
+    before = Run(storage).load(STEP).leaves["a/matrix"]
+    changed = document(storage)
+    put("a/matrix", dtype=dtype)(changed)
+    seal(storage, changed)
+    assert verify_run(Run(storage)).ok
+    with Run(storage) as run:
+        assert repair(run).report.good == (STEP,)
+        assert run.quarantined() == []
+    leaf = Run(storage).load(STEP).leaves["a/matrix"]
+    assert (leaf.dtype, leaf.shape, bytes(leaf.data)) == (dtype, before.shape, bytes(before.data))
+    with pytest.raises(UnsupportedLeafError):
+        numpy_dtype(dtype)
+
+
 def assert_damaged(storage: MemoryStorage) -> None:
     report = verify_run(Run(storage))
     assert (report.good, report.bad, report.ok) == ((), (STEP,), False)
@@ -268,7 +289,8 @@ def assert_consistent(storage: MemoryStorage) -> None:
             count = 1
             for size in record.shape:
                 count *= size
-            assert len(leaf.data) == count * (item_bytes(record.dtype) or -1)
+            item = item_bytes(record.dtype) or len(leaf.data) // max(1, count)
+            assert len(leaf.data) == count * item
 
 
 VALUES: list[Any] = [

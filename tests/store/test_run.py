@@ -125,7 +125,7 @@ def test_a_missing_step_names_the_existing_ones(place: Path | MemoryStorage) -> 
     with run_on(place) as run:
         run.save(4, make_leaves(4))
         with pytest.raises(
-            StepNotFoundError, match="expected a checkpoint of step 5, found steps 4"
+            StepNotFoundError, match="expected a checkpoint of step 5, found step 4"
         ):
             run.load(5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from perdure.cli.output import document, json_option
+from perdure.errors import ArgumentError, StepExistsError
 from perdure.inspect import average, origin
 from perdure.inspect.average_weights import SCHEDULES
 
@@ -52,15 +53,18 @@ def command(
     of the newest of the checkpoints, or of --like. OUT has the step of that one, and its manifest
     says what it was made from.
     """
-    made = average(
-        checkpoints,
-        out,
-        weights=weights,
-        ema=ema,
-        schedule=schedule,
-        leaves=leaves or None,
-        like=like,
-    )
+    try:
+        made = average(
+            checkpoints,
+            out,
+            weights=weights,
+            ema=ema,
+            schedule=schedule,
+            leaves=leaves or None,
+            like=like,
+        )
+    except StepExistsError as error:  # OUT is not empty: wrong usage, as if it held other files
+        raise ArgumentError(str(error)) from error
     manifest = made.manifest
     if as_json:
         document(
@@ -75,10 +79,4 @@ def command(
             }
         )
         return
-    for checkpoint, weight in made.sources:
-        click.echo(f"{checkpoint.name}  weight {weight:.12g}")
-    click.echo(
-        f"{len(made.averaged)} leaves averaged, {len(made.equal)} equal in all, {len(made.taken)} "
-        f"taken from {made.like.name}"
-    )
-    click.echo(f"{out} starts at step {manifest.step}, fingerprint {manifest.fingerprint}")
+    click.echo(str(made))

@@ -27,8 +27,9 @@ def command(
     """
     from perdure.inspect.checkpoint_diff import diff
 
-    merged = os.environ.get("MERGED")  # the path in the work tree, of `git difftool`
-    result = diff(first, second, leaves=leaves or None, also_look_in=[merged] if merged else [])
+    # The path in the work tree, as `git difftool` has it for a configured tool, and for `-x`.
+    paths = [path for name in ("MERGED", "BASE") if (path := os.environ.get(name))]
+    result = diff(first, second, leaves=leaves or None, also_look_in=paths)
     if as_json:
         document(result.as_dict())
     else:

@@ -23,10 +23,11 @@ from perdure.store import Run
 def command(ctx: click.Context, run: str, as_json: bool) -> None:
     """List the checkpoints of the run directory RUN, oldest first.
 
-    "own" are the bytes in packs that no other checkpoint reads, "shared" the others. "kept" says why a
-    checkpoint is there, if the run directory records that: it is pinned, or it is the newest, which
-    is never deleted. The rules of a retention are in the program that trains; `perdure prune --dry-run`
-    shows what rules would keep.
+    "own" are the bytes that deleting this checkpoint alone frees, as `perdure prune` does it; "shared"
+    those of its chunks that stay then, because other checkpoints need them or others in the same pack.
+    "kept" says why a checkpoint is there, if the run directory records that: it is pinned, or it is
+    the newest, which is never deleted. The rules of a retention are in the program that trains;
+    `perdure prune --dry-run` shows what rules would keep.
     """
     listing = list_run(run)
     if as_json:

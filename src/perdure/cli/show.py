@@ -12,13 +12,15 @@ from perdure.cli.output import (
     json_option,
     printable,
     size_text,
-    table,
 )
 from perdure.errors import ArgumentError
-from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint
-from perdure.inspect.listing import age_text, checkpoint_json, listed, read_manifests
-from perdure.store import Leaf
+from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint, read_manifests
+from perdure.inspect.leaf_tree import value_text
+from perdure.inspect.listing import age_text, checkpoint_json, listed
+from perdure.inspect.origins import origin_lines
+from perdure.inspect.tables import Table, counted
 from perdure.store.format import FORMAT
+from perdure.store.manifest import LeafEntry, Manifest
 
 
 @click.command("show")
@@ -43,29 +45,47 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     if as_json:
         document({**checkpoint_json(row), **msgspec.to_builtins(manifest)})
         return
-    click.echo(f"step         {manifest.step}")
-    click.echo(f"created      {manifest.created} ({age_text(row.age_s)} ago)")
-    click.echo(f"fingerprint  {manifest.fingerprint}")
-    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
-    click.echo(f"size         {size_text(manifest.nbytes)}{stored} in {len(manifest.packs)} packs")
-    own, shared = size_text(row.own_nbytes), size_text(row.shared_nbytes)
-    click.echo(f"in packs     {own} of its own, {shared} shared with other checkpoints")
-    click.echo(f"kept         {row.kept}")
-    for field, value in sorted(manifest.recipe.items()):
-        click.echo(f"recipe       {_short(field)} = {_short(value)}")
-    for name, metric in sorted(manifest.metrics.items()):
-        click.echo(f"metric       {_short(name)} = {'not finite' if metric is None else metric}")
-    click.echo("")
-    rows = [
+    # One text, so that a reader who takes the first lines (`| head`) makes nothing fail.
+    lines = [
+        f"step         {manifest.step}",
+        f"created      {manifest.created} ({age_text(row.age_s)} ago)",
+        f"fingerprint  {manifest.fingerprint}",
+        f"size         {_size(manifest)}",
         (
-            _short(leaf.path),
-            _short(Leaf(leaf.dtype, leaf.shape, memoryview((leaf.text or "").encode())).describe()),
-            size_text(leaf.nbytes),
-            leaf.hashes()[0][:16] if leaf.hashes() else "",
-        )
-        for leaf in manifest.leaves
+            f"in packs     deleting it frees {size_text(row.own_nbytes)}; "
+            f"{size_text(row.shared_nbytes)} stay, in packs of other checkpoints"
+        ),
+        f"kept         {row.kept}",
+        *(f"origin       {_short(line)}" for line in origin_lines(manifest)),
+        *(f"recipe       {_short(k)} = {_short(v)}" for k, v in sorted(manifest.recipe.items())),
+        *(
+            f"metric       {_short(name)} = {'not finite' if metric is None else metric}"
+            for name, metric in sorted(manifest.metrics.items())
+        ),
+        "",
+        str(
+            Table(
+                ("leaf", "value", "size", "first chunk"), [_row(leaf) for leaf in manifest.leaves]
+            )
+        ),
     ]
-    table(("leaf", "value", "size", "first chunk"), rows)
+    click.echo("\n".join(lines))
+
+
+def _size(manifest: Manifest) -> str:
+    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
+    return (
+        f"{size_text(manifest.nbytes)}{stored} in {counted(len(manifest.packs), 'pack', 'packs')}"
+    )
+
+
+def _row(leaf: LeafEntry) -> tuple[str, ...]:
+    return (
+        _short(leaf.path),
+        value_text(leaf.dtype, leaf.shape, leaf.text, VALUE_CHARACTERS),
+        size_text(leaf.nbytes),
+        leaf.hashes()[0][:16] if leaf.hashes() else "",
+    )
 
 
 def _short(value: object) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text
+from perdure.errors import CorruptionError, NotARunError
+from perdure.inspect.address import open_run
+from perdure.inspect.tables import counted
 from perdure.store import Run, VerifyReport, repair, verify_run
+from perdure.store.contents import committed_steps
+from perdure.store.urls import open_storage
 
 
 @click.command("verify")
@@ -25,7 +31,7 @@ def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> Non
     checkpoints that can be restored are reported. What cannot be read (no permission, a disk error)
     is reported as UNREAD and stays where it is. Exits with 1 if anything is damaged or unread.
     """
-    opened = Run(run, repair=do_repair)
+    opened = _open(run, do_repair)
     actions: tuple[str, ...] = ()
     if do_repair:
         with opened:
@@ -42,6 +48,19 @@ def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> Non
     ctx.exit(0 if report.ok else 1)
 
 
+def _open(where: str, do_repair: bool) -> Run:
+    """Open the run directory; a marker that is missing beside checkpoints is damage."""
+    try:
+        return Run(where, repair=do_repair)
+    except NotARunError as error:
+        with suppress(NotARunError):
+            open_run(where)  # raises another error for the name of a checkpoint
+        with suppress(OSError):
+            if committed_steps(open_storage(where)):
+                raise CorruptionError(str(error)) from error
+        raise
+
+
 def _print(report: VerifyReport, do_repair: bool) -> None:
     for problem in report.problems:
         kind = "UNREAD" if problem.unread else "DAMAGED" if problem.harmful else "note"
@@ -52,9 +71,10 @@ def _print(report: VerifyReport, do_repair: bool) -> None:
         else ""
     )
     unread = f", {len(report.unread)} could not be read" if report.unread else ""
+    good = counted(len(report.good), "checkpoint", "checkpoints")
     click.echo(
-        f"{len(report.good)} checkpoints good, {len(report.bad)} damaged{unread}; "
-        f"{report.chunks} chunks, {size_text(report.nbytes)} read{decoded}"
+        f"{good} good, {len(report.bad)} damaged{unread}; "
+        f"{counted(report.chunks, 'chunk', 'chunks')}, {size_text(report.nbytes)} read{decoded}"
     )
     if report.bad or report.unread or do_repair:
         newest = max(report.good, default=None)

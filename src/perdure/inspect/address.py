@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from perdure.errors import ArgumentError, CorruptionError, NotARunError, StepNotFoundError
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    NotARunError,
+    StepNotFoundError,
+    UnreachableError,
+)
 from perdure.store import Run
-from perdure.store.format import steps_text
+from perdure.store.format import manifest_name, steps_text
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
-
-Where = str | os.PathLike[str] | Storage | Run
-"""A run directory, or checkpoints of one: `RUN` or `RUN@...` as text, a path, or an open run."""
 
 FORMS = "RUN@STEP, RUN@latest, RUN@best:max:METRIC or RUN@best:min:METRIC"
 
 _STEPS = re.compile(r"(?P<run>.+)@(?P<which>latest|best|best:[^@/]*|\d+(?:,\d+)*)", re.DOTALL)
 _BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
+
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class StoredCheckpoint:
     def step(self) -> int:
         """Its step."""
         return self.manifest.step
+
+
+Where = str | os.PathLike[str] | Storage | Run | StoredCheckpoint
+"""A run directory, or checkpoints of one: `RUN` or `RUN@...` as text, a path, or an open one."""
 
 
 class Address(NamedTuple):
@@ -76,15 +85,18 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     Args:
         where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the newer
             of two equal ones), `RUN@best:min:METRIC`, or `RUN` alone for the newest. `RUN` is a path or
-            a URL and may have an `@` in it.
+            a URL and may have an `@` in it. An open checkpoint is returned as it is.
 
     Raises:
         NotARunError: There is no run directory.
         StepNotFoundError: It holds no such checkpoint; the text names the nearest step.
-        CorruptionError: The manifest of the checkpoint is damaged.
-        UnreachableError: It cannot be read.
+        CorruptionError: The manifest of the checkpoint is damaged; with `@best` any manifest, because
+            the best checkpoint may be the damaged one.
+        UnreachableError: It cannot be read; with `@best` any manifest.
         ArgumentError: `where` names several checkpoints, or a best one without its metric.
     """
+    if isinstance(where, StoredCheckpoint):
+        return where
     address = find_run(where)
     steps = _steps(address)
     if len(steps) > 1:
@@ -97,6 +109,8 @@ def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
 
     Raises as `open_checkpoint` does. A run without a checkpoint is an error.
     """
+    if isinstance(where, StoredCheckpoint):
+        return [where]
     address = find_run(where)
     steps = _steps(address)
     if address.which is None:
@@ -114,8 +128,11 @@ def checkpoint_at(run: Run, step: int, given: str | None = None) -> StoredCheckp
 
 
 def with_advice(error: CorruptionError, run: Run) -> str:
-    """The text of an error for damage, with what to do about it."""
-    return f"{error} `perdure verify {run.where}` lists all damage; an older step may be whole."
+    """The text of an error for damage, with what to do about it; that of a manifest says so itself."""
+    text = str(error)
+    if "perdure verify" in text:
+        return text
+    return f"{text} `perdure verify {run.where}` lists all damage; an older step may be whole."
 
 
 def find_run(where: Where) -> Address:
@@ -126,6 +143,8 @@ def find_run(where: Where) -> Address:
     Raises:
         NotARunError: There is no run directory.
     """
+    if isinstance(where, StoredCheckpoint):
+        return Address(where.run, where.run.where, str(where.step))
     if isinstance(where, Run):
         return Address(where, where.where, None)
     if not isinstance(where, (str, os.PathLike)):
@@ -168,8 +187,25 @@ def _steps(address: Address) -> list[int]:
     return [_best(run, str(which))]
 
 
+def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
+    """The manifests of a run by step, and the errors of damaged and of unreadable ones."""
+    manifests: dict[int, Manifest] = {}
+    damaged: dict[int, str] = {}
+    unread: dict[int, str] = {}
+    for step in run.steps():
+        try:
+            manifests[step] = run.manifest(step)
+        except StepNotFoundError:  # deleted since it was listed
+            continue
+        except CorruptionError as error:
+            damaged[step] = str(error)
+        except UnreachableError as error:
+            unread[step] = str(error)
+    return manifests, damaged, unread
+
+
 def _best(run: Run, which: str) -> int:
-    manifests = run.contents().manifests
+    manifests, damaged, unread = read_manifests(run)
     names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
     held = f"the metrics of this run are {', '.join(names)}" if names else "this run has no metrics"
     parts = which.split(":", 2)
@@ -179,8 +215,20 @@ def _best(run: Run, which: str) -> int:
             f"high or low is good; expected @best:max:METRIC or @best:min:METRIC, found @{which}; "
             f"{held}."
         )
-    mode: Literal["max", "min"] = "max" if parts[1] == "max" else "min"
-    sign = 1.0 if mode == "max" else -1.0
+    if damaged or unread:
+        names = [manifest_name(step) for step in sorted(damaged | unread)]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        what_next = (
+            f"or set the damaged ones aside: `perdure verify {run.where} --repair`."
+            if damaged
+            else f"or remove the cause: {next(iter(unread.values()))}"
+        )
+        raise (CorruptionError if damaged else UnreachableError)(
+            f"{run.where}: expected to compare the metrics of all checkpoints, found manifests that "
+            f"cannot be read, of which one may be the best: {', '.join(names[:_MOST_NAMES])}{more}. "
+            f"Name a step, RUN@STEP, {what_next}"
+        )
+    sign = 1.0 if parts[1] == "max" else -1.0
     scores = [
         (sign * value, step)
         for step, manifest in manifests.items()

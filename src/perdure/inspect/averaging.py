@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
-from perdure.inspect.average_weights import checked_weights, ema_weights, schedule_weights
+from perdure.inspect.average_weights import (
+    checked_weights,
+    ema_weights,
+    scaled_weights,
+    schedule_weights,
+)
 from perdure.inspect.leaf_chunks import chunks_in_order, streamed
 from perdure.inspect.leaf_diff import describe
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
 from perdure.inspect.origins import ORIGIN, source_of
-from perdure.store import Storage
+from perdure.inspect.tables import Shown, Table, counted
+from perdure.store import Run, Storage
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.streamed_save import (
     StreamedLeaf,
@@ -35,8 +41,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class Averaged:
+@dataclass(frozen=True, repr=False)
+class Averaged(Shown):
     """What `average` made.
 
     Attributes:
@@ -57,9 +63,19 @@ class Averaged:
     taken: tuple[str, ...]
     like: StoredCheckpoint
 
+    def _blocks(self) -> list[str | Table]:
+        rows = [(checkpoint.name, format(weight, ".12g")) for checkpoint, weight in self.sources]
+        averaged = f"{counted(len(self.averaged), 'leaf', 'leaves')} averaged"
+        taken = f"{len(self.taken)} taken from {self.like.name}"
+        return [
+            Table(("checkpoint", "weight"), rows),
+            f"{averaged}, {len(self.equal)} equal in all, {taken}",
+            f"{self.run} starts at step {self.manifest.step}, fingerprint {self.manifest.fingerprint}",
+        ]
+
 
 def average(
-    checkpoints: Iterable[Where],
+    checkpoints: str | os.PathLike[str] | Run | StoredCheckpoint | Iterable[Where],
     out: str | os.PathLike[str] | Storage,
     *,
     weights: Sequence[float] | None = None,
@@ -71,13 +87,14 @@ def average(
     """Average checkpoints into the new run directory `out`, whose only step is that of `like`.
 
     Floating-point and complex arrays are averaged: `sum(weight * value) / sum(weight)` in float64, in
-    the order of the steps, rounded once to the dtype of the leaf. All other leaves (integers, booleans,
+    the order of the steps, rounded once to the dtype of the leaf; infinite if the mean is above its
+    largest number. All other leaves (integers, booleans,
     Python scalars, random keys), and leaves that `leaves` does not select, are those of `like`, and so
     are the recipe and the random generators of each process. The result has one fingerprint, whatever
     the order of the arguments. It takes about 100 MiB of memory, whatever the size.
 
     Args:
-        checkpoints: At least two checkpoints: `RUN@STEP`, or `RUN@100,200,300` for several.
+        checkpoints: At least two checkpoints: `RUN@100,200,300`, or several, as for `open_checkpoint`.
         out: An empty or missing directory.
         weights: One number for each checkpoint, in the order of `checkpoints`. They are divided by
             their sum.
@@ -93,8 +110,7 @@ def average(
         StepNotFoundError, CorruptionError, UnreachableError: A checkpoint cannot be read.
         SaveError: `out` cannot be written to.
     """
-    found = [one for where in checkpoints for one in open_checkpoints_at(where)]
-    sources, method = _weighted(found, weights, ema, schedule)
+    sources, method = _weighted(_open_all(checkpoints), weights, ema, schedule)
     base = sources[-1][0] if like is None else open_checkpoint(like)
     opened = [checkpoint for checkpoint, _ in sources]
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
@@ -118,6 +134,14 @@ def average(
         return Averaged(
             run.where, manifest, tuple(sources), tuple(averaged), tuple(equal), tuple(taken), base
         )
+
+
+def _open_all(
+    checkpoints: str | os.PathLike[str] | Run | StoredCheckpoint | Iterable[Where],
+) -> list[StoredCheckpoint]:
+    if isinstance(checkpoints, (str, os.PathLike, Run, StoredCheckpoint)):
+        checkpoints = [checkpoints]
+    return [one for where in checkpoints for one in open_checkpoints_at(where)]
 
 
 def _origin(
@@ -229,7 +253,7 @@ def _mean_leaves(
         read_elements(checkpoint, [table[path] for path in paths], ahead=ahead)
         for (checkpoint, _), table in zip(sources, tables, strict=True)
     ]
-    weights = [weight for _, weight in sources]
+    weights = scaled_weights([weight for _, weight in sources])
     total = math.fsum(weights)
 
     def mean_of(entry: LeafEntry) -> Iterator[memoryview]:
@@ -245,20 +269,32 @@ def _mean_leaves(
 def _mean(
     parts: Iterator[np.ndarray[Any, Any]], weights: list[float], total: float, dtype: np.dtype[Any]
 ) -> memoryview:
-    """`sum(weight * part) / total`, added from the first to the last; as bytes of `dtype`."""
+    """`sum(weight * part) / total`, added from the first to the last; as bytes of `dtype`.
+
+    Where the sum of numbers in float64 is above the largest one, it is that of numbers divided by a
+    power of two, which no mean with positive weights overflows.
+    """
     import numpy as np
 
     from perdure.inspect.rounding import round_once
 
     real = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    is_wide = real.itemsize == 8  # numbers of other dtypes have no such sums
+    scale = math.frexp(math.fsum(map(abs, weights)))[1]
+    added: np.ndarray[Any, Any] | None = None
+    small: Any = 0.0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        added: np.ndarray[Any, Any] | None = None
         for part, weight in zip(parts, weights, strict=True):
             values = part.view(real).astype(np.float64)
+            if is_wide:
+                small = small + values * math.ldexp(weight, -scale)
             values *= weight
             added = values if added is None else np.add(added, values, out=added)
         assert added is not None, "there are two sources or more"
         added /= total
+        if is_wide:
+            small /= math.ldexp(total, -scale)
+            added = np.where(np.isfinite(added), added, small)
     return round_once(added, real).view(np.uint8).data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,16 +15,18 @@ from perdure.inspect.address import (
     find_run,
     open_checkpoint,
 )
-from perdure.inspect.diff_result import CheckpointDiff, FieldDiff
+from perdure.inspect.diff_result import NOTHING, CheckpointDiff, FieldDiff
 from perdure.inspect.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
 from perdure.inspect.leaf_reader import (
     element_dtype,
+    element_shape,
     is_scalar,
     read_elements,
     refuse_unused,
 )
 from perdure.inspect.manifest_file import Availability, is_manifest_file, open_manifest_file
 from perdure.inspect.renames import likely_renames
+from perdure.inspect.tables import counted
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
@@ -42,10 +45,11 @@ def diff(
 
     Args:
         first, second: As for `open_checkpoint`; two runs without `@` are compared at the first common
-            step whose states differ, or at the last common one. The path of a manifest file is accepted
-            too, for `git difftool`.
+            step whose states differ, or at the last common one. For `git difftool` also the path of a
+            manifest file, and `os.devnull` for no checkpoint.
         leaves: Only the leaves that these patterns select on either side.
-        also_look_in: For manifest files: paths of files whose run directories may have the chunks.
+        also_look_in: For manifest files: paths of files whose run directories may have the chunks,
+            without which leaves are compared by their hashes.
 
     Raises:
         StepNotFoundError: The runs have no step in common, or there is no such checkpoint.
@@ -54,6 +58,8 @@ def diff(
         StoreError: As `open_checkpoint`.
     """
     selection = None if leaves is None else Selection(leaves)
+    if _is_nothing(first) or _is_nothing(second):
+        return _one_sided(first, second, selection, also_look_in)
     a, b, common = _opened(first, second, selection, also_look_in)
     ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
     if selection is not None:
@@ -62,10 +68,7 @@ def diff(
     differing = [pair for pair in both if not _same(*pair)]
     available = Availability(a), Availability(b)
     changed, read = _compare((a, b), differing, available)
-    only = (
-        [leaf for path, leaf in ours.items() if path not in theirs],
-        [leaf for path, leaf in theirs.items() if path not in ours],
-    )
+    only = _missing_in(theirs, ours), _missing_in(ours, theirs)
     renames, sampled = likely_renames(
         a, only[0], b, only[1], lambda side, leaf: available[side].has(leaf)
     )
@@ -90,6 +93,34 @@ def diff(
     )
 
 
+def _is_nothing(where: Where) -> bool:
+    return isinstance(where, (str, os.PathLike)) and os.fspath(where) == NOTHING
+
+
+def _one_sided(
+    first: Where,
+    second: Where,
+    selection: Selection | None,
+    also_look_in: Sequence[str | os.PathLike[str]],
+) -> CheckpointDiff:
+    """The result for a checkpoint that one side lacks."""
+    is_added = _is_nothing(first)
+    checkpoint = _open_side(second if is_added else first, also_look_in)
+    paths = tuple(_leaves(checkpoint.manifest, selection))
+    if selection is not None:
+        refuse_unused(selection, _paths(checkpoint), checkpoint.name)
+    if is_added:
+        return CheckpointDiff(NOTHING, checkpoint.name, only_second=paths)
+    return CheckpointDiff(checkpoint.name, NOTHING, only_first=paths)
+
+
+def _open_side(where: Where, others: Sequence[str | os.PathLike[str]]) -> StoredCheckpoint:
+    """A checkpoint by the path of its manifest file, or by its name."""
+    if is_manifest_file(where):
+        return open_manifest_file(where, others)  # type: ignore[arg-type]
+    return open_checkpoint(where)
+
+
 def _opened(
     first: Where,
     second: Where,
@@ -98,14 +129,9 @@ def _opened(
 ) -> tuple[StoredCheckpoint, StoredCheckpoint, str]:
     """The two checkpoints to compare, and a sentence on the common steps of two runs."""
     if is_manifest_file(first) or is_manifest_file(second):
-        files = [where for where in (second, first) if is_manifest_file(where)]
-        opened = [
-            open_manifest_file(where, [*files, *also_look_in])  # type: ignore[arg-type,list-item]
-            if is_manifest_file(where)
-            else open_checkpoint(where)
-            for where in (first, second)
-        ]
-        return opened[0], opened[1], ""
+        others = [where for where in (second, first) if is_manifest_file(where)]
+        others += also_look_in
+        return _open_side(first, others), _open_side(second, others), ""  # type: ignore[arg-type]
     addresses = find_run(first), find_run(second)
     if any(address.which is not None for address in addresses):
         return open_checkpoint(first), open_checkpoint(second), ""
@@ -125,11 +151,12 @@ def _opened(
         a, b = (checkpoint_at(address.run, step, address.given) for address in addresses)
         ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
         if ours.keys() != theirs.keys() or not all(_same(ours[p], theirs[p]) for p in ours):
-            found = (
-                f"of {len(common)} common steps ({steps_text(common)}), {before} before this one"
-            )
-            return a, b, f"{found} are equal"
+            found = f"{counted(len(common), 'common step', 'common steps')} ({steps_text(common)})"
+            verb = "is" if before == 1 else "are"
+            return a, b, f"of {found}, {before} before this one {verb} equal"
     a, b = (checkpoint_at(address.run, common[-1], address.given) for address in addresses)
+    if len(common) == 1:
+        return a, b, "the only common step is equal"
     return a, b, f"all {len(common)} common steps are equal; the last one is shown"
 
 
@@ -139,6 +166,11 @@ def _leaves(manifest: Manifest, selection: Selection | None) -> dict[str, LeafEn
         for leaf in manifest.leaves
         if selection is None or selection.matches(leaf.path)
     }
+
+
+def _missing_in(side: Mapping[str, LeafEntry], other: Mapping[str, LeafEntry]) -> list[LeafEntry]:
+    """The leaves of the other side that `side` lacks."""
+    return [leaf for path, leaf in other.items() if path not in side]
 
 
 def _paths(checkpoint: StoredCheckpoint) -> list[str]:
@@ -162,7 +194,7 @@ def _compare(
     comparisons: dict[str, Comparison] = {}
     chunks: dict[str, list[int]] = {}
     for ours, theirs in pairs:
-        if difference := _without_reading(ours, theirs, sides, available):
+        if difference := _without_reading(ours, theirs, available):
             found[ours.path] = difference
             continue
         comparisons[ours.path] = Comparison(ours)
@@ -185,7 +217,6 @@ def _compare(
 def _without_reading(
     ours: LeafEntry,
     theirs: LeafEntry,
-    sides: tuple[StoredCheckpoint, StoredCheckpoint],
     available: tuple[Availability, Availability],
 ) -> LeafDiff | None:
     """The difference of a pair whose elements cannot be compared one by one."""
@@ -206,10 +237,11 @@ def _without_reading(
             problem = str(error)
         for side, leaf in enumerate((ours, theirs)):
             if not available[side].has(leaf):
-                problem = f"the chunks of {sides[side].name} are no longer in its run directory"
-    return (
-        LeafDiff(ours.path, describe(ours), describe(theirs), problem=problem) if problem else None
-    )
+                problem = f"values not read: {available[side].why_not}"
+    if not problem:
+        return None
+    count = math.prod(element_shape(ours))
+    return LeafDiff(ours.path, describe(ours), describe(theirs), count, problem=problem)
 
 
 def _recipes(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.inspect.leaf_diff import LeafDiff
 from perdure.inspect.renames import Rename
-from perdure.inspect.tables import Shown, Table, plain, printable, size_text
+from perdure.inspect.tables import Shown, Table, counted, plain, printable, size_text
+
+NOTHING = os.devnull
+"""The name of a side without a checkpoint, as git passes it for a file that was added or removed."""
 
 MOST_PATHS = 20
 _VALUE = 60
@@ -28,7 +32,7 @@ class CheckpointDiff(Shown):
     """What differs between two checkpoints.
 
     Attributes:
-        first, second: The names of both.
+        first, second: The names of both; `NOTHING` if there is none on that side.
         equal_leaves: Number of leaves with the same bits. No chunk of them was read.
         equal_nbytes: Their bytes.
         changed: Leaves on both sides whose bits, dtype or shape differ.
@@ -63,17 +67,24 @@ class CheckpointDiff(Shown):
     @property
     def equal(self) -> bool:
         """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
-        return not (self.changed or self.only_first or self.only_second or self.renames)
+        differs = self.changed or self.only_first or self.only_second or self.renames
+        return not (differs or NOTHING in (self.first, self.second))
 
     def as_dict(self) -> dict[str, Any]:
         """The differences for JSON."""
         return plain({"equal": self.equal, **asdict(self)})
 
     def _blocks(self) -> list[str | Table]:
+        for verb, name, other, paths in (
+            ("added", self.second, self.first, self.only_second),
+            ("removed", self.first, self.second, self.only_first),
+        ):
+            if other == NOTHING:
+                return [f"{verb}: {name}, {counted(len(paths), 'leaf', 'leaves')}"]
         blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]
         if self.common:
             blocks.append(self.common)
-        equal = _counted(self.equal_leaves, "leaf", "leaves")
+        equal = counted(self.equal_leaves, "leaf", "leaves")
         blocks.append(
             f"{equal} equal ({size_text(self.equal_nbytes)}), {len(self.changed)} differ; "
             f"{size_text(self.read_nbytes)} read"
@@ -102,7 +113,7 @@ class CheckpointDiff(Shown):
         ):
             blocks += _fields(title, fields)
         if self.process_leaves:
-            count = _counted(len(self.process_leaves), "leaf", "leaves")
+            count = counted(len(self.process_leaves), "leaf", "leaves")
             blocks.append(f"{count} of single processes (random generators) differ")
         if self.containers:
             blocks.append(f"containers differ at {', '.join(map(printable, self.containers[:5]))}")
@@ -118,7 +129,7 @@ def _figures(leaves: Sequence[LeafDiff]) -> Table:
             leaf.differing,
             leaf.count,
             f"[{','.join(map(str, leaf.first_index))}]" if leaf.first_index else "",
-            *(printable(text, _VALUE) for text in leaf.first_values or ("", "")),
+            *_values(leaf),
             leaf.max_ulp,
             leaf.max_abs,
             leaf.max_rel,
@@ -129,6 +140,14 @@ def _figures(leaves: Sequence[LeafDiff]) -> Table:
         for leaf in leaves
     ]
     return Table((*header, "cosine", "NaN or inf"), rows)
+
+
+def _values(leaf: LeafDiff) -> tuple[str, str]:
+    """The first elements that differ; of scalars of two types with the types: `str 1` and `int 1`."""
+    first, second = leaf.first_values or ("", "")
+    if leaf.first != leaf.second:
+        first, second = f"{leaf.first} {first}", f"{leaf.second} {second}"
+    return printable(first, _VALUE), printable(second, _VALUE)
 
 
 def _fields(title: str, fields: Sequence[FieldDiff]) -> list[str | Table]:
@@ -153,7 +172,3 @@ def _only(side: str, paths: Sequence[str]) -> list[str | Table]:
 
 def _likeness(cosine: float | None) -> str:
     return "the same bytes" if cosine is None else f"cosine {cosine:.6f}"
-
-
-def _counted(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"

@@ -18,7 +18,6 @@ from perdure.inspect.elements import (
 )
 from perdure.inspect.fixed_order import ScaledSum, blocks, exponent_of, ratio, root_ratio
 from perdure.inspect.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
-from perdure.inspect.tables import printable
 from perdure.store.manifest import LeafEntry
 
 Array = np.ndarray[Any, Any]
@@ -31,14 +30,15 @@ class LeafDiff:
     Attributes:
         path: The leaf.
         first, second: dtype and shape on both sides.
-        count: Elements of the leaf.
+        count: Elements of the leaf; of the first side if the shapes differ.
         compared: Those in chunks that differ; all others are equal, and were not read.
         differing: Elements whose bits differ. NaN equals NaN of the same bits; -0.0 is not 0.0.
         first_index: The place of the first of them.
         first_values: Their texts on both sides.
-        not_finite: Differing pairs with NaN or an infinity; the next five leave these out.
+        not_finite: Differing pairs with NaN or an infinity; the next five leave these out. In these six
+            figures a complex number counts as two numbers, its parts.
         max_ulp: The largest distance in units in the last place (see `elements.ulp_distance`).
-        max_abs: The largest absolute difference.
+        max_abs: The largest absolute difference; infinite if it is above the largest float64.
         max_rel: The largest of: absolute difference divided by the larger absolute value.
         rel_norm: The norm of the difference divided by the norm of the first side, both over the
             elements compared.
@@ -165,14 +165,21 @@ class Comparison:
         """Measure pairs that differ, in their own dtype and as float64."""
         largest: float | int = 0
         if a.size:
+            halvings = 0
             with np.errstate(over="ignore", under="ignore"):
                 distance = b - a
                 relative = np.abs(distance)
                 largest = float(relative.max())
                 larger = np.maximum(np.abs(a), np.abs(b))
                 relative /= np.where(larger > 0, larger, 1.0)
+                if largest == math.inf:  # a distance above the largest float64
+                    halvings, distance = 1, b / 2 - a / 2
+                    halves = np.abs(distance) / np.where(larger > 0, larger / 2, 1.0)
+                    relative = np.where(np.isfinite(relative), relative, halves)
             self._rel = max(self._rel or 0.0, float(relative.max()))
-            self._sums["dd"].add(distance, distance)
+            squares = ScaledSum()
+            squares.add(distance, distance)
+            self._sums["dd"].merge(squares.value, squares.exponent + 2 * halvings)
             if is_integer(x.dtype):
                 largest = integer_distance(x, y)
         self._abs = largest if self._abs is None else max(self._abs, largest)
@@ -185,11 +192,11 @@ class Comparison:
 def diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
     """How two scalars differ, of which at least one has another text or type."""
     values = scalar_value(first), scalar_value(second)
-    texts = printable(first.text or "", 60), printable(second.text or "", 60)
     types = {type(value) for value in values}
     measured = LeafDiff(first.path, "", "")
-    if types == {float}:
-        comparison = Comparison(LeafEntry(first.path, "float64"))
+    if types == {float} or types == {complex}:
+        dtype = "float64" if types == {float} else "complex128"
+        comparison = Comparison(LeafEntry(first.path, dtype))
         comparison.add(0, np.array([values[0]]), np.array([values[1]]))
         measured = comparison.result()
     elif types == {int}:
@@ -203,7 +210,7 @@ def diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
         compared=1,
         differing=1,
         first_index=(),
-        first_values=texts,
+        first_values=(first.text or "", second.text or ""),
     )
 
 

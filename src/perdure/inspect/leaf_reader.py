@@ -79,12 +79,15 @@ def is_scalar(entry: LeafEntry) -> bool:
 def scalar_value(entry: LeafEntry) -> Any:
     """The value of a scalar leaf: bool, int, float, complex, str, bytes or None.
 
-    Raises `UnsupportedLeafError` if this perdure does not know its type.
+    Raises `UnsupportedLeafError` if the leaf is an array, or this perdure does not know its type.
     """
     from perdure.state.leaf_values import plain_value  # takes long to import
 
     if entry.text is None:
-        raise _unknown(entry)
+        raise UnsupportedLeafError(
+            f"leaf {entry.path!r}: expected a scalar, found an array of dtype {entry.dtype!r}. Read it "
+            f"with `read_array`."
+        )
     try:
         return plain_value(Leaf(entry.dtype, (), memoryview(entry.text.encode())))
     except KeyError:
@@ -97,12 +100,15 @@ def element_dtype(entry: LeafEntry) -> np.dtype[Any]:
     A sub-byte type such as `int4` takes one byte an element, as in ml_dtypes.
 
     Raises:
-        UnsupportedLeafError: NumPy has no such dtype; the text names the leaf.
+        UnsupportedLeafError: NumPy has no such dtype, or the leaf is a scalar; the text names it.
     """
     if entry.dtype.startswith(KEY_PREFIX):
         return numpy_dtype("uint32")
     if entry.dtype.startswith(SCALAR_PREFIX):
-        raise _unknown(entry)
+        raise UnsupportedLeafError(
+            f"leaf {entry.path!r}: expected an array, found a scalar of type {entry.dtype!r}. Read it "
+            f"with `scalar_value`."
+        )
     try:
         return numpy_dtype(entry.dtype)
     except UnsupportedLeafError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.errors import ArgumentError, UnsupportedLeafError
+from perdure.errors import UnsupportedLeafError
 from perdure.inspect.address import Where, open_checkpoint
 from perdure.inspect.elements import as_float64, is_integer, parts_dtype
 from perdure.inspect.fixed_order import ScaledSum, block_sum, blocks, exponent_of, times_power
@@ -20,6 +20,7 @@ from perdure.inspect.leaf_reader import (
     scalar_value,
     select_leaves,
 )
+from perdure.inspect.leaf_tree import check_depth
 from perdure.inspect.tables import Shown, Table, plain, printable
 from perdure.store.manifest import LeafEntry
 
@@ -211,8 +212,7 @@ def stats(
         CorruptionError: A chunk is damaged, or its pack is missing.
         StoreError: As `open_checkpoint`.
     """
-    if depth is not None and depth < 0:
-        raise ArgumentError(f"depth: expected at least 0, found {depth}.")
+    check_depth(depth)
     checkpoint = open_checkpoint(where)
     rows: dict[str, Accumulator] = {}
     without: dict[str, str] = {}

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
-from perdure.errors import ArgumentError, StoreError
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.inspect.leaf_reader import select_leaves
-from perdure.inspect.tables import Shown, Table, printable, share_text, size_text
+from perdure.inspect.tables import Shown, Table, counted, printable, share_text, size_text
 from perdure.store.chunk_stream import chunk_size
+from perdure.store.format import SCALAR_PREFIX
 from perdure.store.manifest import LeafEntry, Manifest
 
 VALUE_CHARACTERS = 40
 """The text of a scalar is cut after so many characters in a tree."""
+
+
+def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
+    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
+    if text is not None:
+        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
+    return f"{dtype}[{','.join(map(str, shape or ()))}]"
 
 
 @dataclass(frozen=True)
@@ -44,10 +53,8 @@ class LeafTreeNode:
     def describe(self) -> str:
         """`float32[3,4]`, `int 7`, or the number of leaves of a branch."""
         if self.dtype is None:
-            return f"{self.leaves:,} {'leaf' if self.leaves == 1 else 'leaves'}"
-        if self.value is not None:
-            return f"{self.dtype.removeprefix('py:')} {printable(self.value, VALUE_CHARACTERS)}"
-        return f"{self.dtype}[{','.join(map(str, self.shape or ()))}]"
+            return counted(self.leaves, "leaf", "leaves")
+        return value_text(self.dtype, self.shape, self.value, VALUE_CHARACTERS)
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,11 +65,13 @@ class LeafTree(Shown):
         name: The checkpoint.
         before: The step before it in its run; None if there is none that can be read.
         nodes: Branches and leaves, each branch before what is below it.
+        unread_before: Why the step before it cannot be read; empty if there is none, or it can.
     """
 
     name: str
     before: int | None
     nodes: tuple[LeafTreeNode, ...]
+    unread_before: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The tree for JSON."""
@@ -71,6 +80,7 @@ class LeafTree(Shown):
         return {
             "checkpoint": self.name,
             "before": self.before,
+            "unread_before": self.unread_before,
             "nodes": [asdict(node) for node in self.nodes],
         }
 
@@ -91,7 +101,10 @@ class LeafTree(Shown):
             if node.shared_nbytes is not None:
                 row.append(share_text(node.shared_nbytes, node.nbytes))
             rows.append(row)
-        return [self.name, Table(header, rows)]
+        blocks: list[str | Table] = [self.name, Table(header, rows)]
+        if self.unread_before:
+            blocks.append(f"what the step before has too is not known: {self.unread_before}")
+        return blocks
 
 
 def tree(
@@ -108,26 +121,34 @@ def tree(
         ArgumentError: A pattern selects nothing, or `depth` is negative.
         StoreError: As `open_checkpoint`.
     """
-    if depth is not None and depth < 0:
-        raise ArgumentError(f"depth: expected at least 0, found {depth}.")
+    check_depth(depth)
     checkpoint = open_checkpoint(where)
     entries = select_leaves(checkpoint, leaves)
-    before = manifest_before(checkpoint)
+    before, unread = _manifest_before(checkpoint)
     held = None if before is None else contents_of(before)
     return LeafTree(
         checkpoint.name,
         None if before is None else before.step,
         tuple(_nodes(entries, held, depth)),
+        unread,
     )
 
 
-def manifest_before(checkpoint: StoredCheckpoint) -> Manifest | None:
-    """The manifest of the step before a checkpoint in its run; None if none can be read."""
+def check_depth(depth: object) -> None:
+    """Raise `ArgumentError` unless `depth` is None or an integer of at least 0."""
+    if depth is not None and (not isinstance(depth, SupportsIndex) or operator.index(depth) < 0):
+        raise ArgumentError(f"depth: expected an integer of at least 0, found {depth!r}.")
+
+
+def _manifest_before(checkpoint: StoredCheckpoint) -> tuple[Manifest | None, str]:
+    """The manifest of the step before a checkpoint in its run, or why it cannot be read."""
     earlier = [step for step in checkpoint.run.steps() if step < checkpoint.step]
     try:
-        return checkpoint.run.manifest(earlier[-1]) if earlier else None
-    except StoreError:
-        return None
+        return (checkpoint.run.manifest(earlier[-1]) if earlier else None), ""
+    except StepNotFoundError:  # deleted since it was listed
+        return None, ""
+    except StoreError as error:
+        return None, str(error)
 
 
 def contents_of(manifest: Manifest) -> set[object]:

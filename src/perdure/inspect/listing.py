@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perdure.errors import CorruptionError, StepNotFoundError, UnreachableError
-from perdure.inspect.address import Where, open_run
+from perdure.errors import StoreError
+from perdure.inspect.address import Where, open_run, read_manifests
+from perdure.inspect.freed_bytes import freed_bytes
 from perdure.inspect.tables import Shown, Table, printable, size_text
 from perdure.store import Run
 from perdure.store.format import seconds_of
 from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import decode_manifest
 
 NOT_RECORDED = "not recorded"
 """Why a checkpoint is kept, if the run directory does not say so: the rules of a retention are in the
 program that trains. `perdure prune --dry-run` applies rules that it is given."""
 
 _MOST_METRICS = 4
-_Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class ListedCheckpoint:
         age_s: Seconds since then by this machine's clock.
         leaves: Number of leaves.
         nbytes: Bytes of its leaves.
-        own_nbytes: Bytes in packs that no other checkpoint of the run reads; deleting it frees about so
-            much.
-        shared_nbytes: Bytes in packs that other checkpoints read too.
+        own_nbytes: Bytes on the storage that deleting this checkpoint alone frees, as `perdure prune`
+            does it.
+        shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or
+            others in the same pack.
         fingerprint: Equal fingerprints are equal bits.
         metrics: Numbers by name; None stands for NaN and infinities.
         pinned: Whether it is pinned, which is recorded in the run directory.
@@ -104,34 +106,15 @@ def list_run(where: Where, *, now: float | None = None) -> RunListing:
     )
 
 
-def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
-    """The manifests of a run by step, and the errors of damaged and of unreadable ones."""
-    manifests: dict[int, Manifest] = {}
-    damaged: dict[int, str] = {}
-    unread: dict[int, str] = {}
-    for step in run.steps():
-        try:
-            manifests[step] = run.manifest(step)
-        except StepNotFoundError:  # deleted since it was listed
-            continue
-        except CorruptionError as error:
-            damaged[step] = str(error)
-        except UnreachableError as error:
-            unread[step] = str(error)
-    return manifests, damaged, unread
-
-
 def listed(
     run: Run, manifests: Mapping[int, Manifest], now: float | None = None
 ) -> list[ListedCheckpoint]:
     """What `list_run` has on each of `manifests`, which are all readable ones of `run`."""
     now = time.time() if now is None else now
     pinned = run.pinned()
-    places = {step: _places(manifest) for step, manifest in manifests.items()}
-    readers = Counter(place for held in places.values() for place in held)
+    sizes = freed_bytes(manifests, _set_aside(run))
     rows = []
     for step, manifest in sorted(manifests.items()):
-        own = sum(size for place, size in places[step].items() if readers[place] == 1)
         reasons = ["pinned"] if step in pinned else []
         reasons += ["the newest"] if step == max(manifests) else []
         rows.append(
@@ -141,8 +124,7 @@ def listed(
                 now - seconds_of(manifest.created),
                 len(manifest.leaves),
                 manifest.nbytes,
-                own,
-                sum(places[step].values()) - own,
+                *sizes[step],
                 manifest.fingerprint,
                 manifest.metrics,
                 step in pinned,
@@ -195,13 +177,17 @@ def age_text(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def _places(manifest: Manifest) -> dict[_Place, int]:
-    """The chunks of a checkpoint by pack and offset, with their stored bytes."""
-    return {
-        (manifest.packs[chunk.pack].name, chunk.offset): chunk.length
-        for leaf in manifest.every_leaf()
-        for chunk in leaf.chunks
-    }
+def _set_aside(run: Run) -> list[Manifest]:
+    """The readable manifests in quarantine: of rollbacks, and of checkpoints with damaged packs."""
+    manifests: list[Manifest] = []
+    names: list[str] = []
+    with suppress(OSError):
+        names = run.quarantined()
+    for name in names:
+        if name.endswith(".json"):
+            with suppress(StoreError, OSError):
+                manifests.append(decode_manifest(run.storage.read(name), name, None))
+    return manifests
 
 
 def _metrics_text(metrics: Mapping[str, float | None]) -> str:

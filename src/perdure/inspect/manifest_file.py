@@ -1,7 +1,7 @@
 """A checkpoint by the path of its manifest file, as version control has it.
 
-`git difftool` compares two files, of which one may be a copy in a temporary directory. The chunks are
-looked for in the run directory around either file.
+`git difftool` compares two files, of which both may be copies in a temporary directory. The chunks are
+looked for in the run directory around either file; without one, leaves are compared by their hashes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from perdure.errors import ArgumentError, NotARunError
+from perdure.errors import NotARunError
 from perdure.inspect.address import StoredCheckpoint
-from perdure.store import Run
+from perdure.store import MemoryStorage, Run
 from perdure.store.failures import read_error
 from perdure.store.format import PACKS
 from perdure.store.manifest import LeafEntry
@@ -34,7 +34,6 @@ def open_manifest_file(
         others: Paths of other manifest files, whose run directory may have the chunks.
 
     Raises:
-        ArgumentError: Neither it nor one of `others` lies in a run directory.
         CorruptionError: The file is no manifest, or it is damaged.
         UnreachableError: It cannot be read.
     """
@@ -50,17 +49,24 @@ def open_manifest_file(
         except NotARunError:
             continue
         return StoredCheckpoint(run, manifest, str(path), is_loose=True)
-    raise ArgumentError(
-        f"{path}: expected a manifest in the directory `checkpoints` of a run directory, found a file "
-        f"without one around it. Name the run directory, or one of its checkpoints, RUN@STEP."
-    )
+    nowhere = Run(MemoryStorage(), create=True)  # has no chunk
+    return StoredCheckpoint(nowhere, manifest, str(path), is_loose=True)
 
 
 class Availability:
-    """Which leaves of a checkpoint have all their packs: those of a committed one are not checked."""
+    """Which leaves of a checkpoint have all their packs: those of a committed one are not checked.
+
+    Attributes:
+        why_not: Why the others cannot be read.
+    """
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._lost: set[int] = set()
+        self.why_not = (
+            f"the chunks of {checkpoint.name} are no longer in its run directory"
+            if checkpoint.run.is_run_directory
+            else f"no run directory is around {checkpoint.name}"
+        )
         if checkpoint.is_loose:
             present = set(checkpoint.run.storage.list(PACKS))
             packs = checkpoint.manifest.packs

@@ -18,6 +18,23 @@ def origin(manifest: Manifest) -> dict[str, Any] | None:
     return json.loads(texts[0]) if texts and texts[0] is not None else None
 
 
+def origin_lines(manifest: Manifest) -> list[str]:
+    """The same for people, a line for each checkpoint or file that this one was made from."""
+    note = origin(manifest)
+    if note is None:
+        return []
+    lines = [f"{note.get('made_by')} ({note.get('method', note.get('format'))})"]
+    lines += [
+        f"{source['run']}@{source['step']}, weight {source['weight']:.12g}"
+        for source in note.get("sources", [])
+    ]
+    if "like" in note:
+        lines.append(f"{note['like']['run']}@{note['like']['step']}, all other leaves")
+    if "source" in note:
+        lines.append(str(note["source"]))
+    return lines
+
+
 def source_of(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """A checkpoint that another one was made from."""
     manifest = checkpoint.manifest

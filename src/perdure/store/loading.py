@@ -102,7 +102,8 @@ def load_step(
 
 def _no_such_step(storage: Storage, step: int) -> str:
     steps = list_steps(storage)
-    present = f"steps {steps_text(steps)}" if steps else "no checkpoint"
+    noun = "step" if len(steps) == 1 else "steps"
+    present = f"{noun} {steps_text(steps)}" if steps else "no checkpoint"
     message = f"{storage.where}: expected a checkpoint of step {step}, found {present}. "
     if any(aside.manifest.step == step for aside in rolled_back(storage)):
         return message + (

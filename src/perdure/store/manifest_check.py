@@ -27,8 +27,11 @@ from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, Pac
 MAX_DIMENSIONS = 64
 
 _DTYPE = re.compile(
-    r"(?<![a-z0-9])(?:bool|(?:u?int|b?float|complex)([0-9]{1,3})(?:_[a-z0-9]+)*)(?![a-z0-9])"
+    r"(?:weak:)?(?:bool|u?int(1|2|4|8|16|32|64)|b?float(16|32|64)|float([468])_[a-z0-9]+"
+    r"|complex(32|64|128))"
 )
+"""The dtypes whose width is known by their name."""
+_DTYPE_NAME = re.compile(r"[a-z][a-z0-9_.:<>\[\]]*")
 _KEY_WORD_BYTES = 4
 _SCALAR_TEXT = {
     "py:int": re.compile(r"-?[0-9]+"),
@@ -160,18 +163,23 @@ def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
         row = count * _KEY_WORD_BYTES
         return nbytes % row == 0 and nbytes > 0 if row else not nbytes
     item = item_bytes(dtype)
-    return item is not None and count * item == nbytes
+    if item is not None:
+        return count * item == nbytes
+    # Of a later writer: its elements have some number of whole bytes.
+    if not _DTYPE_NAME.fullmatch(dtype):
+        return False
+    return nbytes % count == 0 and nbytes > 0 if count else not nbytes
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a dtype by its name; None for a name without a width.
+    """Bytes of one element of a dtype by its name; None for a dtype that is not known here.
 
     An element of less than a byte takes a whole one (docs/FORMAT.md).
     """
-    match = _DTYPE.search(dtype)
+    match = _DTYPE.fullmatch(dtype)
     if match is None:
         return None
-    return max(1, int(match[1]) // 8) if match[1] else 1
+    return max(1, int(next(filter(None, match.groups()), 8)) // 8)
 
 
 def check_containers(manifest: Manifest, where: str) -> None:

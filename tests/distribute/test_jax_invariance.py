@@ -8,8 +8,9 @@ import group
 import pytest
 
 MODELS = ("cnn", "nnx", "reduce")
-# To compile a model for another number of devices takes 5 s, so eight devices only reduce. Three devices
-# run 3, 3 and 2 replicas. The matrix of `make proof-distribute` has both models on all topologies.
+# To compile a model for another number of devices takes 5 s, so eight devices only reduce. Three
+# devices run 3, 3 and 2 replicas. The matrix of `make proof-distribute` has both models on all
+# topologies.
 DEVICES = (1, 3, 8)
 # Eight devices with one replica each add one after another, as one device does without the tree.
 CONTROLS = (1, 3, 4)

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from perdure import CheckpointManager, ManagerOptions, Retention
+from perdure.checkpoint.recorded_retention import RecordedRetention, record_retention
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.inspect import list_run, tree
+from perdure.inspect import list_run, open_checkpoint, tree
 from perdure.inspect.listing import age_text
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import CollectPlan, MemoryStorage, PruneRequest, Run
@@ -116,6 +118,27 @@ def test_a_listing_has_shares_age_and_why_a_step_is_kept() -> None:
     assert rows[3].metrics == {"loss": 1 / 3}
     assert "2 h" in str(listing)
     assert "<table>" in listing._repr_html_()
+
+
+def test_a_listing_names_the_rules_that_a_manager_recorded(tmp_path: Path) -> None:
+    rules = Retention(keep_period=4, best_metric="loss", best_mode="min")
+    options = ManagerOptions(retention=rules)
+    with CheckpointManager(tmp_path, max_to_keep=2, options=options) as manager:
+        for step in range(1, 8):
+            manager.save(step, {"w": step}, metrics={"loss": abs(step - 3.0)})
+    assert {row.step: row.kept for row in list_run(tmp_path).checkpoints} == {
+        3: "best loss (0)",
+        4: "a multiple of 4",
+        6: "one of the newest 2",
+        7: "one of the newest 2",
+    }
+    assert open_checkpoint(f"{tmp_path}@best").step == 3
+    with Run(tmp_path) as run:
+        record_retention(run.storage, RecordedRetention(1))
+    kept = [row.kept for row in list_run(tmp_path).checkpoints]
+    assert kept == ["until the next save: older than the newest 1"] * 3 + ["one of the newest 1"]
+    with pytest.raises(ArgumentError, match="names no metric to keep the best of"):
+        open_checkpoint(f"{tmp_path}@best")
 
 
 def test_own_bytes_are_what_a_prune_of_that_checkpoint_frees() -> None:

@@ -152,7 +152,7 @@ def test_a_run_without_its_marker_is_not_mistaken_for_an_empty_one(tmp_path: Pat
     with run_on(tmp_path) as run:
         run.save(1, make_leaves(1))
     (tmp_path / "perdure.json").unlink()
-    with pytest.raises(NotARunError, match=r"perdure\.json: missing beside 1 ch.*--repair"):
+    with pytest.raises(CorruptionError, match=r"perdure\.json: missing beside 1 ch.*--repair"):
         Run(tmp_path, create=True)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from perdure.checkpoint.retention import Candidate, Retention, Verdict, decide
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
-from perdure.store.contents import Contents
 from perdure.store.format import MAX_STEP, seconds_of
 from perdure.store.garbage_collection import plan_collect
+from perdure.store.manifest import Manifest
 
 COMPACT_FROM = 4 * 1024 * 1024
 """Bytes that a compaction after a save has to free: the next save waits for it."""
@@ -22,7 +23,7 @@ class PrunePlan:
     store: CollectPlan
 
 
-def candidates(held: Contents) -> list[Candidate]:
+def candidates(manifests: Mapping[int, Manifest], pinned: Collection[int]) -> list[Candidate]:
     """The checkpoints that retention decides on: those whose manifest can be read.
 
     A checkpoint that cannot be read does not count and is not deleted: it may be readable again later.
@@ -32,9 +33,9 @@ def candidates(held: Contents) -> list[Candidate]:
             step=step,
             created=seconds_of(manifest.created),
             metrics=manifest.metrics,
-            pinned=step in held.pinned,
+            pinned=step in pinned,
         )
-        for step, manifest in sorted(held.manifests.items())
+        for step, manifest in sorted(manifests.items())
     ]
 
 
@@ -69,7 +70,7 @@ def plan_prune(
         Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
         if not verdict.keep and verdict.step in (saved, newest)
         else verdict
-        for verdict in decide(candidates(held), max_to_keep, retention)
+        for verdict in decide(candidates(held.manifests, held.pinned), max_to_keep, retention)
     )
     deleted = frozenset(
         verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use

@@ -65,7 +65,8 @@ class RunQueries(CallGuard):
                 f"{self.directory}: expected a metric to judge by, found none; name it: "
                 f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
             )
-        readable = candidates(self._run.contents())
+        held = self._run.contents()
+        readable = candidates(held.manifests, held.pinned)
         best = ranked(readable, self._retention.best_metric, self._retention.best_mode)
         return best[0].step if best else None
 

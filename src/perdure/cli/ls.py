@@ -25,9 +25,8 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
 
     "own" are the bytes that deleting this checkpoint alone frees, as `perdure prune` does it; "shared"
     those of its chunks that stay then, because other checkpoints need them or others in the same pack.
-    "kept" says why a checkpoint is there, if the run directory records that: it is pinned, or it is
-    the newest, which is never deleted. The rules of a retention are in the program that trains;
-    `perdure prune --dry-run` shows what rules would keep.
+    "kept" says why a checkpoint is there, by the rules that the last manager recorded in the run
+    directory. `perdure prune --dry-run` shows what other rules would keep.
     """
     listing = list_run(run)
     if as_json:

@@ -31,7 +31,7 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     """Show the recipe, metrics and leaves of a checkpoint.
 
     RUN STEP and RUN@STEP name one, RUN and RUN@latest the newest, RUN@best:max:METRIC and
-    RUN@best:min:METRIC the best by a metric.
+    RUN@best:min:METRIC the best by a metric, RUN@best by that of the run's retention.
     """
     address = find_run(run)
     if step is not None and address.which is not None:

@@ -8,12 +8,10 @@ from dataclasses import asdict
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text
-from perdure.errors import CorruptionError, NotARunError
+from perdure.errors import NotARunError
 from perdure.inspect.address import open_run
 from perdure.inspect.tables import counted
 from perdure.store import Run, VerifyReport, repair, verify_run
-from perdure.store.contents import committed_steps
-from perdure.store.urls import open_storage
 
 
 @click.command("verify")
@@ -49,15 +47,11 @@ def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> Non
 
 
 def _open(where: str, do_repair: bool) -> Run:
-    """Open the run directory; a marker that is missing beside checkpoints is damage."""
     try:
         return Run(where, repair=do_repair)
-    except NotARunError as error:
+    except NotARunError:
         with suppress(NotARunError):
             open_run(where)  # raises another error for the name of a checkpoint
-        with suppress(OSError):
-            if committed_steps(open_storage(where)):
-                raise CorruptionError(str(error)) from error
         raise
 
 

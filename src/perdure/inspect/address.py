@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -20,7 +21,7 @@ from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 
-FORMS = "RUN@STEP, RUN@latest, RUN@best:max:METRIC or RUN@best:min:METRIC"
+FORMS = "RUN@STEP, RUN@latest, RUN@best, RUN@best:max:METRIC or RUN@best:min:METRIC"
 
 _STEPS = re.compile(r"(?P<run>.+)@(?P<which>latest|best|best:[^@/]*|\d+(?:,\d+)*)", re.DOTALL)
 _BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
@@ -84,8 +85,9 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
 
     Args:
         where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the newer
-            of two equal ones), `RUN@best:min:METRIC`, or `RUN` alone for the newest. `RUN` is a path or
-            a URL and may have an `@` in it. An open checkpoint is returned as it is.
+            of two equal ones), `RUN@best:min:METRIC`, `RUN@best` (by the metric of the retention), or
+            `RUN` alone for the newest. `RUN` is a path or a URL and may have an `@` in it. An open
+            checkpoint is returned as it is.
 
     Raises:
         NotARunError: There is no run directory.
@@ -209,11 +211,13 @@ def _best(run: Run, which: str) -> int:
     names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
     held = f"the metrics of this run are {', '.join(names)}" if names else "this run has no metrics"
     parts = which.split(":", 2)
+    rules = recorded_retention(run.storage)
+    if parts == ["best"] and rules is not None and rules.retention.best_metric is not None:
+        parts = ["best", rules.retention.best_mode, rules.retention.best_metric]
     if len(parts) < 3 or parts[1] not in ("max", "min"):
         raise ArgumentError(
-            f"{run.where}: a run directory does not record which metric is to be best, nor whether "
-            f"high or low is good; expected @best:max:METRIC or @best:min:METRIC, found @{which}; "
-            f"{held}."
+            f"{run.where}: expected @best:max:METRIC or @best:min:METRIC, found @{which}, and its "
+            f"retention (retention.json) names no metric to keep the best of; {held}."
         )
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from perdure.checkpoint.pruning import candidates
+from perdure.checkpoint.recorded_retention import recorded_retention
+from perdure.checkpoint.retention import decide
 from perdure.errors import StoreError
 from perdure.inspect.address import Where, open_run, read_manifests
 from perdure.inspect.freed_bytes import freed_bytes
@@ -18,8 +21,7 @@ from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 
 NOT_RECORDED = "not recorded"
-"""Why a checkpoint is kept, if the run directory does not say so: the rules of a retention are in the
-program that trains. `perdure prune --dry-run` applies rules that it is given."""
+"""Why a checkpoint is kept, if no manager has recorded its rules: an import, or an earlier release."""
 
 _MOST_METRICS = 4
 
@@ -41,7 +43,8 @@ class ListedCheckpoint:
         fingerprint: Equal fingerprints are equal bits.
         metrics: Numbers by name; None stands for NaN and infinities.
         pinned: Whether it is pinned, which is recorded in the run directory.
-        kept: Why it is kept: "pinned", "the newest", or `NOT_RECORDED`.
+        kept: Why it is kept by the rules that its last manager recorded, or that the next save deletes
+            it; "pinned", "the newest" or `NOT_RECORDED` if there are no such rules.
     """
 
     step: int
@@ -113,10 +116,9 @@ def listed(
     now = time.time() if now is None else now
     pinned = run.pinned()
     sizes = freed_bytes(manifests, _set_aside(run))
+    reasons = _reasons(run, manifests, pinned)
     rows = []
     for step, manifest in sorted(manifests.items()):
-        reasons = ["pinned"] if step in pinned else []
-        reasons += ["the newest"] if step == max(manifests) else []
         rows.append(
             ListedCheckpoint(
                 step,
@@ -128,10 +130,27 @@ def listed(
                 manifest.fingerprint,
                 manifest.metrics,
                 step in pinned,
-                ", ".join(reasons) or NOT_RECORDED,
+                reasons[step],
             )
         )
     return rows
+
+
+def _reasons(
+    run: Run, manifests: Mapping[int, Manifest], pinned: Collection[int]
+) -> dict[int, str]:
+    newest = max(manifests, default=None)
+    rules = recorded_retention(run.storage)
+    if rules is None:
+        named = {step: ["pinned"] if step in pinned else [] for step in manifests}
+        if newest is not None:
+            named[newest].append("the newest")
+        return {step: ", ".join(reasons) or NOT_RECORDED for step, reasons in named.items()}
+    verdicts = decide(candidates(manifests, pinned), rules.max_to_keep, rules.retention)
+    return {
+        verdict.step: verdict.reason if verdict.keep else f"until the next save: {verdict.reason}"
+        for verdict in verdicts
+    }
 
 
 def listing_table(checkpoints: tuple[ListedCheckpoint, ...]) -> Table:

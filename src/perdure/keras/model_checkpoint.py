@@ -242,7 +242,7 @@ def _best_step(run: Run) -> int:
     recipes = [man.recipe for man in contents.manifests.values() if "monitor" in man.recipe]
     monitor = str(recipes[-1]["monitor"]) if recipes else ""
     mode: Literal["min", "max"] = "min" if recipes and recipes[-1]["mode"] == "min" else "max"
-    best = ranked(candidates(contents), monitor, mode)
+    best = ranked(candidates(contents.manifests, contents.pinned), monitor, mode)
     if not best:
         raise StepNotFoundError(
             f"{run.where}: expected a checkpoint with a metric that ModelCheckpoint monitored, found "

@@ -11,7 +11,7 @@ import os
 import msgspec
 from msgspec import Struct
 
-from perdure.errors import CorruptionError, NotARunError, StoreError
+from perdure.errors import CorruptionError, NotARunError
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
@@ -61,7 +61,7 @@ def is_run_directory(
 
     Raises:
         NotARunError: The place is not a run directory, and not accepted as one.
-        CorruptionError: The marker is damaged.
+        CorruptionError: The marker is damaged, or missing beside checkpoints.
         FormatVersionError: A newer perdure wrote it.
         UnreachableError: The storage cannot be read.
     """
@@ -77,7 +77,7 @@ def is_run_directory(
         if not is_gone(error):
             raise read_error(error, where) from error
     except CorruptionError as error:
-        return _is_repairable(storage, repair, CorruptionError, str(error).rstrip("."))
+        return _is_repairable(storage, repair, str(error).rstrip("."))
     try:
         entries = _entries(storage)
     except OSError as error:
@@ -91,7 +91,7 @@ def is_run_directory(
         return is_run_directory(storage, create=create, repair=repair, again=True)
     if steps := committed_steps(storage):
         fault = f"{where}: missing beside {len(steps)} checkpoints"
-        return _is_repairable(storage, repair, NotARunError, fault)
+        return _is_repairable(storage, repair, fault)
     if entries is None:
         content = "nothing there; check the path"
     else:
@@ -101,8 +101,8 @@ def is_run_directory(
     )
 
 
-def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], fault: str) -> bool:
-    """False if a repair may write the marker again; raises `kind` otherwise."""
+def _is_repairable(storage: Storage, repair: bool, fault: str) -> bool:
+    """False if a repair may write the marker again; raises `CorruptionError` otherwise."""
     reason = "there is no checkpoint beside it. Name another directory, or remove that file"
     for step in reversed(committed_steps(storage)):
         name = manifest_name(step)
@@ -113,11 +113,11 @@ def _is_repairable(storage: Storage, repair: bool, kind: type[StoreError], fault
             continue
         if repair:
             return False
-        raise kind(
+        raise CorruptionError(
             f"{fault}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
             f"file again. Nothing was changed."
         )
-    raise kind(f"{fault}, and {reason}. Nothing was changed.")
+    raise CorruptionError(f"{fault}, and {reason}. Nothing was changed.")
 
 
 def _entries(storage: Storage) -> list[str] | None:

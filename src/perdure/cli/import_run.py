@@ -31,6 +31,6 @@ def command(
         leaves = [leaf.path for leaf in manifest.leaves]
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
         return
-    click.echo(
-        f"{run} starts at step 0 with {len(manifest.leaves)} leaves, {size_text(manifest.nbytes)}"
-    )
+    count = len(manifest.leaves)
+    leaves_text = f"{count} {'leaf' if count == 1 else 'leaves'}"
+    click.echo(f"{run} starts at step 0 with {leaves_text}, {size_text(manifest.nbytes)}")

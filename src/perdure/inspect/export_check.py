@@ -17,7 +17,7 @@ def check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: st
     Raises:
         CorruptionError: An array is missing, or its dtype, shape or hash differs from the manifest.
     """
-    found = read_foreign(path, to)
+    found = read_foreign(path, to).leaves
     expected = {leaf.name for leaf in arrays}
     lacking = expected - found.keys()
     if lacking:
@@ -25,8 +25,7 @@ def check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: st
     for leaf in arrays:
         entry, array = leaf.entry, found[leaf.name]
         shapes = ((plain_dtype(entry), element_shape(entry)), (entry.dtype, entry.shape))
-        raw = ("uint8", (*element_shape(entry), array.shape[-1] if array.shape else 0))  # of npz
-        if (array.dtype, array.shape) not in (*shapes, raw) or array.hashes() != entry.hashes():
+        if (array.dtype, array.shape) not in shapes or array.hashes() != entry.hashes():
             raise CorruptionError(
                 f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "
                 f"the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "

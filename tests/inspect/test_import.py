@@ -252,6 +252,8 @@ def test_what_is_refused_in_torch_files_has_safe_advice(tmp_path: Path) -> None:
     torch.save({"w": eight}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     text = refused(tmp_path / "old.pt", "old.pt", "state_dict()")
     assert "weights_only" not in text
+    torch.save({"w": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
+    refused(tmp_path / "sparse.pt", "sparse.pt", "w: ", "to_dense()")
     (tmp_path / "text.pt").write_bytes(b"nothing of torch")
     assert "weights_only" not in refused(tmp_path / "text.pt", "text.pt")
 
@@ -282,9 +284,13 @@ def test_hostile_headers_and_notes_of_safetensors(tmp_path: Path) -> None:
         return f'{{"x": {entry}, "__metadata__": {json.dumps(notes)}}}'
 
     axes = entry.replace("[8]", json.dumps([1] * 64 + [8]))
+    words = noted({"perdure:e": "key<a>"}).replace(
+        '"x"', '"e": {"dtype": "U32", "shape": [2, 0], "data_offsets": [0, 0]}, "x"', 1
+    )
     for number, (header, phrase) in enumerate(
         (
             (f'{{"x": {axes}}}', "65 axes"),
+            (words, "key<a>"),
             (f'{{"x": {entry[:-1]}, "dtype": "I8"}}}}', "twice"),
             (f'{{"x": {entry}, "x": {entry}}}', "twice"),
             (noted({"perdure:n": "py:int 1_000"}), "py:int"),

@@ -123,18 +123,18 @@ def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, Note]) -> ForeignFil
 
 
 def _check_leaf(name: str, leaf: Leaf) -> None:
-    if leaf.is_scalar or leaf.dtype.startswith(KEY_PREFIX):
+    if leaf.is_scalar:
         return
-    item = item_bytes(leaf.dtype)
     if len(leaf.shape) > MAX_DIMENSIONS:
         raise ValueError(
             f"{name!r} has {len(leaf.shape)} axes, and a leaf at most {MAX_DIMENSIONS}; reshape it"
         )
-    if (
-        item is None
-        or min(leaf.shape, default=0) < 0
-        or math.prod(leaf.shape) * item != leaf.nbytes
-    ):
+    count, item = math.prod(leaf.shape), item_bytes(leaf.dtype)
+    if leaf.dtype.startswith(KEY_PREFIX):  # the number of words of a key is what its bytes say
+        fits = count == 0 or leaf.nbytes > 0
+    else:
+        fits = item is not None and count * item == leaf.nbytes
+    if not fits or min(leaf.shape, default=0) < 0:
         raise ValueError(f"{name!r} is said to be {leaf.describe()}, and has {leaf.nbytes} bytes")
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from perdure.errors import ArgumentError, DataError, missing_extra
+from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
 from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file
 from perdure.inspect.stored_zip import StoredZip
 from perdure.state import flatten
@@ -91,21 +91,26 @@ def read_torch(path: str) -> ForeignFile:
     try:
         state = _load(torch, path)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-        what = f"found {found[1]}" if found else "found something else, or no file of torch.save"
+        match = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        what = f"found {match[1]}" if match else "found something else, or no file of torch.save"
         raise DataError(
             f"{path}: expected tensors, Python scalars and containers, {what}. perdure loads nothing "
             f"else, because that can run any code. Where you trust the file, load it with the program "
             f"that wrote it, and save `model.state_dict()` alone."
         ) from error
     except Exception as error:  # a file with any bytes
+        reason = str(error).rstrip(".") or type(error).__name__
         raise DataError(
-            f"{path}: not a file of torch.save that PyTorch can load safely: {error}. Where you trust "
+            f"{path}: not a file of torch.save that PyTorch can load safely: {reason}. Where you trust "
             f"the file, load it with the PyTorch that wrote it, and save `model.state_dict()` again."
         ) from error
+    try:
+        found = flatten(state)
+    except UnsupportedLeafError as error:
+        raise DataError(f"{path}: {error}") from error
     leaves: dict[str, Leaf] = {}
     sources: dict[str, str] = {}
-    for source, leaf in flatten(state).items():
+    for source, leaf in found.items():
         name = ".".join(split_path(source))
         if name in leaves:
             raise ArgumentError(

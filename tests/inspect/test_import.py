@@ -90,6 +90,10 @@ def test_paths_and_one_array_in_orbax(tmp_path: Path) -> None:
     saved(tmp_path / "one", ONE)
     with pytest.raises(UnsupportedLeafError, match="one value without a name"):
         export(tmp_path / "one", "orbax", tmp_path / "o")
+    saved(tmp_path / "long", {"k" * 70_000: ONE})
+    with pytest.raises(ArgumentError, match="longer than"):
+        export(tmp_path / "long", "orbax", tmp_path / "o")
+    assert sorted(os.listdir(tmp_path)) == ["back", "long", "one", "out", "run"]
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "npz"])
@@ -142,8 +146,31 @@ def test_npz_notes_what_numpy_has_no_name_for(tmp_path: Path) -> None:
     refused(tmp_path / "copy.npz", "'bf.npy'", "|V2", "safetensors", "float32")
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch", "npz"])
+def test_keys_and_weak_types_come_back(tmp_path: Path, to: str) -> None:
+    if to == "torch":
+        pytest.importorskip("torch")
+    words = memoryview(np.arange(4, dtype=np.uint32).tobytes())
+    state = Leaves(
+        {
+            "model/a.b/keys": Leaf("key<threefry2x32>", (2,), words, frozen=True),
+            "model/weak": Leaf("weak:float32", (), words[:4], frozen=True),
+            "other": Leaf("uint32", (4,), words, frozen=True),
+        }
+    )
+    saved(tmp_path / "run", state)
+    out = tmp_path / f"out{ENDS[to]}"
+    export(tmp_path / "run", to, out, leaves="model", verify=True)
+    # Below the exported branch.
+    back = import_run(out, tmp_path / "back", branch="model")
+    stored = [leaf for leaf in Run(tmp_path / "run").manifest(1).leaves if leaf.path != "other"]
+    assert [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in back.leaves] == [
+        (leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in stored
+    ]
+
+
 def test_npz_is_converted_to_rows_and_little_endian(tmp_path: Path) -> None:
-    arrays: dict[str, np.ndarray[Any, Any]] = {
+    arrays: dict[str, Any] = {
         "fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
         "big": np.array([[1.5, -0.0], [np.nan, 3]], ">f4"),
         "both": np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),

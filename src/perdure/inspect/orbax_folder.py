@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
+from perdure.errors import (
+    ArgumentError,
+    DataError,
+    UnsupportedLeafError,
+    missing_extra,
+)
 from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, noted_file
 from perdure.state import flatten
 from perdure.state.paths import insert
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import unescape
+
+_MAX_NAME = 60_000
+"""Below the 65,535 bytes of a key of its database, which has the number of a chunk in it, too."""
 
 
 def can_hold(value: Any) -> bool:
@@ -75,6 +83,11 @@ def _insert(tree: dict[str, Any], name: str, value: Any) -> None:
         raise UnsupportedLeafError(
             "this state is one value without a name, and Orbax stores trees of named ones; take "
             "safetensors, torch or npz."
+        )
+    if len(name.encode()) > _MAX_NAME:
+        raise ArgumentError(
+            f"the name {name[:80]!r}... is longer than the {_MAX_NAME} bytes that Orbax holds; give it "
+            f"another one: `--names`."
         )
     try:
         insert(tree, [unescape(part) for part in name.split("/")], value)

@@ -27,16 +27,6 @@ def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("shape", [(1, 5), (0, 5), (1, 1)])
-def test_a_slice_of_one_element_is_a_leaf(shape: tuple[int, int]) -> None:
-    whole = torch.arange(3.0, 3 + shape[0] * shape[1]).reshape(shape)
-    part = whole[:, 0]
-    assert part.is_contiguous(), "as PyTorch counts, whatever its stride"
-    [leaf] = flatten({"w": part}).values()
-    assert leaf.shape == (shape[0],)
-    assert bytes(leaf.data) == part.clone().numpy().tobytes()
-
-
 class Problem:
     """Two parameters (two-dimensional, because Muon accepts no others) and their optimizer."""
 

@@ -113,14 +113,7 @@ def export(
     if to not in ARRAY_FORMATS + MODEL_FORMATS:
         known = ", ".join(ARRAY_FORMATS + MODEL_FORMATS)
         raise ArgumentError(f"to: expected one of {known}, found {to!r}.")
-    if shard_bytes is not None and shard_bytes < 1:
-        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
-    is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
-    if shard_bytes is not None and not is_folder:
-        raise ArgumentError(
-            f"shard_bytes: only a folder of safetensors is cut into files, and {os.fspath(out)} as "
-            f"{to} is none; leave it out (`--shard-size`)."
-        )
+    _check_shard_bytes(shard_bytes, to, os.fspath(out))
     found = open_checkpoint(checkpoint)
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     if to in MODEL_FORMATS:
@@ -136,6 +129,19 @@ def export(
         shard_bytes=shard_bytes or SHARD_BYTES,
         verify=verify,
     )
+
+
+def _check_shard_bytes(shard_bytes: int | None, to: str, out: str) -> None:
+    """Raise `ArgumentError` unless a limit makes sense for this format and name."""
+    if shard_bytes is None:
+        return
+    if shard_bytes < 1:
+        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
+    if to != "safetensors" or out.endswith(".safetensors"):
+        raise ArgumentError(
+            f"shard_bytes: only a folder of safetensors is cut into files, and {out} as {to} is none; "
+            f"leave it out (`--shard-size`)."
+        )
 
 
 def _export_arrays(

@@ -7,6 +7,7 @@ import os
 
 from perdure.errors import ArgumentError
 from perdure.inspect.foreign_files import READ_FORMATS, kind_of, read_foreign
+from perdure.inspect.foreign_leaves import ForeignFile
 from perdure.inspect.leaf_names import NameMap, path_of
 from perdure.inspect.origins import ORIGIN
 from perdure.state.paths import nearest
@@ -53,9 +54,19 @@ def import_run(
     if kind is not None and kind not in READ_FORMATS:
         raise ArgumentError(f"kind: expected one of {', '.join(READ_FORMATS)}, found {kind!r}.")
     kind = kind or kind_of(where)
+    leaves = _leaves_by_path(read_foreign(where, kind), where, branch, names)
+    note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
+    with new_run(out) as run:
+        origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
+        return run.save(0, leaves, process_leaves={ORIGIN: origin})
+
+
+def _leaves_by_path(
+    found: ForeignFile, where: str, branch: str, names: NameMap | None
+) -> dict[str, Leaf]:
+    """The leaves of a file by their paths in a state; raises `ArgumentError` if they make up none."""
     leaves: dict[str, Leaf] = {}
     sources: dict[str, str] = {}
-    found = read_foreign(where, kind)
     below_branch = False
     for name, leaf in found.leaves.items():
         path = names and names(name)
@@ -83,10 +94,7 @@ def import_run(
             f"branch: nothing is put below {branch!r}, because `names` gives every leaf a whole path; "
             f"leave one of them out, or put the branch into the paths of `names`."
         )
-    note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
-    with new_run(out) as run:
-        origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
-        return run.save(0, leaves, process_leaves={ORIGIN: origin})
+    return leaves
 
 
 def _join(branch: str, path: str) -> str:

@@ -230,6 +230,27 @@ def test_a_member_has_the_bytes_that_its_header_says(tmp_path: Path, name: str) 
     assert load_checkpoint(tmp_path / "good")["first"].tobytes() == b"good one"
 
 
+def test_a_flipped_bit_in_an_archive_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "a.npz"
+    large = np.arange(5000.0)  # zipfile reads no further than the header
+    np.savez(source, good=np.zeros(3), bad=large)
+    data = bytearray(source.read_bytes())
+    data[data.index(large[-9:].tobytes())] ^= 1
+    source.write_bytes(data)
+    refused(source, "'bad.npy'", "checksum")
+
+
+def test_a_flipped_bit_in_the_notes_of_a_torch_file_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    saved(tmp_path / "run", {"x/y": ONE})
+    source = tmp_path / "a.pt"
+    export(tmp_path / "run", "torch", source)
+    data = bytearray(source.read_bytes())
+    data[data.index(b"x%2Fy")] ^= 1
+    source.write_bytes(data)
+    refused(source, str(source), "perdure.json")
+
+
 def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("a.npy", npy("<f8", (1,), b"x" * 8))

@@ -9,6 +9,7 @@ import io
 import math
 import mmap
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -130,7 +131,7 @@ def _mapped(
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, memoryview]:
     """dtype, shape, whether in Fortran order, and bytes of a member.
 
-    Raises `ValueError` unless the member has exactly the bytes that its header says.
+    Raises `ValueError` unless the member has exactly the bytes that its header says, and its checksum.
     """
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("it is compressed; write it with numpy.savez")
@@ -149,13 +150,16 @@ def _mapped(
     nbytes = math.prod(shape) * dtype.itemsize
     lengths = bytes(data[info.header_offset + 26 : info.header_offset + 30])
     name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-    start = info.header_offset + 30 + name + extra + begin
-    content = data[start : start + nbytes]
-    if not begin + nbytes == info.file_size == info.compress_size or len(content) != nbytes:
+    start = info.header_offset + 30 + name + extra
+    whole = data[start : start + info.file_size]
+    content = whole[begin:]
+    if len(content) != nbytes or info.file_size != info.compress_size:
         raise ValueError(
             f"its header says {dtype}{list(shape)} of {nbytes} bytes, and it has "
             f"{info.file_size - begin}"
         )
+    if zlib.crc32(whole) != info.CRC:
+        raise ValueError("its bytes do not have the checksum of the archive; it is damaged")
     return dtype, shape, fortran, content
 
 

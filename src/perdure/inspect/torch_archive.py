@@ -120,7 +120,7 @@ def read_torch(path: str) -> ForeignFile:
         leaves[name], sources[name] = leaf, source
     try:
         return noted_file(leaves, _read_notes(path))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged archive, of which PyTorch checks less
         raise DataError(f"{path}: cannot be imported: {error}.") from error
 
 

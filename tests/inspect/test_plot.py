@@ -15,11 +15,13 @@ from reported import KILLED, Counting, flip, record, save, states
 from perdure.cli import main
 from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
 from perdure.inspect import plot
+from perdure.inspect.figure import draw_figure, figure_bytes
 from perdure.inspect.plot_panels import Panel, PlotLine, PlottedAttempt
 from perdure.inspect.run_plot import plot_panels, save_plot
 from perdure.inspect.sparkline import BLOCKS, PLAIN, sparklines
 from perdure.inspect.terminal_picture import picture_protocol, picture_sequence
 from perdure.store import Run
+from perdure.store.format import manifest_name
 
 STEPS = (10, 20, 30)
 HOSTILE = "_$\\frac$\x1b[31m<script>\u202e"
@@ -167,6 +169,45 @@ def test_a_picture_of_a_run_is_written(killed: Path, tmp_path: Path) -> None:
     assert run_plot(killed, "--norms", "-o", tmp_path / "norms.svg").exit_code == 0
     assert (tmp_path / "norms.svg").read_text().endswith("</svg>\n")
     assert run_plot(killed, "-o", tmp_path / "nowhere" / "a.png").exit_code in (1, 2)
+
+
+LARGEST = sys.float_info.max
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize(
+    "values", [(1.7e308, 1.0), (LARGEST, -LARGEST), (1.7e308, 5e-324), (1e151, 1e-320)]
+)
+def test_the_largest_numbers_are_drawn(values: tuple[float, float], logarithmic: bool) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    panel = Panel("loss", [PlotLine("run", list(enumerate(values)))], logarithmic)
+    figure = draw_figure([panel])
+    assert figure_bytes(figure, "png").startswith(b"\x89PNG")
+    assert figure.axes[0].get_ylabel() == "in units of 1e+150"
+    usual = draw_figure([Panel("loss", [PlotLine("run", [(0, 1e150), (1, -1e150)])])])
+    assert not usual.axes[0].get_ylabel()
+
+
+def test_a_damaged_checkpoint_is_named(killed: Path, tmp_path: Path) -> None:
+    assert run_plot(killed, "--metric", "loss").exit_code == 0
+    manifest = killed / manifest_name(20)
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    for words in ([], ["--json"]):
+        done = run_plot(killed, "--metric", "loss", *words)
+        assert done.exit_code == 1
+        assert f"{killed}: step 20 is damaged" in done.stderr
+        assert done.stdout, "the other checkpoints are drawn"
+    report = CliRunner().invoke(main, ["report", str(killed), "-o", str(tmp_path / "page.html")])
+    assert (report.exit_code, report.stderr.splitlines()[1:]) == (1, done.stderr.splitlines())
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    with pytest.warns(UserWarning, match="step 20 is damaged"):
+        plot(killed)
+    done = run_plot(killed, "--metric", "loss", "-o", tmp_path / "a.svg")
+    assert done.exit_code == 1
+    assert ": 1 panel\n" in done.stderr
+    assert (tmp_path / "a.svg").exists()
 
 
 def test_a_terminal_that_shows_pictures_gets_the_bytes() -> None:

@@ -324,6 +324,21 @@ def test_what_verify_found_is_shown(killed: Path, tmp_path: Path) -> None:
     assert not report(killed, verified=[path]).ok
 
 
+def test_two_verifications_of_one_run_are_refused(killed: Path, tmp_path: Path) -> None:
+    text = CliRunner().invoke(main, ["verify", str(killed), "--json"]).stdout
+    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+    for path in (older, newer):
+        path.write_text(text)
+    page = tmp_path / "page.html"
+    words = ["report", str(killed), "-o", str(page), "--verify", str(older)]
+    done = CliRunner().invoke(main, [*words, "--verify", str(newer)])
+    assert done.exit_code == 2
+    assert str(older) in done.stderr
+    assert str(newer) in done.stderr
+    assert not page.exists()
+    assert CliRunner().invoke(main, words).exit_code == 0, "negative control"
+
+
 @pytest.mark.parametrize("option", ["--verify", "--drill"])
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"where": 3, "good": [], "bad": [], "unread": [], "problems": [1]}']

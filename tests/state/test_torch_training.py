@@ -255,3 +255,14 @@ def test_a_fresh_module_on_the_meta_device_takes_a_state(is_emptied: bool) -> No
         restore({"x": torch.zeros(2, device="meta")}, snapshot({"x": torch.ones(2)}))["x"].sum()
         == 2
     )
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (0, 5), (1, 1)])
+def test_a_slice_of_one_element_is_a_leaf(shape: tuple[int, int]) -> None:
+    whole = torch.arange(3.0, 3 + shape[0] * shape[1]).reshape(shape)
+    part = whole[:, 0]
+    assert part.is_contiguous(), "as PyTorch counts, whatever its stride"
+    [leaf] = flatten({"w": part}).values()
+    assert leaf.shape == (shape[0],)
+    assert bytes(leaf.data) == part.clone().numpy().tobytes()
+    assert torch.equal(restore({"w": part}, snapshot({"w": part}))["w"], part)

@@ -32,7 +32,9 @@ class _Size(click.ParamType):
 )
 @click.option("--leaves", multiple=True, metavar="PATTERN", help="Take only these leaves.")
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
-@click.option("--shard-size", type=_Size(), default="5GB", help="The most bytes of a file.")
+@click.option(
+    "--shard-size", type=_Size(), help="The most bytes of a file of safetensors; 5GB by default."
+)
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
 @json_option
@@ -42,7 +44,7 @@ def command(
     to: str,
     leaves: tuple[str, ...],
     names: str | None,
-    shard_size: int,
+    shard_size: int | None,
     model: str | None,
     verify: bool,
     as_json: bool,
@@ -80,7 +82,8 @@ def command(
         )
         return
     files = f"{len(done.files)} files" if len(done.files) > 1 else "1 file"
-    click.echo(f"{out}: {len(done.names)} leaves, {size_text(done.nbytes)} in {files}")
+    leaves_text = f"{len(done.names)} {'leaf' if len(done.names) == 1 else 'leaves'}"
+    click.echo(f"{out}: {leaves_text}, {size_text(done.nbytes)} in {files}")
     for path in done.left_out:
         click.echo(f"left out: {path}, which {to} cannot hold")
     if done.verified:

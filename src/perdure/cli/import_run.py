@@ -23,7 +23,8 @@ def command(
 
     SRC is a .safetensors file, a folder of them, a state dict of PyTorch, a .npz archive or a folder
     of Orbax. The dots of a name become the parts of a path: encoder.0.weight is the leaf
-    encoder/0/weight. Torch files are read with weights_only=True only, so that no code in them runs.
+    encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch. Torch files are read
+    with weights_only=True only, so that no code in them runs.
     """
     name_map = None if names is None else NameMap.read(names)
     manifest = import_run(source, run, kind=kind, branch=branch, names=name_map)
@@ -31,6 +32,6 @@ def command(
         leaves = [leaf.path for leaf in manifest.leaves]
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
         return
-    click.echo(
-        f"{run} starts at step 0 with {len(manifest.leaves)} leaves, {size_text(manifest.nbytes)}"
-    )
+    count = len(manifest.leaves)
+    leaves_text = f"{count} {'leaf' if count == 1 else 'leaves'}"
+    click.echo(f"{run} starts at step 0 with {leaves_text}, {size_text(manifest.nbytes)}")

@@ -33,7 +33,9 @@ _FILE = click.Path(path_type=Path)
     "--logs", multiple=True, type=_FILE, help="A log directory of `perdure run`; found by default."
 )
 @json_option
+@click.pass_context
 def command(
+    ctx: click.Context,
     runs: tuple[str, ...],
     output: Path | None,
     metric: tuple[str, ...],
@@ -45,9 +47,10 @@ def command(
     """Draw the metrics of the run directories RUN... over steps, with their interruptions.
 
     Without -o the picture is shown in the terminal, if that shows pictures; otherwise each metric is a
-    line of text. Pictures need matplotlib: pip install 'perdure[plot]'.
+    line of text. Pictures need matplotlib: pip install 'perdure[plot]'. Exits with 1 if a checkpoint
+    is damaged or cannot be read; the others are drawn.
     """
-    from perdure.inspect.run_plot import picture_kind, plot_panels, save_plot
+    from perdure.inspect.run_plot import checkpoint_problems, picture_kind, plot_panels, save_plot
 
     if output is not None:
         picture_kind(output)  # before anything is read
@@ -59,11 +62,16 @@ def command(
     if as_json:
         document({"panels": [panel.document() for panel in panels]})
     elif output is not None:
-        click.echo(printable(f"{output}: {len(panels)} panels"), err=True)
+        count = f"{len(panels)} {'panel' if len(panels) == 1 else 'panels'}"
+        click.echo(printable(f"{output}: {count}"), err=True)
     elif (picture := _picture(panels)) is not None:
         click.echo(picture, nl=False)
     else:
         _print(panels)
+    problems = checkpoint_problems(*runs)
+    for problem in problems:
+        click.echo(printable(problem), err=True)
+    ctx.exit(1 if problems else 0)
 
 
 def _picture(panels: Sequence[Panel]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, DataError
 from perdure.inspect.foreign_files import read_foreign
 from perdure.inspect.foreign_leaves import plain_dtype
 from perdure.inspect.leaf_names import NamedLeaf
@@ -15,9 +15,16 @@ def check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: st
     """Compare the arrays of an export with the checkpoint of this name.
 
     Raises:
-        CorruptionError: An array is missing, or its dtype, shape or hash differs from the manifest.
+        CorruptionError: It cannot be read, an array is missing, or its dtype, shape or hash differs
+            from the manifest.
     """
-    found = read_foreign(path, to)
+    try:
+        found = read_foreign(path, to).leaves
+    except DataError as error:
+        raise CorruptionError(
+            f"{path}: the export cannot be read back: {error} It was removed; write it again, on "
+            f"another disk if this repeats."
+        ) from error
     expected = {leaf.name for leaf in arrays}
     lacking = expected - found.keys()
     if lacking:
@@ -25,8 +32,7 @@ def check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: st
     for leaf in arrays:
         entry, array = leaf.entry, found[leaf.name]
         shapes = ((plain_dtype(entry), element_shape(entry)), (entry.dtype, entry.shape))
-        raw = ("uint8", (*element_shape(entry), array.shape[-1] if array.shape else 0))  # of npz
-        if (array.dtype, array.shape) not in (*shapes, raw) or array.hashes() != entry.hashes():
+        if (array.dtype, array.shape) not in shapes or array.hashes() != entry.hashes():
             raise CorruptionError(
                 f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "
                 f"the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "

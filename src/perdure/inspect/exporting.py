@@ -16,7 +16,7 @@ from typing import Any
 
 from perdure.errors import ArgumentError, SaveError, UnsupportedLeafError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.inspect.foreign_leaves import MARK, foreign_leaves, note_of, plain_dtype
+from perdure.inspect.foreign_leaves import Note, foreign_leaves, note_of, plain_dtype
 from perdure.inspect.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, scalar_value, select_leaves
 
@@ -79,7 +79,7 @@ def export(
     *,
     leaves: str | Iterable[str] | None = None,
     names: NameMap | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     verify: bool = False,
     model: str | Callable[[], Any] | None = None,
 ) -> Exported:
@@ -97,12 +97,13 @@ def export(
         leaves: Paths or patterns; all leaves by default. For a `model`, the path of the model in the
             state, "model" by default.
         names: Names of leaves in the file by patterns of their paths.
-        shard_bytes: The most bytes of a file, for a folder of safetensors.
+        shard_bytes: The most bytes of a file, for a folder of safetensors; 5 GB by default.
         verify: Read the result and compare it with the hashes of the manifest.
         model: A function without arguments that returns the Keras model, or `file.py:function`.
 
     Raises:
-        ArgumentError: `out` exists, a pattern selects nothing, or two leaves get one name.
+        ArgumentError: `out` exists, a pattern selects nothing, two leaves get one name, or an argument
+            has no meaning for this format.
         UnsupportedLeafError: The format has no such dtype; the text names formats that have it.
         MissingExtraError: The library of the format is not installed.
         CorruptionError: The checkpoint is damaged, or `verify` found a difference.
@@ -112,8 +113,7 @@ def export(
     if to not in ARRAY_FORMATS + MODEL_FORMATS:
         known = ", ".join(ARRAY_FORMATS + MODEL_FORMATS)
         raise ArgumentError(f"to: expected one of {known}, found {to!r}.")
-    if shard_bytes < 1:
-        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
+    _check_shard_bytes(shard_bytes, to, os.fspath(out))
     found = open_checkpoint(checkpoint)
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     if to in MODEL_FORMATS:
@@ -121,8 +121,27 @@ def export(
     if model is not None:
         raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
     return _export_arrays(
-        found, to, os.fspath(out), patterns, names, shard_bytes=shard_bytes, verify=verify
+        found,
+        to,
+        os.fspath(out),
+        patterns,
+        names,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+        verify=verify,
     )
+
+
+def _check_shard_bytes(shard_bytes: int | None, to: str, out: str) -> None:
+    """Raise `ArgumentError` unless a limit makes sense for this format and name."""
+    if shard_bytes is None:
+        return
+    if shard_bytes < 1:
+        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
+    if to != "safetensors" or out.endswith(".safetensors"):
+        raise ArgumentError(
+            f"shard_bytes: only a folder of safetensors is cut into files, and {out} as {to} is none; "
+            f"leave it out (`--shard-size`)."
+        )
 
 
 def _export_arrays(
@@ -248,20 +267,17 @@ def _write_safetensors(job: ExportJob, path: str, out: str) -> None:
     foreign = {leaf.name: leaf for leaf in foreign_leaves(job.checkpoint, every)}
     if is_folder:
         os.mkdir(path)
-    leaves = [[foreign[leaf.name] for leaf in shard] for shard in shards]
     for number, (shard, name) in enumerate(
-        zip(leaves, files.shard_names(len(shards)), strict=True)
+        zip(shards, files.shard_names(len(shards)), strict=True)
     ):
-        noted = [NamedLeaf(leaf.name, leaf.entry) for leaf in shard]
+        notes = {leaf.name: note_of(leaf) for leaf in shard}
         if number == 0:
-            noted += [leaf for leaf, _ in job.scalars]
-        notes = {
-            MARK + leaf.name: note for leaf in noted if (note := note_of(leaf.entry)) is not None
-        }
+            texts = ((leaf, f"{leaf.entry.dtype} {leaf.entry.text}") for leaf, _ in job.scalars)
+            notes |= {leaf.name: Note(text, leaf.noted_path) for leaf, text in texts}
         with open(os.path.join(path, name) if is_folder else path, "wb") as file:
-            files.write_safetensors(file, shard, notes)
+            files.write_safetensors(file, [foreign[leaf.name] for leaf in shard], notes)
     if len(shards) > 1:
-        files.write_index(path, leaves)
+        files.write_index(path, shards)
 
 
 def _write_torch(job: ExportJob, path: str, _: str) -> None:
@@ -269,15 +285,16 @@ def _write_torch(job: ExportJob, path: str, _: str) -> None:
 
     with open(path, "wb") as file:
         scalars = [(leaf.name, value) for leaf, value in job.scalars]
-        write_torch(file, foreign_leaves(job.checkpoint, job.arrays), scalars)
+        write_torch(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
 
 
 def _write_npz(job: ExportJob, path: str, _: str) -> None:
-    from perdure.inspect.npz_file import can_hold, write_npz
+    from perdure.inspect.npz_file import can_hold, refuse_names, write_npz
 
     scalars = _held_scalars(job, can_hold)
+    refuse_names([*job.arrays, *(leaf for leaf, _ in job.scalars)])
     with open(path, "wb") as file:
-        write_npz(file, foreign_leaves(job.checkpoint, job.arrays), scalars)
+        write_npz(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
 
 
 def _write_orbax(job: ExportJob, path: str, _: str) -> None:
@@ -291,6 +308,12 @@ def _held_scalars(job: ExportJob, can_hold: Callable[[Any], bool]) -> list[tuple
     """The scalars that a format can hold, by name; the others are noted in `job.left_out`."""
     job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
     return [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
+
+
+def _notes(job: ExportJob) -> dict[str, Note]:
+    """The notes on arrays, and on the paths of scalars, by name."""
+    paths = {leaf.name: Note(path=leaf.noted_path) for leaf, _ in job.scalars}
+    return {leaf.name: note_of(leaf) for leaf in job.arrays} | paths
 
 
 _WRITERS = {

@@ -24,6 +24,8 @@ _CUT = "#b42318"
 _COLOURS = ("#1f5f8b", "#b3541e", "#2f7236", "#7a4fa0", "#86650a", "#a8326e")
 _DASHES = ("-", "--", ":", "-.")
 _MOST_NUMBERS = 12
+_LARGE = 1e150
+"""Larger values are drawn in units of this: ticks of matplotlib beyond them would overflow."""
 _SETTINGS = {
     "svg.hashsalt": "perdure",
     "axes.spines.top": False,
@@ -83,7 +85,11 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.grid(axis="x", visible=False)
     if panel.logarithmic and any(value for line in panel.lines for _, value in line.points):
         axes.set_yscale("log")
-    handles = [_line(axes, line, number) for number, line in enumerate(panel.lines)]
+    values = (value for line in panel.lines for _, value in line.points if value is not None)
+    unit = _LARGE if any(abs(value) > _LARGE for value in values) else 1.0
+    if unit != 1.0:
+        axes.set_ylabel(f"in units of {unit:.0e}")
+    handles = [_line(axes, line, number, unit) for number, line in enumerate(panel.lines)]
     left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
     runs = {id(line.attempts): line.attempts for line in panel.lines}
     for attempts in runs.values():
@@ -105,9 +111,9 @@ def _draw(axes: Any, panel: Panel) -> None:
             text.set_parse_math(False)
 
 
-def _line(axes: Any, line: PlotLine, number: int) -> Any:
+def _line(axes: Any, line: PlotLine, number: int, unit: float) -> Any:
     steps = [step for step, _ in line.points]
-    values = [float("nan") if value is None else value for _, value in line.points]
+    values = [float("nan") if value is None else value / unit for _, value in line.points]
     return axes.plot(
         steps,
         values,

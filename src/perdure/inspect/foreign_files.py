@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-import pickle
-from importlib import import_module
-from typing import Any
 
-from perdure.errors import ArgumentError, DataError, missing_extra
-from perdure.state import flatten
-from perdure.state.paths import split_path
-from perdure.store.leaf import Leaf
+from perdure.errors import ArgumentError, DataError
+from perdure.inspect.foreign_leaves import ForeignFile
 
 READ_FORMATS = ("safetensors", "torch", "npz", "orbax")
 
 
-def read_foreign(path: str, kind: str) -> dict[str, Leaf]:
-    """The arrays and scalars of a file or folder by name.
+def read_foreign(path: str, kind: str) -> ForeignFile:
+    """The arrays and scalars of a file or folder. Each can be saved, and restored from a checkpoint.
 
     Where the format allows it, the bytes are mapped: they are read when they are used, and the system
     may drop them from memory at any time.
 
     Raises:
-        DataError: It cannot be read, or is not of this kind.
+        DataError: It cannot be read, is not of this kind, or holds what cannot be a leaf.
+        ArgumentError: Two leaves of it have one name.
         MissingExtraError: The library of the format is not installed.
     """
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise DataError(f"{path}: expected a file or folder, found a pipe or a device.")
     if kind == "safetensors":
         from perdure.inspect.safetensors_files import read_safetensors
 
@@ -37,7 +35,9 @@ def read_foreign(path: str, kind: str) -> dict[str, Leaf]:
         from perdure.inspect.orbax_folder import read_orbax
 
         return read_orbax(path)
-    return _read_torch(path)
+    from perdure.inspect.torch_archive import read_torch
+
+    return read_torch(path)
 
 
 def kind_of(path: str) -> str:
@@ -64,23 +64,3 @@ def kind_of(path: str) -> str:
     raise ArgumentError(
         f"{path}: its format is not known from its name; name it: one of {', '.join(READ_FORMATS)}."
     )
-
-
-def _read_torch(path: str) -> dict[str, Leaf]:
-    try:
-        torch: Any = import_module("torch")
-    except ModuleNotFoundError as error:
-        raise missing_extra("torch", error) from error
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise DataError(
-            f"{path}: has more than tensors, Python scalars and containers, which perdure does not "
-            f"load, because loading it can run any code: {error}"
-        ) from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise DataError(f"{path}: not a file of torch.save that can be read: {error}.") from error
-    return {".".join(split_path(path)): leaf for path, leaf in flatten(state).items()}

@@ -7,6 +7,7 @@ import os
 
 from perdure.errors import ArgumentError
 from perdure.inspect.foreign_files import READ_FORMATS, kind_of, read_foreign
+from perdure.inspect.foreign_leaves import ForeignFile
 from perdure.inspect.leaf_names import NameMap, path_of
 from perdure.inspect.origins import ORIGIN
 from perdure.state.paths import nearest
@@ -25,8 +26,10 @@ def import_run(
     """Save the arrays of a file or folder as step 0 of the new run directory `out`.
 
     A dotted name becomes a path: `encoder.0.weight` the leaf `encoder/0/weight`, as the leaves of a
-    torch module are called. A name with `/` is a path as it is. Torch files are read with
-    `weights_only=True` and never otherwise.
+    torch module are called. A name with `/` is a path as it is, and so is a name of Orbax. Leaves of an
+    `export` get their paths back. A file that is one array becomes the leaf `branch`, or a whole state.
+    Torch files are read with `weights_only=True` and never otherwise. All is checked before `out` is
+    made.
 
     Args:
         source: A .safetensors file, a folder of them with or without an index, a file of `torch.save`,
@@ -40,8 +43,9 @@ def import_run(
         The manifest of the checkpoint, which is durable.
 
     Raises:
-        ArgumentError: Two names would become one path, or one path would lie below another.
-        DataError: `source` cannot be read.
+        ArgumentError: Two names would become one path, one path would lie below another, or `branch`
+            is of no use because `names` gives all paths.
+        DataError: `source` cannot be read, or holds what cannot be a leaf.
         MissingExtraError: The library of the format is not installed.
         NotARunError, StepExistsError: `out` holds something already.
         SaveError: `out` cannot be written to.
@@ -50,10 +54,30 @@ def import_run(
     if kind is not None and kind not in READ_FORMATS:
         raise ArgumentError(f"kind: expected one of {', '.join(READ_FORMATS)}, found {kind!r}.")
     kind = kind or kind_of(where)
+    leaves = _leaves_by_path(read_foreign(where, kind), where, branch, names)
+    note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
+    with new_run(out) as run:
+        origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
+        return run.save(0, leaves, process_leaves={ORIGIN: origin})
+
+
+def _leaves_by_path(
+    found: ForeignFile, where: str, branch: str, names: NameMap | None
+) -> dict[str, Leaf]:
+    """The leaves of a file by their paths in a state; raises `ArgumentError` if they make up none."""
     leaves: dict[str, Leaf] = {}
     sources: dict[str, str] = {}
-    for name, leaf in read_foreign(where, kind).items():
-        path = path_of(name, branch, names)
+    below_branch = False
+    for name, leaf in found.leaves.items():
+        path = names and names(name)
+        if not path:
+            path = _join(branch, found.paths.get(name, path_of(name)))
+            below_branch = True
+        if path and not all(path.split("/")):
+            raise ArgumentError(
+                f"{where}: the name {name!r} would become the path {path!r}, which has an empty part; "
+                f"give it another one: `--names`."
+            )
         if path in leaves:
             raise ArgumentError(
                 f"{where}: {sources[path]!r} and {name!r} would both become {path!r}; give one of them "
@@ -65,14 +89,20 @@ def import_run(
     _refuse_nested(leaves, sources, where)
     if not leaves:
         raise ArgumentError(f"{where}: holds no array.")
-    note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
-    with new_run(out) as run:
-        origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
-        return run.save(0, leaves, process_leaves={ORIGIN: origin})
+    if branch and not below_branch:
+        raise ArgumentError(
+            f"branch: nothing is put below {branch!r}, because `names` gives every leaf a whole path; "
+            f"leave one of them out, or put the branch into the paths of `names`."
+        )
+    return leaves
+
+
+def _join(branch: str, path: str) -> str:
+    return f"{branch}/{path}" if branch and path else branch or path
 
 
 def _refuse_nested(leaves: dict[str, Leaf], sources: dict[str, str], where: str) -> None:
-    for path in leaves:
+    for path in filter(None, leaves):
         if (above := nearest(path.rpartition("/")[0], leaves)) is not None:
             raise ArgumentError(
                 f"{where}: {sources[path]!r} would become {path!r}, below {above!r}, which is "

@@ -15,10 +15,18 @@ Style = Literal["dotted", "path"]
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf of a checkpoint, and its name in a file."""
+    """A leaf of a checkpoint, and its name in a file.
+
+    Attributes:
+        name: Its name.
+        entry: The leaf.
+        noted_path: Its path inside the branch, if the name would be imported as another path. The file
+            notes it, if its format can.
+    """
 
     name: str
     entry: LeafEntry
+    noted_path: str | None = None
 
 
 class NameMap:
@@ -57,7 +65,7 @@ class NameMap:
     def read(cls, file: str | os.PathLike[str]) -> NameMap:
         """The patterns of a file in UTF-8; raises `ArgumentError` if it cannot be read."""
         try:
-            with open(file, encoding="utf-8") as lines:
+            with open(file, encoding="utf-8-sig") as lines:
                 return cls(lines, os.fspath(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"{os.fspath(file)}: the names cannot be read: {error}.") from error
@@ -99,44 +107,39 @@ def named_leaves(
     """
     named: dict[str, NamedLeaf] = {}
     for entry in entries:
-        name = (names and names(entry.path)) or default_name(entry.path, style, branch)
+        default, noted_path = default_name(entry.path, style, branch)
+        renamed = names and names(entry.path)
+        name = renamed or default
         if (other := named.get(name)) is not None:
             raise ArgumentError(
                 f"leaves {other.entry.path!r} and {entry.path!r} would both be called {name!r}; give "
                 f"one of them another name: `--names`."
             )
-        named[name] = NamedLeaf(name, entry)
+        named[name] = NamedLeaf(name, entry, None if renamed else noted_path)
     if names is not None:
         names.refuse_unused()
     return list(named.values())
 
 
-def default_name(path: str, style: Style, branch: str) -> str:
-    """The name of a leaf: its path, or the keys of its path with dots between them."""
-    inside = path.removeprefix(f"{branch}/") if branch else path
-    if style == "path":
-        return inside
-    return ".".join(map(unescape, inside.split("/")))
+def default_name(path: str, style: Style, branch: str) -> tuple[str, str | None]:
+    """The name of a leaf, and the path to note with it, as in `NamedLeaf`.
 
-
-def path_of(name: str, branch: str, names: NameMap | None) -> str:
-    """The path of the leaf for a name in a file: that of `names`, or else below `branch`.
-
-    A name with `/` is a path, other names are split at their dots.
-
-    Raises:
-        ArgumentError: A part of the path would be empty.
+    The name is the path inside `branch`, or the keys of that path with dots between them.
     """
-    path = names and names(name)
-    if path is None:
-        parts = name.split("/" if "/" in name else ".")
-        path = "/".join([*([branch] if branch else []), *map(escape, parts)])
-    if not all(path.split("/")):
-        raise ArgumentError(
-            f"the name {name!r} would become the path {path!r}, which has an empty part; give it "
-            f"another one: `--names`."
-        )
-    return path
+    inside = path.removeprefix(f"{branch}/") if branch else path
+    name = inside if style == "path" else ".".join(map(unescape, inside.split("/")))
+    return name, None if path_of(name) == inside else inside
+
+
+def path_of(name: str) -> str:
+    """The path that a name in a file means.
+
+    A name with `/` is a path, in which `%2F` stands for a `/` in a key; other names are split at their
+    dots. The name without a character, of a file that is one array, is the path of a whole state.
+    """
+    if "/" in name:
+        return "/".join(escape(unescape(part)) for part in name.split("/"))
+    return "/".join(map(escape, name.split(".")))
 
 
 def _regex(part: str) -> str:

@@ -6,7 +6,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.inspect.html_page import Html, badge, code, duration, facts, joined, note, table
+from perdure.inspect.html_page import (
+    Html,
+    badge,
+    code,
+    counted,
+    duration,
+    facts,
+    joined,
+    note,
+    table,
+)
 from perdure.inspect.timeline import Bar, Line, Mark, timeline
 
 _STATES = {"ended": "plain", "running": "good", "lost": "bad", "unknown": "warn"}
@@ -33,7 +43,7 @@ def life_part(life: Mapping[str, Any] | None) -> Html:
             timeline([_line(start) for start in starts], "an interruption"),
             _attempts(starts),
             note(f"{earlier} earlier starts are not shown; --json has them.") if earlier else None,
-            note(f"{unread} lines of the record cannot be read.") if unread else None,
+            note(f"{counted(unread, 'line')} of the record cannot be read.") if unread else None,
         ]
     )
 

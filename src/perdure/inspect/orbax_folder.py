@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
-from perdure.inspect.foreign_leaves import ForeignLeaf
+from perdure.errors import (
+    ArgumentError,
+    DataError,
+    UnsupportedLeafError,
+    missing_extra,
+)
+from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, noted_file
 from perdure.state import flatten
 from perdure.state.paths import insert
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import unescape
-from perdure.store.leaf import Leaf
+
+_MAX_NAME = 60_000
+"""Below the 65,535 bytes of a key of its database, which has the number of a chunk in it, too."""
 
 
 def can_hold(value: Any) -> bool:
@@ -44,17 +51,21 @@ def write_orbax(
         checkpointer.save(os.path.abspath(path), tree)
 
 
-def read_orbax(path: str) -> dict[str, Leaf]:
-    """The arrays and scalars of a checkpoint by path; raises `DataError` if Orbax cannot read it."""
+def read_orbax(path: str) -> ForeignFile:
+    """The arrays and scalars of a checkpoint; raises `DataError` if Orbax cannot read it.
+
+    Their names are paths: a key of the tree is one part, even if it has dots.
+    """
     ocp = _orbax()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             found = checkpointer.metadata(os.path.abspath(path))
             arguments = _restore_arguments(ocp, found.item_metadata.tree)
             tree = checkpointer.restore(os.path.abspath(path), restore_args=arguments)
+        leaves = dict(flatten(tree))
+        return ForeignFile(noted_file(leaves, {}).leaves, {name: name for name in leaves})
     except Exception as error:
         raise DataError(f"{path}: not an Orbax checkpoint that can be read: {error}.") from error
-    return dict(flatten(tree))
 
 
 def _restore_arguments(ocp: Any, tree: Any) -> Any:
@@ -68,6 +79,16 @@ def _restore_arguments(ocp: Any, tree: Any) -> Any:
 
 
 def _insert(tree: dict[str, Any], name: str, value: Any) -> None:
+    if not name:
+        raise UnsupportedLeafError(
+            "this state is one value without a name, and Orbax stores trees of named ones; take "
+            "safetensors, torch or npz."
+        )
+    if len(name.encode()) > _MAX_NAME:
+        raise ArgumentError(
+            f"the name {name[:80]!r}... is longer than the {_MAX_NAME} bytes that Orbax holds; give it "
+            f"another one: `--names`."
+        )
     try:
         insert(tree, [unescape(part) for part in name.split("/")], value)
     except (TypeError, AttributeError) as error:

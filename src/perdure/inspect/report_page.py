@@ -10,6 +10,7 @@ from perdure.inspect.html_page import (
     Html,
     badge,
     code,
+    counted,
     facts,
     fingerprint,
     joined,
@@ -187,7 +188,7 @@ def _metrics(runs: Sequence[_Document], names: Sequence[str]) -> Html:
             note(f"{more} more metrics; perdure plot --metric PATTERN draws them.")
             if more > 0
             else None,
-            note(f"{unread} lines of metrics.jsonl cannot be read.") if unread else None,
+            note(f"{counted(unread, 'line')} of metrics.jsonl cannot be read.") if unread else None,
         ]
     )
 
@@ -212,7 +213,7 @@ def _checkpoints(run: _Document) -> Html:
         note("Own: bytes that no other checkpoint reads; shared: those that others read, too."),
     ]
     if earlier:
-        parts.append(note(f"{earlier} earlier checkpoints are not shown; --json has them."))
+        parts.append(note(f"Not shown: {counted(earlier, 'earlier checkpoint')}; --json has all."))
     bad = [row for row in run["checkpoints"] if row["state"]]
     if bad:
         lines = [tag("li", f"step {row['step']}: {row['why']}") for row in bad]

@@ -53,7 +53,7 @@ def read_run(
         ArgumentError: `leaves` selects nothing.
         NotARunError: One of `logs` has no record.
     """
-    contents, problems = _contents(run)
+    contents, problems = contents_and_problems(run)
     manifests = contents.manifests
     whole = [
         StoredCheckpoint(run, manifest, name_at_step(run.where, step))
@@ -81,8 +81,11 @@ def read_run(
     return ReportedRun(document, manifests)
 
 
-def _contents(run: Run) -> tuple[Contents, Problems]:
-    """What the run holds, and which checkpoints are damaged as far as names and sizes tell."""
+def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
+    """What the run holds, and which checkpoints are damaged as far as names and sizes tell.
+
+    Raises `UnreachableError` if the run directory cannot be listed.
+    """
     try:
         contents = run.contents()
         problems = _problems(contents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from perdure.inspect.figure import FORMATS, draw_figure, figure_bytes
 from perdure.inspect.output_file import write_output
 from perdure.inspect.plot_panels import Panel, metric_panels, norm_panels
 from perdure.inspect.report_page import labels
+from perdure.inspect.run_document import contents_and_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +32,8 @@ def plot(
     """The metrics of runs over their steps as a figure of matplotlib; a notebook shows it.
 
     Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is
-    found.
+    found. A checkpoint that is damaged or cannot be read has no values of its own in the figure; a
+    warning names it.
 
     Args:
         runs: Run directories; each is a line.
@@ -46,7 +49,19 @@ def plot(
         ArgumentError: No run is named, or there is nothing to draw.
         CorruptionError: A checkpoint whose norms are drawn is damaged.
     """
-    return draw_figure(plot_panels(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves))
+    panels = plot_panels(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
+    for problem in checkpoint_problems(*runs):
+        warnings.warn(problem, stacklevel=2)
+    return draw_figure(panels)
+
+
+def checkpoint_problems(*runs: Where) -> list[str]:
+    """A sentence on each checkpoint that is damaged or cannot be read, as far as its manifest tells."""
+    return [
+        f"{run.where}: step {step} is {state}: {why}"
+        for run in map(open_run, runs)
+        for step, (state, why) in sorted(contents_and_problems(run)[1].items())
+    ]
 
 
 def plot_panels(

@@ -73,8 +73,8 @@ def report(
 
     Raises:
         NotARunError: A run directory or a record is not there.
-        ArgumentError: No run is named, one of the files is not such a document, or `leaves` selects
-            nothing.
+        ArgumentError: No run is named, one of the files is not such a document, two documents of
+            `verify` are of one run, or `leaves` selects nothing.
         UnreachableError: A run directory cannot be listed.
     """
     if not runs:
@@ -98,6 +98,7 @@ def report(
 def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The documents of `perdure verify` by the run that they are of."""
     found: dict[str, Mapping[str, Any]] = {}
+    files: dict[str, Path] = {}
     for path in map(Path, paths):
         document = _json(path)
         problems = document.get("problems")
@@ -113,7 +114,13 @@ def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str,
                 f"{path}: expected a document of `perdure verify` of one of {', '.join(runs)}, "
                 f"found one of {document.get('where')}."
             )
-        found[document["where"]] = document
+        where = document["where"]
+        if where in found:
+            raise ArgumentError(
+                f"{path}: expected one document of `perdure verify` for each run at most, and "
+                f"{files[where]} is also of {where}. Name the newer one alone."
+            )
+        found[where], files[where] = document, path
     return found
 
 

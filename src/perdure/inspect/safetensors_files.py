@@ -11,13 +11,13 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
 
 from perdure.errors import ArgumentError, DataError
-from perdure.inspect.foreign_leaves import MARK, ForeignLeaf, noted_leaf, plain_dtype
+from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file, plain_dtype
 from perdure.inspect.leaf_names import NamedLeaf
 from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
@@ -26,6 +26,9 @@ from perdure.store.manifest_check import item_bytes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
+_DTYPE_MARK, _PATH_MARK = "perdure:", "perdure.path:"
+"""Begin the names of the notes in a header."""
+_SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 # In the order of the safetensors library, which writes the arrays of later dtypes first, so that each
 # array is aligned.
@@ -94,11 +97,11 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def write_index(folder: str, shards: Sequence[Sequence[ForeignLeaf]]) -> None:
+def write_index(folder: str, shards: Sequence[Sequence[NamedLeaf]]) -> None:
     """Write the index of a folder with several shards."""
     pairs = zip(shards, shard_names(len(shards)), strict=True)
     weight_map = {leaf.name: file for shard, file in pairs for leaf in shard}
-    total = sum(leaf.nbytes for shard in shards for leaf in shard)
+    total = sum(leaf.entry.nbytes for shard in shards for leaf in shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as file:
         file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -106,15 +109,21 @@ def write_index(folder: str, shards: Sequence[Sequence[ForeignLeaf]]) -> None:
         os.fsync(file.fileno())
 
 
-def write_safetensors(file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: dict[str, str]) -> None:
+def write_safetensors(
+    file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: Mapping[str, Note]
+) -> None:
     """Write one file.
 
     Args:
         file: Where to.
         leaves: The arrays in the order of the file.
-        notes: Strings for the header, beside `format: pt`, without which transformers refuses a file.
+        notes: Notes by name, for the header.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
+    # transformers refuses a file without a format.
+    metadata = {"format": "pt"}
+    metadata |= {_DTYPE_MARK + name: note.dtype for name, note in notes.items() if note.dtype}
+    metadata |= {_PATH_MARK + name: note.path for name, note in notes.items() if note.path}
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for leaf in leaves:
         end = offset + leaf.nbytes
@@ -134,8 +143,8 @@ def write_safetensors(file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: dict
             file.write(data)
 
 
-def read_safetensors(path: str) -> dict[str, Leaf]:
-    """The arrays of a file, or of a folder with one file or an index, by name.
+def read_safetensors(path: str) -> ForeignFile:
+    """The arrays of a file, or of a folder with one file or an index.
 
     Their bytes are mapped, and read when they are used. Raises `DataError` for a file that is not what
     it should be.
@@ -150,6 +159,7 @@ def read_safetensors(path: str) -> dict[str, Leaf]:
                 f"{path}: expected {INDEX} or one .safetensors file, found "
                 f"{', '.join(files) or 'none'}."
             )
+        _refuse_lone_shard(path, files[0])
         return _read_file(os.path.join(path, files[0]))
     try:
         with open(index, "rb") as file:
@@ -158,22 +168,38 @@ def read_safetensors(path: str) -> dict[str, Leaf]:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{index}: not an index of safetensors files: {error}.") from error
     leaves: dict[str, Leaf] = {}
+    paths: dict[str, str] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not re.fullmatch(r"[^/\\]+", name):
             raise DataError(f"{index}: expected names of files in this folder, found {name!r}.")
         found = _read_file(os.path.join(path, name))
-        if twice := leaves.keys() & found.keys():
+        if twice := leaves.keys() & found.leaves.keys():
             raise DataError(f"{path}: {min(twice)!r} is in two files.")
-        leaves.update(found)
+        leaves.update(found.leaves)
+        paths.update(found.paths)
     if lacking := weight_map.keys() - leaves.keys():
         raise DataError(f"{path}: no file has {min(lacking)!r}, which the index names.")
-    return leaves
+    return ForeignFile(leaves, paths)
 
 
-def _read_file(path: str) -> dict[str, Leaf]:
+def _refuse_lone_shard(folder: str, file: str) -> None:
+    """Raise `DataError` if the name of the only file says that there are others."""
+    match = _SHARD.fullmatch(file)
+    if match is None or int(match[2]) == 1:
+        return
+    raise DataError(
+        f"{folder}: {file} is one of {int(match[2])} files, and {INDEX} and the other "
+        f"{int(match[2]) - 1} are missing. Put them beside it, or name the file itself to import what "
+        f"it holds."
+    )
+
+
+def _read_file(path: str) -> ForeignFile:
     def refuse(reason: str) -> DataError:
         return DataError(f"{path}: not a whole safetensors file: {reason}.")
 
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise DataError(f"{path}: expected a file.")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -183,15 +209,29 @@ def _read_file(path: str) -> dict[str, Leaf]:
             text = file.read(length)
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
         raw = msgspec.json.decode(text, type=dict[str, Any])
-        notes = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
-        return _leaves(data, msgspec.convert(raw, dict[str, _Entry]), notes)
+        json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
+        metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
+        return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), _notes(metadata))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
         raise refuse(str(error)) from error
 
 
-def _leaves(data: memoryview, entries: dict[str, _Entry], notes: dict[str, str]) -> dict[str, Leaf]:
+def _refuse_duplicates(fields: list[tuple[str, Any]]) -> None:
+    if len({name for name, _ in fields}) < len(fields):
+        raise ValueError("its header has a name twice")
+
+
+def _notes(metadata: dict[str, str]) -> dict[str, Note]:
+    dtypes, paths = (
+        {name.removeprefix(mark): text for name, text in metadata.items() if name.startswith(mark)}
+        for mark in (_DTYPE_MARK, _PATH_MARK)
+    )
+    return {name: Note(dtypes.get(name), paths.get(name)) for name in {**dtypes, **paths}}
+
+
+def _leaves(data: memoryview, entries: dict[str, _Entry]) -> dict[str, Leaf]:
     """The arrays of a file; raises `ValueError` if its header does not fit its bytes."""
     leaves: dict[str, Leaf] = {}
     position = 0
@@ -209,11 +249,7 @@ def _leaves(data: memoryview, entries: dict[str, _Entry], notes: dict[str, str])
         dtype = _NAMES[entry.dtype]
         if math.prod(entry.shape) * (item_bytes(dtype) or 0) != end - start:
             raise ValueError(f"{name!r} of shape {entry.shape} has {end - start} bytes")
-        leaf = Leaf(dtype, entry.shape, data[start:end], frozen=True)
-        leaves[name] = noted_leaf(leaf, notes.get(MARK + name))
+        leaves[name] = Leaf(dtype, entry.shape, data[start:end], frozen=True)
     if position != len(data):
         raise ValueError(f"its arrays end at {position} of {len(data)} bytes")
-    for name, note in notes.items():
-        if name.startswith(f"{MARK}") and (bare := name.removeprefix(MARK)) not in leaves:
-            leaves[bare] = noted_leaf(None, note)
     return leaves

@@ -1,18 +1,29 @@
-"""A state dict in the zip format of `torch.save`, written without PyTorch and a chunk at a time.
+"""A state dict in the zip format of `torch.save`: written without PyTorch, a chunk at a time, and read.
 
 The pickle in it holds a dict from names to tensors and Python scalars, from the opcodes and functions
-that `torch.load(weights_only=True)` accepts.
+that `torch.load(weights_only=True)` accepts. PyTorch reads it, and always in that way, so that no code
+in a file runs.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
+import re
 import struct
+import zipfile
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, BinaryIO
 
-from perdure.inspect.foreign_leaves import ForeignLeaf
+import msgspec
+
+from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
+from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file
 from perdure.inspect.stored_zip import StoredZip
+from perdure.state import flatten
+from perdure.state.paths import split_path
+from perdure.store.leaf import Leaf
 
 # The dtypes that have a class of storages, and those that PyTorch added later without one.
 _STORAGES = {
@@ -40,23 +51,103 @@ _UNTYPED = (
     "float8_e8m0fnu",
 )
 DTYPES = (*_STORAGES, *_UNTYPED)
+_NOTES = "archive/perdure.json"
 
 
 def write_torch(
-    file: BinaryIO, leaves: Sequence[ForeignLeaf], scalars: Sequence[tuple[str, Any]]
+    file: BinaryIO,
+    leaves: Sequence[ForeignLeaf],
+    scalars: Sequence[tuple[str, Any]],
+    notes: dict[str, Note],
 ) -> None:
-    """Write a state dict: arrays in the order in which they are read, and values of Python."""
+    """Write a state dict: arrays in the order in which they are read, and values of Python.
+
+    A leaf without a name, which is a whole state, is written as it is, without a dict. The notes stand
+    in a member of their own, which PyTorch skips.
+    """
+    notes = {name: note for name, note in notes.items() if note != Note()}
     with StoredZip(file) as archive:
         archive.add("archive/data.pkl", [_pickle(leaves, scalars)])
         archive.add("archive/byteorder", [b"little"])
         for number, leaf in enumerate(leaves):
             archive.add(f"archive/data/{number}", leaf.chunks())
+        if notes:
+            archive.add(_NOTES, [msgspec.json.encode(notes)])
         archive.add("archive/version", [b"3\n"])
+
+
+def read_torch(path: str) -> ForeignFile:
+    """The tensors and Python scalars of a file of `torch.save`, with dots between nested keys.
+
+    Raises:
+        DataError: It cannot be read, or has anything else in it.
+        ArgumentError: Two of them would have one name.
+        MissingExtraError: PyTorch is not installed.
+    """
+    try:
+        torch: Any = import_module("torch")
+    except ModuleNotFoundError as error:
+        raise missing_extra("torch", error) from error
+    try:
+        state = _load(torch, path)
+    except pickle.UnpicklingError as error:
+        match = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        what = f"found {match[1]}" if match else "found something else, or no file of torch.save"
+        raise DataError(
+            f"{path}: expected tensors, Python scalars and containers, {what}. perdure loads nothing "
+            f"else, because that can run any code. Where you trust the file, load it with the program "
+            f"that wrote it, and save `model.state_dict()` alone."
+        ) from error
+    except Exception as error:  # a file with any bytes
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise DataError(
+            f"{path}: not a file of torch.save that PyTorch can load safely: {reason}. Where you trust "
+            f"the file, load it with the PyTorch that wrote it, and save `model.state_dict()` again."
+        ) from error
+    try:
+        found = flatten(state)
+    except UnsupportedLeafError as error:
+        raise DataError(f"{path}: {error}") from error
+    leaves: dict[str, Leaf] = {}
+    sources: dict[str, str] = {}
+    for source, leaf in found.items():
+        name = ".".join(split_path(source))
+        if name in leaves:
+            raise ArgumentError(
+                f"{path}: the tensors at {sources[name]!r} and {source!r} would both be called "
+                f"{name!r}. Save the file again with another key for one of them."
+            )
+        leaves[name], sources[name] = leaf, source
+    try:
+        return noted_file(leaves, _read_notes(path))
+    except Exception as error:  # a damaged archive, of which PyTorch checks less
+        raise DataError(f"{path}: cannot be imported: {error}.") from error
+
+
+def _load(torch: Any, path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_notes(path: str) -> dict[str, Note]:
+    """The notes of an export; none in a file of another writer."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        if _NOTES not in archive.namelist():
+            return {}
+        if archive.getinfo(_NOTES).compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{_NOTES} is compressed")
+        return msgspec.json.decode(archive.read(_NOTES), type=dict[str, Note])
 
 
 def _pickle(leaves: Sequence[ForeignLeaf], scalars: Sequence[tuple[str, Any]]) -> bytes:
     items = [(leaf.name, _tensor(number, leaf)) for number, leaf in enumerate(leaves)]
     items += [(name, _value(value)) for name, value in scalars]
+    if [name for name, _ in items] == [""]:
+        return b"\x80\x02" + items[0][1] + b"."
     pairs = b"".join(_text(name) + value for name, value in sorted(items))
     return b"\x80\x02}(" + pairs + b"u."
 

@@ -81,7 +81,8 @@ class TorchState:
                 part = region(value)
             value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        octets = plain.reshape(-1).view(torch.uint8).numpy()
+        # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses it.
+        octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
         data = octets.data if octets.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
 

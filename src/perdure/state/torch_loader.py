@@ -12,7 +12,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -334,11 +334,10 @@ def _seed_process(seed: int) -> None:
 
 def _whole_number(name: str, value: Any, least: int = 0) -> int:
     """`value` as an `int`, NumPy's included; raises `DataError` for anything else."""
-    number = None if isinstance(value, (bool, np.bool_)) else value
-    try:
-        number = operator.index(number)
-    except TypeError:
-        number = None
+    number = None
+    if not isinstance(value, (bool, np.bool_)):
+        with suppress(TypeError):
+            number = operator.index(value)
     if number is None or not least <= number < 2**63:
         bound = least if least > -2 else "-2**63"
         raise DataError(

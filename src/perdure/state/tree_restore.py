@@ -20,6 +20,7 @@ from perdure.state.leaf_spec import Difference, format_differences, mismatch_err
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_key
+from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import advice, ways_out
 from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
 from perdure.state.restore_report import RestoreReport
@@ -63,6 +64,7 @@ def restore_requested(
     stored: StoredState,
     *,
     takes: bool = False,
+    replaced: ReplacedMembers | None = None,
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; everything else in `like` stays the very same.
 
@@ -73,6 +75,7 @@ def restore_requested(
         stored: everything that the checkpoint has.
         takes: whether restored values may be in the memory of `leaves`, which the caller has just
             loaded and does not use afterwards.
+        replaced: is given the members of `like` that are not in the returned state.
 
     Returns:
         The state, and how it differs from the checkpoint.
@@ -85,7 +88,7 @@ def restore_requested(
         if plan.differences:
             hints = ways_out(like, leaves, request, stored, plan)
             raise mismatch_error(plan.differences, advice(plan.differences) + hints)
-        return _Restore(plan, takes).run(like), plan.report
+        return _Restore(plan, takes, replaced or ReplacedMembers()).run(like), plan.report
 
 
 def restore_without_target(
@@ -130,7 +133,8 @@ class _Backup(NamedTuple):
 class _Restore:
     """One restore: builds all new values, then changes the objects of the target in place."""
 
-    def __init__(self, plan: RestorePlan, takes: bool) -> None:
+    def __init__(self, plan: RestorePlan, takes: bool, replaced: ReplacedMembers) -> None:
+        self._replaced = replaced
         self._leaves, self._specs = plan.leaves, plan.specs
         self._keep, self._keep_branches = plan.keep, plan.keep_branches
         self._keeps_some = bool(plan.keep or plan.keep_branches)
@@ -154,9 +158,12 @@ class _Restore:
                 if path in self._keep:
                     return like
                 if is_plain(like) and (entry := self._objects.containers.get(path)) is not None:
-                    return self._load_as(entry.arrays, like, path)
-                value = load_leaf(leaf[0], like, self._leaves[path])
-                if (variable := leaf[0].variable(like)) is None:
+                    value, variable = self._load_as(entry.arrays, like, path), None
+                else:
+                    value = load_leaf(leaf[0], like, self._leaves[path])
+                    variable = leaf[0].variable(like)
+                if variable is None:
+                    self._replaced.add_leaf(path, like, value)
                     return value
                 self._changes.append(_Change(path, variable, value))
                 return like
@@ -169,8 +176,10 @@ class _Restore:
         if self._keeps_some and _are_same(children, node):
             return like
         if node.in_place:
+            self._replaced.drop(path)
             self._changes.append(_Change(path, node, children))
             return like
+        self._replaced.add_container(path, like)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
 

@@ -48,7 +48,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-
 STALE: dict[str, tuple[Callable[[State], Any], str]] = {
     "all": (lambda state: state, "epoch"),
     "part": (lambda state: {"new": state["deep"]}, "new/w"),
@@ -80,6 +79,17 @@ def test_the_target_is_not_saved_in_place_of_what_was_restored(
         with pytest.raises(StateError, match=part[1]):
             manager.save_and_exit(5, part[0](state))
         assert manager.all_steps() == [4]
+
+
+def test_a_counter_that_began_again_may_have_reached_the_restored_number(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(8, {"model": Counter(4), "epoch": 4})
+        manager.wait_until_finished()
+        state = {"model": Counter(0), "epoch": 0}
+        manager.restore_or_initialize(state)
+        state["epoch"] += 4
+        with pytest.raises(StateError, match="epoch: the restore returned"):
+            manager.save(16, state)
 
 
 def takes(state: State, manager: CheckpointManager) -> State:
@@ -124,8 +134,8 @@ def is_changed_in_place(state: State, manager: CheckpointManager) -> State:
         other.save(1, {"all": perdure.Checkpoint(**fresh(4))})
         other.wait_until_finished()
         other.restore(like=state)
-        members.epoch += 1
-        assert members.epoch == 5
+        vars(members)["epoch"] += 1
+        assert vars(members)["epoch"] == 5
         other.save(2, state)
     return fresh(5)
 

@@ -370,7 +370,9 @@ class Cached(LongestFirst):
 
 
 def test_a_sampler_is_compared_to_the_end_of_its_order() -> None:
-    with pytest.raises(DataError, match="LongestFirst gives another order when it is iterated again"):
+    with pytest.raises(
+        DataError, match="LongestFirst gives another order when it is iterated again"
+    ):
         next(iter(loader(batch_sampler=LongestFirst(4))))
     whole = batches(loader(batch_sampler=Cached(0)))
     first, position = until(loader(batch_sampler=Cached(0)), 8)
@@ -431,6 +433,7 @@ def test_arguments_that_are_no_numbers_are_refused() -> None:
 def test_a_state_that_is_no_position_is_refused() -> None:
     data = loader()
     position = data.state_dict()
+    state: Any
     changes: list[Any] = [{"batch": 100}, {"epoch": -1}, {"epoch": 1.0}, {"order": None}]
     for state in ({}, None, [], *({**position, **change} for change in changes)):
         with pytest.raises(DataError, match=r"expected.*found"):

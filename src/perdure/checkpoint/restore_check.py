@@ -9,6 +9,7 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences, template_of
 from perdure.state.replaced_members import ReplacedMembers
+from perdure.state.restore_advice import state_dict_advice
 from perdure.store import Leaf
 
 
@@ -88,6 +89,7 @@ class RestoreCheck:
                 f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
                 f"structure, dtypes and shapes as the state that the loop saves."
                 f"{grown * any(line.expected is None and not line.reason for line in lines)}"
+                f"{state_dict_advice(lines)}"
             )
         self._known = _structure(leaves)
         if self._partial is not None:

@@ -26,6 +26,7 @@ class ReplacedMembers:
 
     def __init__(self) -> None:
         self._new: dict[str, Any] = {}
+        self._numbers: set[str] = set()
         # By the `id` of a member, which is kept alive so that nothing else gets the same.
         self._old: dict[int, tuple[str, Any]] = {}
 
@@ -34,6 +35,7 @@ class ReplacedMembers:
         if type(old) in SCALARS:
             if type(old) is type(new) and _same(old, new):
                 return
+            self._numbers.add(path)
         else:
             self._old[id(old)] = path, old
         self._new[path] = new
@@ -51,26 +53,35 @@ class ReplacedMembers:
     def forget(self) -> None:
         """The program has taken the returned state, or there is none."""
         self._new.clear()
+        self._numbers.clear()
         self._old.clear()
 
     def check_unused(self, state: Any, step: int) -> None:
-        """Raise `StateError` if `state`, which is saved as `step`, has a member of the target whose
-        value is not the restored one.
+        """Raise `StateError` if `state`, which is saved as `step`, has a member of the target.
 
-        A number that is the step itself was set by the program, and is left alone.
+        Left alone are numbers that did not change in the restore, arrays that are equal now, and an
+        integer that is the step itself, which the program has set.
         """
         if self._new:
             with own_shards_only():
                 self._visit(state, "", None, step)
+
+    def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
+        """Whether the program has given a leaf of its target the value that it should have.
+
+        A counter that began again may have reached the restored number once more. A constant array is
+        equal, and nothing is lost.
+        """
+        if target_path in self._numbers:
+            return type(value) is int and value == step
+        return _same(value, self._new[target_path])
 
     def _visit(self, value: Any, path: str, target_path: str | None, step: int) -> None:
         """`target_path` is the path in the target of a value that lies in a container of it."""
         target_path, _ = self._old.get(id(value), (target_path, None))
         adapters = loaded_adapters()
         if leaf_adapter(value, adapters) is not None:
-            if target_path in self._new and not _same(value, self._new[target_path]):
-                if type(value) is int and value == step:
-                    return
+            if target_path in self._new and not self._is_fine(value, target_path, step):
                 raise StateError(
                     f"{path or '(the state itself)'}: the restore returned a new value here, which "
                     f"this program does not use: it saves what it gave to the restore, so that it has "

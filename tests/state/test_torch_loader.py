@@ -343,6 +343,106 @@ class Drifting(Sampler[int]):
         return iter(self.numbers.permutation(EXAMPLES).tolist())
 
 
+class LongestFirst(Sampler[list[int]]):
+    """Every epoch begins with the same batch; the others come from a generator that nobody seeds."""
+
+    def __init__(self, seed: int) -> None:
+        self.numbers = random.Random(seed)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        others = [[2 * i, 2 * i + 1] for i in range(1, 5)] + [[10]]
+        self.numbers.shuffle(others)
+        return iter([[0, 1], *others])
+
+
+class Cached(LongestFirst):
+    """The same orders as a function of the epoch, which is no reason to refuse it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.numbers.seed(self.epoch)
+        return super().__iter__()
+
+
+def test_a_sampler_is_compared_to_the_end_of_its_order() -> None:
+    with pytest.raises(
+        DataError, match="LongestFirst gives another order when it is iterated again"
+    ):
+        next(iter(loader(batch_sampler=LongestFirst(4))))
+    whole = batches(loader(batch_sampler=Cached(0)))
+    first, position = until(loader(batch_sampler=Cached(0)), 8)
+    data = loader(batch_sampler=Cached(1))
+    data.load_state_dict(position)
+    assert first + batches(data) == whole
+
+
+class Repeated:
+    """Batches without an end, as the loaders of timm and YOLO have them."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class MultiEpochs(DataLoader[Any]):
+    def __init__(self, *args: Any, early: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.own = [super().__iter__()]
+        if early:
+            self.iterator = self.own[0]
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        for _ in range(3):
+            yield next(self.own[0])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_loader_with_an_iterator_for_all_epochs_is_refused(early: bool) -> None:
+    with pytest.raises(DataError, match=r"MultiEpochs keeps an iterator.*persistent_workers"):
+        next(iter(ResumableLoader(MultiEpochs(Noisy(), 4, early=early))))
+
+
+def test_arguments_that_are_no_numbers_are_refused() -> None:
+    plain = DataLoader(Noisy(), shuffle=True)
+    for seed in ("7", 1.5, 2**70, 2**63, True):
+        with pytest.raises(DataError, match="seed: expected an integer"):
+            ResumableLoader(plain, seed=seed)  # pyright: ignore[reportArgumentType]
+    seeded = ResumableLoader(plain, seed=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert batches(seeded) == batches(ResumableLoader(plain, seed=3))
+    data = loader()
+    epoch: Any
+    for epoch in (-1, 1.5, 2.0, "1", None, False):
+        with pytest.raises(DataError, match="epoch: expected an integer of at least 0"):
+            data.set_epoch(epoch)
+    data.set_epoch(np.int64(2))  # pyright: ignore[reportArgumentType]
+    assert (data.epoch, type(data.epoch)) == (2, int)
+
+
+def test_a_state_that_is_no_position_is_refused() -> None:
+    data = loader()
+    position = data.state_dict()
+    state: Any
+    changes: list[Any] = [{"batch": 100}, {"epoch": -1}, {"epoch": 1.0}, {"order": None}]
+    for state in ({}, None, [], *({**position, **change} for change in changes)):
+        with pytest.raises(DataError, match=r"expected.*found"):
+            data.load_state_dict(state)
+        assert data.state_dict() == position
+    data.load_state_dict({**position, "batch": 3})  # the end of the epoch
+    assert data.batch == 3
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))

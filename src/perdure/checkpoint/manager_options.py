@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
+from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_report import RestoreReport
 
 
@@ -28,12 +29,36 @@ class Restored(_Pair):
     """
 
     report: RestoreReport = RestoreReport()
+    _replaced: ReplacedMembers | None = None
 
     def __new__(cls, state: Any, step: int, report: RestoreReport | None = None) -> Restored:
         pair = super().__new__(cls, state, step)
         if report is not None:
             pair.report = report
         return pair
+
+    def watch(self, replaced: ReplacedMembers) -> Restored:
+        """Let `replaced` forget its members as soon as the state is taken; returns this pair."""
+        self._replaced = replaced
+        return self
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self[0]
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:  # type: ignore[override]
+        if key not in (1, -1):
+            self._take()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._take()
+        return super().__iter__()
+
+    def _take(self) -> None:
+        if self._replaced is not None:
+            self._replaced.forget()
+            self._replaced = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences, template_of
+from perdure.state.replaced_members import ReplacedMembers
+from perdure.state.restore_advice import state_dict_advice
 from perdure.store import Leaf
 
 
@@ -25,6 +27,8 @@ class RestoreCheck:
         self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
         self._exact: int | None = None
         self._partial: int | None = None
+        self.replaced = ReplacedMembers()
+        """What the last restore replaced, if the program has not taken what it returned."""
 
     def expect(self, like: Any) -> None:
         """The program restores into `like`, of which names, dtypes and shapes are remembered."""
@@ -58,6 +62,15 @@ class RestoreCheck:
         if step != self._exact:
             self._partial = step
 
+    def check_used(self, where: str, state: Any, step: int) -> None:
+        """Raise `StateError` if the program ignores the state that the restore before this save, the
+        first one after it, has returned."""
+        try:
+            self.replaced.check_unused(state, step)
+        except StateError as error:
+            raise StateError(f"{where}: {error}") from None
+        self.replaced.forget()
+
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""
         if self._known is not None:
@@ -76,6 +89,7 @@ class RestoreCheck:
                 f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
                 f"structure, dtypes and shapes as the state that the loop saves."
                 f"{grown * any(line.expected is None and not line.reason for line in lines)}"
+                f"{state_dict_advice(lines)}"
             )
         self._known = _structure(leaves)
         if self._partial is not None:

@@ -15,6 +15,7 @@ from perdure.errors import StoreError
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom, processes_of
+from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_plan import StoredState
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
@@ -61,9 +62,11 @@ class Restorer:
             warn_of_skipped(run.where, loaded, quarantine_skipped(run, loaded, readable))
         step = loaded.manifest.step
         where = f"{run.where}: step {step}"
+        replaced = ReplacedMembers()
         state, report, has_shards = run_in_all(
-            self._processes, lambda: self._rebuild(where, loaded, like, request)
+            self._processes, lambda: self._rebuild(where, loaded, like, request, replaced)
         )
+        self._check.replaced = replaced
         if report.has_differences:
             warn_caller(f"{where}: the target and the checkpoint differ; {report}")
         if report.is_exact:
@@ -73,7 +76,7 @@ class Restorer:
                 self._warn_of_other_group(loaded)
         else:
             self._check.restored_in_part(step)
-        return Restored(state, step, report)
+        return Restored(state, step, report).watch(replaced)
 
     def expect(self, like: Any) -> None:
         """The program may begin with `like`, and later restore into it."""
@@ -87,7 +90,12 @@ class Restorer:
             self._random.begin()
 
     def _rebuild(
-        self, where: str, loaded: Loaded, like: Any, request: RestoreRequest
+        self,
+        where: str,
+        loaded: Loaded,
+        like: Any,
+        request: RestoreRequest,
+        replaced: ReplacedMembers,
     ) -> tuple[Any, RestoreReport, bool]:
         """The state, what differs, and whether arrays of the target are sharded over processes."""
         manifest, leaves = loaded.manifest, loaded.leaves
@@ -99,7 +107,9 @@ class Restorer:
                 return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
                 self._check.expect(like)
-            state, report = restore_requested(like, leaves, request, stored, takes=True)
+            state, report = restore_requested(
+                like, leaves, request, stored, takes=True, replaced=replaced
+            )
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards

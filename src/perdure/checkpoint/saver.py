@@ -249,8 +249,10 @@ class BackgroundSaver:
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool
     ) -> None:
+        where = f"{self._run.where}: step {step}"
+        self.restore_check.check_used(where, state, step)
         try:
-            self.restore_check.check_first(f"{self._run.where}: step {step}", state, leaves)
+            self.restore_check.check_first(where, state, leaves)
         except MismatchError as error:
             if not preempted:
                 raise

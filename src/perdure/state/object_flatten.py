@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -42,14 +42,16 @@ class ObjectFlattener:
         self._array_classes: dict[str, str] = {}
         self.live_paths: list[str] = []
 
-    def flatten(self, stateful: Stateful, path: str) -> None:
-        """Add the state of the object at `path`."""
+    def flatten(self, stateful: Stateful, path: str, leave_out: Collection[str] = ()) -> None:
+        """Add the state of the object at `path`, of a module without the values in `leave_out`."""
         state = read_state(stateful, path)
         try:
             if isinstance(state, ModuleValues):
                 common_class = stateful.arrays
                 for name, value in state.items():
-                    self._add(value, join_dotted(path, name), needs_entry=True)
+                    value_path = join_dotted(path, name)
+                    if value_path not in leave_out:
+                        self._add(value, value_path, needs_entry=True)
             else:
                 self._add(state, path, needs_entry=True)
                 common_class = self._describe_arrays(path)

@@ -132,7 +132,7 @@ class ObjectStates:
         present = _ComparedLeaves(self.leaves)
         flattener = ObjectFlattener(self._adapters, present)
         with own_shards_only():
-            flattener.flatten(stateful, path)
+            flattener.flatten(stateful, path, self._keep)
         differences = [
             line
             for line in present.differences

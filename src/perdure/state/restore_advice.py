@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,11 @@ _DTYPE = (
     "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
     "`like=jax.eval_shape(step, state, batch)`)."
 )
+_STATE_DICT = (
+    " Put the optimizer itself into the state: its `state_dict()` is a copy, which has more members "
+    "after the first step and is not loaded back."
+)
+_MOMENT = re.compile(r"(^|/)state/\d+/[^/]+$")
 _MOST_PAIRS = 200
 """How many leaves of each side are looked at for a rename."""
 
@@ -32,7 +38,16 @@ def advice(lines: Sequence[Difference]) -> str:
         and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
         for line in lines
     )
-    return _REBUILD + (_DTYPE if is_dtype_only else "")
+    return _REBUILD + (_DTYPE if is_dtype_only else "") + state_dict_advice(lines)
+
+
+def state_dict_advice(lines: Sequence[Difference]) -> str:
+    """A sentence for a program that has put `optimizer.state_dict()` into its state; else ""."""
+    has_grown = any(
+        not line.reason and None in (line.expected, line.stored) and _MOMENT.search(line.path)
+        for line in lines
+    )
+    return _STATE_DICT if has_grown else ""
 
 
 def ways_out(

@@ -62,7 +62,11 @@ class RestorePlan:
 
 
 def plan_restore(
-    like: Any, leaves: Mapping[str, Leaf], request: RestoreRequest, stored: StoredState
+    like: Any,
+    leaves: Mapping[str, Leaf],
+    request: RestoreRequest,
+    stored: StoredState,
+    refusals: Mapping[str, str] | None = None,
 ) -> RestorePlan:
     """The plan for a restore into `like`.
 
@@ -71,6 +75,7 @@ def plan_restore(
         leaves: the leaves of the checkpoint that were read, by their paths there.
         request: what to restore, and how.
         stored: everything that the checkpoint has.
+        refusals: why an object did not take its state, by the path of the object. They are kept.
 
     Raises:
         MismatchError: a pattern or a rename fits nothing.
@@ -86,7 +91,7 @@ def plan_restore(
     own = renaming.rename(leaves)
     if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
         own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
-    planner = _Planner(walk, Leaves(own, stored.containers), request, stored)
+    planner = _Planner(walk, Leaves(own, stored.containers), request, stored, refusals or {})
     plan = planner.plan()
     renamed = (
         sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
@@ -99,8 +104,14 @@ class _Planner:
     """One plan under construction. The dicts of differences have a line of text for each path."""
 
     def __init__(
-        self, walk: TargetWalk, leaves: Leaves, request: RestoreRequest, stored: StoredState
+        self,
+        walk: TargetWalk,
+        leaves: Leaves,
+        request: RestoreRequest,
+        stored: StoredState,
+        refusals: Mapping[str, str],
     ) -> None:
+        self._refusals = refusals
         self._walk, self._request, self._stored = walk, request, stored
         self._plan = RestorePlan(leaves, stored.specs, set(walk.unselected), set(walk.pruned))
         self._parts: dict[str, Mapping[str, LeafSpec | None] | None] = {}
@@ -125,6 +136,8 @@ class _Planner:
         if request.cast or not request.strict:
             self._compare_leaves()
         if not request.strict:
+            plan.keep |= self._missing.keys() | self._mismatched.keys()
+            self._keep_dependants()
             self._compare_objects()
             self._keep_wholes()
             self._keep_dependants()
@@ -172,9 +185,16 @@ class _Planner:
             {
                 path: container
                 for path, container in leaves.containers.items()
-                if not self._is_kept(path)
+                if not self._is_kept(path) and self._has_place(path)
             },
         )
+
+    def _has_place(self, path: str) -> bool:
+        """Whether the container at `path` is that of an object, or in a part that a module has."""
+        owner = self._owner(path)
+        if self._request.strict or owner is None or self._parts[owner] is None:
+            return True
+        return path == owner or nearest(path, self._plan.expected) is not None
 
     def _is_kept(self, path: str) -> bool:
         plan = self._plan
@@ -260,9 +280,12 @@ class _Planner:
                     self._cast[path] = Difference(path, reason=reason)
                     continue
             self._differs(self._mismatched, line)
-        for path in plan.expected.keys() - found - self._stored.containers.keys():
+        for path in plan.expected.keys() - found:
+            spec = plan.expected[path]
+            is_part = spec is None and self._owner(path) is not None
+            if is_part and path in self._stored.containers:  # an empty one
+                continue
             if not self._is_kept(path):
-                spec = plan.expected[path]
                 self._differs(
                     self._missing, Difference(path, "a value" if spec is None else spec.describe())
                 )
@@ -275,7 +298,6 @@ class _Planner:
     def _compare_objects(self) -> None:
         """Keep the objects that are restored as a whole and cannot take what was stored."""
         plan = self._plan
-        plan.keep |= self._missing.keys() | self._mismatched.keys()
         states = ObjectStates(plan.leaves, lambda value, _: value)
         for path, parts in self._parts.items():
             if parts is not None or self._is_kept(path):
@@ -285,7 +307,9 @@ class _Planner:
                 leaf[len(path) :].removeprefix("/"): plan.leaves[leaf]
                 for leaf in states.leaf_paths(path)
             }
-            if states.is_missing(node, path):
+            if path in self._refusals:
+                self._mismatched[path] = Difference(path, reason=self._refusals[path])
+            elif states.is_missing(node, path):
                 expected = f"the state of a {type_name(node.target)}"
                 self._missing[path] = Difference(path, expected)
             elif lines := self._walk.template.objects[path](below):

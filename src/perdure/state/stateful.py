@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perdure.state.containers import build_container, describe_container
-from perdure.state.leaf_spec import Check, LeafSpec
+from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.paths import join_key
 
 
@@ -65,6 +65,11 @@ class Stateful:
         """The live values of `parts`, by the same paths."""
         return {}
 
+    def misfits(self, state: Any) -> list[Difference]:
+        """Why the object cannot take the `state` that was built for it, as far as that can be known
+        before the load. Paths are relative to the object."""
+        return []
+
     def depends_on(self) -> Iterable[Any]:
         """The objects that this state belongs to, such as the parameters of an optimizer."""
         return ()
@@ -75,9 +80,22 @@ class Stateful:
         return False
 
     def backup(self) -> Callable[[], object]:
-        """Copy the present state; returns the function that loads it again."""
-        before = copy_state(self.read())
-        return lambda: self.load(before)
+        """Copy the present state; returns the function that loads it again.
+
+        It also removes the attributes that the object did not have: a load that updates `__dict__` may
+        have brought those of another class.
+        """
+        before, attributes = copy_state(self.read()), getattr(self.target, "__dict__", {})
+        names = set(attributes)
+
+        def undo() -> None:
+            try:
+                self.load(before)
+            finally:
+                for name in attributes.keys() - names:
+                    del attributes[name]
+
+        return undo
 
 
 def copy_state(state: Any) -> Any:

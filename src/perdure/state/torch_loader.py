@@ -7,11 +7,12 @@ functions of (seed, epoch, batch, rank). Workers, prefetching and interruptions 
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -19,15 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
 
 _END = object()
+_MOST_COMPARED = 2**14
+"""How many batches of two orders of a sampler are compared before the first batch."""
+
 _numpy: Any = np.random  # its stubs lack two functions
 _ORDER_RULE = (
     "The order of a sampler must be a function of the global generators, of its attribute `generator` "
     "and of the epoch given to its `set_epoch`; resume with the same sampler and dataset."
 )
+_GIVE_BACK = "Give `load_state_dict` what `state_dict` returned."
 
 
 class ResumableLoader:
@@ -48,19 +54,18 @@ class ResumableLoader:
             of its `generator`, and of the epoch that its `set_epoch` is called with.
         seed: Decides the order of every epoch and the random numbers of every batch. By default that
             of the generator of `loader`, of its distributed sampler, or else of `torch.manual_seed`;
-            a restore then replaces it.
+            a restore then replaces it. At least -2**63 and below 2**63.
 
     Raises:
-        DataError: `loader` is something else, or has an `IterableDataset`, a state of its own or
-            `in_order=False`.
+        DataError: `loader` is something else, or has an `IterableDataset`, a state of its own, an
+            iterator of its own or `in_order=False`; or `seed` is no such number.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int | None = None) -> None:
         _check(loader)
         self._loader = loader
         self._has_own_seed = seed is not None
-        if seed is None:
-            seed = _default_seed(loader)
+        seed = _default_seed(loader) if seed is None else _whole_number("seed", seed, -(2**63))
         self._seed = seed % 2**63
         self._epoch = self._batch = self._step = 0
         self._digest = ""
@@ -103,7 +108,11 @@ class ResumableLoader:
         """Go to the first batch of `epoch`; in that epoch already, stay where it is.
 
         Only needed after a `break`, because the next `for` loop continues the epoch otherwise.
+
+        Raises:
+            DataError: `epoch` is no integer from 0 on.
         """
+        epoch = _whole_number("epoch", epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0, "")
 
@@ -140,6 +149,8 @@ class ResumableLoader:
                     )
                 if is_finished := batch is _END:
                     return
+                if not self._order.ahead:
+                    raise _own_iterator(self._loader)
                 self._batch += 1
                 self._step += 1
                 self._digest = self._order.ahead.popleft()
@@ -170,9 +181,11 @@ class ResumableLoader:
         """Continue at a position; the next `for` loop begins there.
 
         Raises:
-            DataError: The dataset, the number of batches or a given seed differ.
+            DataError: The dataset, the number of batches or a given seed differ, or `state` is no
+                position that `state_dict` returned.
         """
         present = self.state_dict()
+        numbers = _position_numbers(state, present)
         for name in ("examples", "batches_per_epoch", *(("seed",) if self._has_own_seed else ())):
             if state[name] != present[name]:
                 raise DataError(
@@ -180,8 +193,8 @@ class ResumableLoader:
                     f"{present[name]}. Resume with the same dataset, batch size, seed and number of "
                     f"processes, or leave the loader out of the restored state to begin an epoch."
                 )
-        self._seed, self._step = state["seed"], state["step"]
-        self._go_to(state["epoch"], state["batch"], state["order"])
+        self._seed, self._step = numbers["seed"], numbers["step"]
+        self._go_to(numbers["epoch"], numbers["batch"], state["order"])
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:
         self._epoch, self._batch, self._digest = epoch, batch, digest
@@ -263,20 +276,30 @@ class _Order:
                 yield _begin_batch(index, seed)
 
     def _check_sampler(self) -> None:
-        """Refuse a sampler that gives another order the second time, before the first batch."""
+        """Refuse a sampler that gives another order the second time, before the first batch.
+
+        Both orders are compared to the end, or to `_MOST_COMPARED` batches: a sampler may begin every
+        epoch alike and draw the rest from a generator of its own.
+        """
         sampler = self._sampler
         parts = (sampler, getattr(sampler, "sampler", None))
-        if all(type(part).__module__.startswith(("torch.", "builtins")) for part in parts):
-            return
-        orders = []
-        for _ in range(2):
-            self._owner._seed_all("order", 0)
-            orders.append(repr(next(iter(sampler), None)))
-        if orders[0] != orders[1]:
+        own = [part for part in parts if not _is_built_in(part)]
+        if own and self._whole_order() != self._whole_order():
             raise DataError(
-                f"a {type(sampler).__qualname__} gives another order when it is iterated again with "
-                f"the same seeds, so that a resume could not find its place. {_ORDER_RULE}"
+                f"{type(own[-1]).__qualname__} gives another order when it is iterated again with the "
+                f"same seeds, so that a resume could not find its place. {_ORDER_RULE}"
             )
+
+    def _whole_order(self) -> bytes:
+        """A hash of the indices of this epoch, drawn as `__iter__` draws them."""
+        digest, indices = blake2b(), None
+        for number in range(_MOST_COMPARED):
+            self._owner._seed_all("order", number)
+            indices = indices or iter(self._sampler)
+            if (index := next(indices, _END)) is _END:
+                break
+            digest.update(f"{index!r};".encode())
+        return digest.digest()
 
     @property
     def _sampler(self) -> Any:
@@ -309,6 +332,55 @@ def _seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _whole_number(name: str, value: Any, least: int = 0) -> int:
+    """`value` as an `int`, NumPy's included; raises `DataError` for anything else."""
+    number = None
+    if not isinstance(value, (bool, np.bool_)):
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None or not least <= number < 2**63:
+        bound = least if least > -2 else "-2**63"
+        raise DataError(
+            f"{name}: expected an integer of at least {bound} and below 2**63, found {value!r}."
+        )
+    return number
+
+
+def _position_numbers(state: Any, present: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers in a position such as `present`; raises `DataError` if `state` is none."""
+    missing = [name for name in present if not isinstance(state, Mapping) or name not in state]
+    if missing:
+        raise DataError(
+            f"the state of a ResumableLoader: expected {', '.join(present)}, found no "
+            f"{', '.join(missing)}. {_GIVE_BACK}"
+        )
+    numbers = {
+        name: _whole_number(name, state[name], -1 if present[name] == -1 else 0)
+        for name in present
+        if name != "order"
+    }
+    batches = numbers["batches_per_epoch"]
+    if not isinstance(state["order"], str) or -1 < batches < numbers["batch"]:
+        raise DataError(
+            f"the state of a ResumableLoader: expected at most batch {batches} and an order of type "
+            f"str, found batch {numbers['batch']} and order {state['order']!r}. {_GIVE_BACK}"
+        )
+    return numbers
+
+
+def _is_built_in(part: Any) -> bool:
+    """Whether a sampler, or a list of indices, has no code of the user's."""
+    return type(part).__module__.startswith(("torch.", "builtins"))
+
+
+def _own_iterator(loader: Any) -> DataError:
+    return DataError(
+        f"a {type(loader).__qualname__} keeps an iterator of its own for all epochs, so that its "
+        f"position cannot be set. Give ResumableLoader a plain DataLoader with the same arguments; "
+        f"`persistent_workers=True` keeps the workers between epochs as well."
+    )
+
+
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise DataError(f"expected a torch DataLoader, found a {type(loader).__qualname__}.")
@@ -316,6 +388,9 @@ def _check(loader: Any) -> None:
         raise DataError(
             f"a {type(loader).__qualname__} has a state of its own. Put it into the saved state itself."
         )
+    attributes = vars(loader).items()
+    if any(isinstance(v, _BaseDataLoaderIter) for name, v in attributes if name != "_iterator"):
+        raise _own_iterator(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             f"expected a dataset that is read by index, found the IterableDataset "

@@ -96,6 +96,18 @@ class ModuleState(Stateful):
         check = _check_module(self.read(), whole=not self.can_fail)
         return lambda stored: [*reasons, *check(stored)]
 
+    def misfits(self, state: Mapping[str, Any]) -> list[Difference]:
+        if self.can_fail:  # then the module's own code decides
+            return []
+        present = self.read()
+        names = [name for name in (*present, *state) if (name in present) != (name in state)]
+        return [
+            Difference(join_dotted("", name), "a tensor", None)
+            if name in present
+            else Difference(join_dotted("", name), None, f"a {type(state[name]).__name__}")
+            for name in names
+        ]
+
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
         """An optimizer puts its state where its parameters are, so not before they have memory."""
@@ -212,10 +224,19 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
             continue
         if not (value := local_tensor(value)).numel():
             continue
-        view = (value.data_ptr(), value.shape, value.stride())
+        view = _view(value)
         if views.setdefault(value.untyped_storage().data_ptr(), view) != view:
             return False
     return True
+
+
+def _view(value: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that have the same elements of the same memory in the same order.
+
+    A conjugate or a negative view has the memory of its base, and other elements.
+    """
+    flags = value.is_conj(), value.is_neg()
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), *flags
 
 
 def _is_meta(value: Any) -> bool:
@@ -258,14 +279,14 @@ def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
     """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal."""
     expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
-    tied: dict[int, list[str]] = {}
+    tied: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():
         path = join_dotted("", name)
         if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
             expected[path] = tensor_spec(value)
             local = local_tensor(value)
             if local.numel() and not value.is_meta:
-                tied.setdefault(local.data_ptr(), []).append(path)
+                tied.setdefault(_view(local), []).append(path)
         elif isinstance(value, torch.Tensor):
             expected[path] = None
     tied_groups = [paths for paths in tied.values() if len(paths) > 1]

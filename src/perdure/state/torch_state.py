@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,12 @@ import torch
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node
 from perdure.state.leaf_errors import type_name
-from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.shards import gathers_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
+from perdure.state.torch_settings import optimizer_check, scheduler_check
 from perdure.state.torch_shards import (
     gathered_leaf,
     has_all_elements,
@@ -171,12 +171,12 @@ class _TrainedTensor(Stateful):
 
 
 class _Optimizer(Stateful):
-    """An optimizer. The sizes of its groups are strict; its state is what was stored."""
+    """An optimizer. The sizes and settings of its groups are strict; its state is what was stored."""
 
     arrays = "torch"
 
     def check(self) -> Check:
-        return partial(_check_groups, [len(g["params"]) for g in self.target.param_groups])
+        return optimizer_check(self.target) if self._has_groups else super().check()
 
     def depends_on(self) -> Iterable[Any]:
         return [param for group in self.target.param_groups for param in group["params"]]
@@ -215,6 +215,17 @@ class _Optimizer(Stateful):
         return undo
 
     @property
+    def _has_groups(self) -> bool:
+        """Whether `state_dict` returns what PyTorch's does, perhaps with more."""
+        if type(self.target).state_dict is torch.optim.Optimizer.state_dict:
+            return True
+        state = self.read()
+        groups = state.get("param_groups") if isinstance(state, dict) else None
+        return isinstance(groups, list) and all(
+            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        )
+
+    @property
     def _is_standard(self) -> bool:
         optimizer = self.target
         return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
@@ -224,27 +235,16 @@ class _Optimizer(Stateful):
 
 
 class _Scheduler(Stateful):
+    """A scheduler. Its settings are strict."""
+
+    def check(self) -> Check:
+        return scheduler_check(self.target)
+
     def depends_on(self) -> Iterable[Any]:
         return [self.target.optimizer] if hasattr(self.target, "optimizer") else ()
 
     def may_add(self, path: str) -> bool:
         return "/" not in path  # a setting of a newer torch
-
-
-def _check_groups(sizes: Sequence[int], stored: Mapping[str, Leaf]) -> list[Difference]:
-    counts: dict[int, int] = {}
-    for path in stored:
-        parts = path.split("/")
-        if parts[0] == "param_groups" and parts[1].isdigit():
-            is_parameter = len(parts) == 4 and parts[2] == "params"
-            counts[int(parts[1])] = counts.get(int(parts[1]), 0) + is_parameter
-    stored_sizes = [counts[i] for i in sorted(counts)]
-    if sizes == stored_sizes:
-        return []
-    reason = (
-        f"expected groups of {list(sizes)} parameters, the checkpoint has groups of {stored_sizes}"
-    )
-    return [Difference("param_groups", reason=reason)]
 
 
 def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:

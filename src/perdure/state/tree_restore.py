@@ -19,7 +19,8 @@ from perdure.state.leaf_errors import PathInErrors, type_name
 from perdure.state.leaf_spec import Difference, format_differences, mismatch_error
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import join_key
+from perdure.state.paths import join_key, join_part
+from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import advice, ways_out
 from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
 from perdure.state.restore_report import RestoreReport
@@ -63,6 +64,7 @@ def restore_requested(
     stored: StoredState,
     *,
     takes: bool = False,
+    replaced: ReplacedMembers | None = None,
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; everything else in `like` stays the very same.
 
@@ -73,6 +75,7 @@ def restore_requested(
         stored: everything that the checkpoint has.
         takes: whether restored values may be in the memory of `leaves`, which the caller has just
             loaded and does not use afterwards.
+        replaced: is given the members of `like` that are not in the returned state.
 
     Returns:
         The state, and how it differs from the checkpoint.
@@ -81,11 +84,27 @@ def restore_requested(
         MismatchError, StateError: as `restore`; a pattern or a rename fits nothing.
     """
     with gc_paused(len(leaves)):
-        plan = plan_restore(like, leaves, request, stored)
-        if plan.differences:
-            hints = ways_out(like, leaves, request, stored, plan)
-            raise mismatch_error(plan.differences, advice(plan.differences) + hints)
-        return _Restore(plan, takes).run(like), plan.report
+        refusals: dict[str, str] = {}
+        replaced = replaced or ReplacedMembers()
+        while True:
+            plan = plan_restore(like, leaves, request, stored, refusals)
+            if plan.differences:
+                hints = ways_out(like, leaves, request, stored, plan)
+                raise mismatch_error(plan.differences, advice(plan.differences) + hints)
+            attempt = _Restore(plan, takes, replaced)
+            try:
+                return attempt.run(like), plan.report
+            except StateError as error:
+                path = attempt.refused_by_another()
+                if request.strict or path is None or path in refusals:
+                    raise
+                # An object of another class, which has its earlier state again: kept as a whole.
+                why = str(error).removeprefix(f"{path}: ")
+                if (cause := error.__cause__) is not None:
+                    why = f"{type(cause).__name__}: {cause}"
+                first_line = why.partition("\n")[0].rstrip(":")
+                refusals[path] = f"cannot take the state that was stored: {first_line}"
+                replaced.forget()
 
 
 def restore_without_target(
@@ -130,7 +149,10 @@ class _Backup(NamedTuple):
 class _Restore:
     """One restore: builds all new values, then changes the objects of the target in place."""
 
-    def __init__(self, plan: RestorePlan, takes: bool) -> None:
+    def __init__(self, plan: RestorePlan, takes: bool, replaced: ReplacedMembers) -> None:
+        self._replaced = replaced
+        self._misfits: list[Difference] = []
+        self._refused: tuple[str, Stateful] | None = None
         self._leaves, self._specs = plan.leaves, plan.specs
         self._keep, self._keep_branches = plan.keep, plan.keep_branches
         self._keeps_some = bool(plan.keep or plan.keep_branches)
@@ -140,10 +162,22 @@ class _Restore:
 
     def run(self, like: Any) -> Any:
         restored = self._build(like, "")
-        if lines := self._objects.missing + self._conflicts():
+        if lines := self._objects.missing + self._misfits + self._conflicts():
             raise mismatch_error(lines, advice(lines))
         self._apply_changes()
         return restored
+
+    def refused_by_another(self) -> str | None:
+        """The path of the object that did not take its state, if all objects have the earlier one.
+
+        None for an object whose state has the paths of the stored one: it should have taken it.
+        """
+        if self._refused is None:
+            return None
+        path, node = self._refused
+        present = self._objects.digests(node, path)
+        is_alike = present is None or present.keys() == set(self._objects.leaf_paths(path))
+        return None if is_alike else path
 
     def _build(self, like: Any, path: str) -> Any:
         """The new value for `like`; a change in place is added to `_changes`."""
@@ -154,25 +188,42 @@ class _Restore:
                 if path in self._keep:
                     return like
                 if is_plain(like) and (entry := self._objects.containers.get(path)) is not None:
-                    return self._load_as(entry.arrays, like, path)
-                value = load_leaf(leaf[0], like, self._leaves[path])
-                if (variable := leaf[0].variable(like)) is None:
+                    value, variable = self._load_as(entry.arrays, like, path), None
+                else:
+                    value = load_leaf(leaf[0], like, self._leaves[path])
+                    variable = leaf[0].variable(like)
+                if variable is None:
+                    self._replaced.add_leaf(path, like, value)
                     return value
                 self._changes.append(_Change(path, variable, value))
                 return like
             node = node_of(like, path, self._adapters, self._specs)
         if isinstance(node, Stateful):
             if path not in self._keep:
-                self._changes.append(_Change(path, node, self._objects.state(node, path)))
+                self._changes.append(_Change(path, node, self._state(node, path)))
             return node.target
         children = [self._build(child, join_key(path, key)) for key, child in node.children]
         if self._keeps_some and _are_same(children, node):
             return like
         if node.in_place:
+            self._replaced.drop(path)
             self._changes.append(_Change(path, node, children))
             return like
+        self._replaced.add_container(path, like)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
+
+    def _state(self, node: Stateful, path: str) -> Any:
+        """The state to load into the object at `path`."""
+        try:
+            state = self._objects.state(node, path)
+        except StateError:
+            self._refused = path, node
+            raise
+        self._misfits += [
+            line._replace(path=join_part(path, line.path)) for line in node.misfits(state)
+        ]
+        return state
 
     def _build_inside_object(self, like: Any, path: str) -> Any:
         """The new value for a live object inside the state of another object.
@@ -245,23 +296,32 @@ class _Restore:
         fallible.sort(key=lambda change: not getattr(change.node, "comes_first", False))
         backups: list[_Backup] = []
         begun: list[str] = []
+        refused: _Change | None = None
         try:
             for change in fallible:
                 backups.append(self._back_up(change))
+                refused = change
                 change.apply()
-            self._compare(fallible)
+                refused = None
+            for change in fallible:
+                refused = change
+                self._compare([change])
+            refused = None
             for change in safe:
                 begun.append(change.path)
                 change.apply()
             self._compare(safe)
         except BaseException as error:
             mixed = begun + self._undo(backups)
+            if refused is not None and isinstance(refused.node, Stateful) and not mixed:
+                self._refused = refused.path, refused.node
             if isinstance(error, StateError):
                 outcome = "Every object has the state that it had before."
                 if mixed:
                     outcome = (
-                        f"These hold a mixture of old and new values: {', '.join(mixed)}. Restore "
-                        f"again before you continue training."
+                        f"These hold a mixture of old and new values: "
+                        f"{', '.join(path or 'the state itself' for path in mixed)}. Restore again "
+                        f"before you continue training."
                     )
                 error.args = (f"{error} {outcome}",)
             raise

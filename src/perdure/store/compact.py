@@ -115,7 +115,7 @@ def _tail(chunks: Sequence[PackedChunk]) -> bytes:
 class UnreadChunk(Exception):
     """A chunk that is to be copied cannot be read. It need not be damaged."""
 
-    def __init__(self, message: str, pack: str) -> None:
+    def __init__(self, message: str, pack: str = "") -> None:
         super().__init__(message)
         self.pack = pack
 

@@ -49,7 +49,8 @@ _sleep = time.sleep
 class DamagedChunk(CorruptionError):
     """A chunk at an offset of a pack is not what a manifest says; offset -1 means the whole pack."""
 
-    def __init__(self, message: str, pack: str, offset: int) -> None:
+    # The defaults are for pickle, which calls this with the message and then sets the attributes.
+    def __init__(self, message: str, pack: str = "", offset: int = -1) -> None:
         super().__init__(message)
         self.pack = pack
         self.offset = offset

@@ -2,8 +2,8 @@
 
     make bench-audit        one table, and the same as JSON in build/bench-audit.json
 
-The state has 16 leaves of float32, 1 GiB in all, on the CPU. The rounds of all subjects alternate in one
-process, and the best of each counts. `--mib` takes another size.
+The state has 16 leaves of float32, 1 GiB in all, on the CPU. The rounds of all subjects alternate in
+one process, and the best of each counts. `--mib` takes another size.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from perdure.digests import leaf_sums
-from perdure.digests.jax_sums import words_of_array, words_of_shard
+from perdure.digests.jax_sums import words_in_place, words_of_array
 from perdure.digests.leaf_sums import LaterSums, LeafSums
 from perdure.digests.memory_sums import Sums, region_sums
 from perdure.errors import UnsupportedLeafError
@@ -48,7 +48,8 @@ def array_digest(x: jax.Array) -> ArrayDigest:
     `digest(jax.tree.map(array_digest, state))` equals `digest(state)`, so that a step can compute the
     expensive part on the device: `return state, jax.tree.map(array_digest, state)`.
 
-    On accelerators a sharded array stays where it is, and XLA adds the sums of its shards.
+    On accelerators a sharded array stays where it is, and XLA adds the sums of its shards. On CPUs XLA
+    may gather a sharded array inside of a compiled program; outside, `digest` does not.
 
     Args:
         x: an array of any dtype and shape, or typed keys.
@@ -76,22 +77,12 @@ class Taker(leaf_sums.Taker):
         array = numbers(value)
         number = len(self._sums)
         self._sums.append(np.zeros(2, np.uint64))
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        if array.is_fully_replicated:
-            shards = array.addressable_shards[:1]
-        elif not array.is_fully_addressable:
-            self._partial.append(number)
-        for shard in shards:
-            region = tuple(
-                (part.start or 0, size if part.stop is None else part.stop)
-                for part, size in zip(shard.index, array.shape, strict=True)
-            )
-            if _is_on_cpu(array):
-                self._sums[number] += region_sums(np.asarray(shard.data), region, array.shape)
-            else:
-                starts = [start for start, _ in region]
-                words = words_of_shard(shard.data, starts, array.shape)
-                self._on_device.append((number, words))
+        if _is_on_cpu(array):
+            self._sums[number] += _shard_sums(array)
+            if not array.is_fully_addressable:
+                self._partial.append(number)
+        else:
+            self._on_device.append((number, words_in_place(array)))
         nbytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
         return LaterSums(leaf_dtype(value), tuple(value.shape), nbytes, lambda: self._sums[number])
 
@@ -119,6 +110,19 @@ def _described(array: ArrayDigest) -> LeafSums:
 def _sums(words: np.ndarray[Any, Any]) -> Sums:
     """`uint32[..., 4]` as `uint64[..., 2]`."""
     return np.ascontiguousarray(words, "<u4").view("<u8")
+
+
+def _shard_sums(array: jax.Array) -> Sums:
+    """What the shards of this process add to the sums; of equal shards, one process adds one."""
+    total = np.zeros(2, np.uint64)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            region = tuple(
+                (part.start or 0, size if part.stop is None else part.stop)
+                for part, size in zip(shard.index, array.shape, strict=True)
+            )
+            total += region_sums(np.asarray(shard.data), region, array.shape)
+    return total
 
 
 def _is_on_cpu(array: jax.Array) -> bool:

@@ -68,6 +68,8 @@ def tensor_sums(part: torch.Tensor, place: Region, shape: tuple[int, ...]) -> to
 
     PyTorch computes with `int64` modulo 2**64, so that these are the bits of the `uint64` sums.
     """
+    if not part.numel():
+        return torch.zeros(2, dtype=torch.int64, device=part.device)
     plain = part.detach().resolve_conj().resolve_neg().contiguous()
     octets = plain.unsqueeze(-1).view(torch.uint8)
     itemsize = octets.shape[-1]

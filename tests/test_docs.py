@@ -78,6 +78,7 @@ NOT_KILLED = {
 
 FRAMEWORKS = {
     "CLUSTER.md": "documents",
+    "DIGEST.md": "jax",
     "JAX.md": "documents",
     "KERAS.md": "keras-torch",
     "MODELS.md": "documents",

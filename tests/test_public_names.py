@@ -24,6 +24,7 @@ MODULES = (
     "perdure.checkpoint",
     "perdure.data",
     "perdure.dcp",
+    "perdure.digests",
     "perdure.distribute",
     "perdure.distribute.metrics",
     "perdure.drill",

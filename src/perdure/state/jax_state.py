@@ -69,7 +69,7 @@ class JaxState(NoVariables):
             return _place(like, array, leaf.is_weak)
         if not isinstance(like, jax.Array):
             raise _truncated(array.dtype.name, leaf.shape)
-        with _enable_x64(True):  # the target is a 64-bit array too, made in such a block
+        with enable_x64(True):  # the target is a 64-bit array too, made in such a block
             return _place(like, array, leaf.is_weak)
 
     def abstract(self, spec: LeafSpec, *, is_weak: bool) -> jax.ShapeDtypeStruct:
@@ -87,28 +87,21 @@ class JaxState(NoVariables):
             raise UnsupportedLeafError(
                 "an abstract array has no data; it can only be part of a target."
             )
-        dtype = spec.dtype
-        if not dtype.startswith("key<") and value.weak_type:
-            if dtype not in _WEAK:
-                raise UnsupportedLeafError(
-                    f"a weakly typed array of {dtype}, which JAX cannot create through its public "
-                    f"functions. Convert it: `x.astype(x.dtype)`."
-                )
-            dtype = WEAK_PREFIX + dtype
+        dtype = leaf_dtype(value)
         if not value.is_fully_addressable and not value.is_fully_replicated:
             # Its shards are in several processes, which all have to call this.
             context = current_rank_context()
             context.agree()
             value = multihost_utils.process_allgather(value, tiled=True)
             if context.count > 1 and gathers_shards():
-                octets = array_bytes(np.asarray(_numbers(value, dtype)))[0]
+                octets = array_bytes(np.asarray(numbers(value)))[0]
                 return own_chunks(
                     dtype,
                     spec.shape,
                     len(octets),
                     lambda *span: memoryview(bytes(octets[slice(*span)])),
                 )
-        data = _numbers(value, dtype)
+        data = numbers(value)
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
         return Leaf(dtype, spec.shape, array_bytes(np.asarray(data))[0], frozen=True)
@@ -127,9 +120,24 @@ class JaxState(NoVariables):
         )
 
 
-def _numbers(value: Any, dtype: str) -> Any:
-    """The array, or the words of typed keys."""
-    return jax.random.key_data(value) if dtype.startswith("key<") else value
+def leaf_dtype(value: Any) -> str:
+    """The dtype of the leaf of an array, which may be traced."""
+    name = _dtype_name(value.dtype)
+    if name is None:
+        return f"key<{_impl(value)}>"
+    if not value.weak_type:
+        return name
+    if name not in _WEAK:
+        raise UnsupportedLeafError(
+            f"a weakly typed array of {name}, which JAX cannot create through its public "
+            f"functions. Convert it: `x.astype(x.dtype)`."
+        )
+    return WEAK_PREFIX + name
+
+
+def numbers(value: Any) -> Any:
+    """The array, or the `uint32` words of typed keys."""
+    return jax.random.key_data(value) if _dtype_name(value.dtype) is None else value
 
 
 def _place(like: Any, array: Any, weak: bool = False) -> Any:
@@ -157,7 +165,7 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
 
     dtype = array.dtype.name
     zero = _WEAK[dtype]
-    with _enable_x64(dtype in _WIDE), jax.debug_nans(False):
+    with enable_x64(dtype in _WIDE), jax.debug_nans(False):
         if sharding is None:
             weak = weaken(jnp.asarray(array))
         else:
@@ -187,7 +195,8 @@ def _x64() -> bool:
     return jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
 
-def _enable_x64(on: bool) -> Any:
+def enable_x64(on: bool) -> Any:
+    """A context in which JAX makes 64-bit arrays, or does not."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(on)
     # JAX before 0.8.

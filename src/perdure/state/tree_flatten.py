@@ -21,13 +21,16 @@ from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
 
 
-def flatten(state: Any, plain: Collection[str] = ()) -> Leaves:
+def flatten(
+    state: Any, plain: Collection[str] = (), adapters: Sequence[Adapter] | None = None
+) -> Leaves:
     """Every leaf of a state by its path, sharing memory with the live arrays where possible.
 
     Args:
         state: a tree of containers, arrays, scalars and objects of the frameworks that are imported.
         plain: the paths at which the target of the program has NumPy arrays and numbers. If `state`
             has an array of a framework at such a path, its class is recorded in `containers`.
+        adapters: what makes leaves of arrays; by default the adapters of the imported frameworks.
 
     Returns:
         The leaves. A path joins dict keys, field names and positions with `/`: `model/dense/kernel`.
@@ -37,7 +40,7 @@ def flatten(state: Any, plain: Collection[str] = ()) -> Leaves:
     """
     leaves = Leaves()
     try:
-        _add_leaves([("", state)], "", loaded_adapters(), leaves, plain)
+        _add_leaves([("", state)], "", adapters or loaded_adapters(), leaves, plain)
     except RecursionError:
         raise nested_too_deeply() from None
     return leaves

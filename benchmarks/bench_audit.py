@@ -1,0 +1,79 @@
+"""What it costs to check a run: the digest of a state, beside a copy of the same memory.
+
+    make bench-audit        one table, and the same as JSON in build/bench-audit.json
+
+The state has 16 leaves of float32, 1 GiB in all, on the CPU. The rounds of all subjects alternate in
+one process, and the best of each counts. `--mib` takes another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from store_probe import MIB, spread
+from table import Row, compared, finish, row
+
+from perdure.digests import digest
+from perdure.digests.jax_arrays import array_digest
+
+LEAVES = 16
+
+
+def digest_rows(size: int, rounds: int) -> Iterator[Row]:
+    rng = np.random.default_rng(0)
+    leaves = {
+        f"layer{n:02}/kernel": rng.integers(0, 2**32, size // LEAVES // 4, np.uint32).view("<f4")
+        for n in range(LEAVES)
+    }
+    copies = {path: np.zeros_like(array) for path, array in leaves.items()}
+    on_jax = jax.tree.map(jnp.asarray, leaves)
+    on_torch = {path: torch.from_numpy(array) for path, array in leaves.items()}
+    compiled = jax.jit(lambda state: jax.tree.map(array_digest, state))
+
+    def memcpy() -> None:
+        for path, array in leaves.items():
+            np.copyto(copies[path], array)
+
+    subjects: dict[str, Callable[[], Any]] = {
+        "memcpy": memcpy,
+        "NumPy": lambda: digest(leaves),
+        "JAX": lambda: digest(on_jax),
+        "JAX, inside of a compiled step": lambda: digest(compiled(on_jax)),
+        "PyTorch": lambda: digest(on_torch),
+    }
+    results = {name: subject() for name, subject in subjects.items()}  # compiles, and touches pages
+    assert len({results[name] for name in subjects if name != "memcpy"}) == 1, results
+    speeds: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, subject in subjects.items():
+            start = time.perf_counter()
+            subject()
+            speeds[name].append(size / (time.perf_counter() - start) / 1e9)
+    best = {name: max(series) for name, series in speeds.items()}
+    for name, series in speeds.items():
+        what = row(
+            name if name == "memcpy" else f"digest: {name}", best[name], "GB/s", spread(series)
+        )
+        yield what if name == "memcpy" else compared(what, "memcpy", best["memcpy"], least=0.4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    return finish(digest_rows(options.mib * MIB, options.rounds), options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""`digest`: 128 bits that tell two states apart, computed where the arrays are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from perdure.digests.leaf_sums import LeafSums, sums_by_path
+from perdure.errors import StateError
+
+VERSION = 1
+"""The number of the construction. Digests of different versions are never equal."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Digest:
+    """128 bits as 32 lower-case hexadecimal digits, which `str` returns.
+
+    Raises:
+        StateError: `hex` is anything else.
+    """
+
+    hex: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hex, str) or not _DIGEST.fullmatch(self.hex):
+            raise StateError(
+                f"a digest has 32 lower-case hexadecimal digits; found {self.hex!r}. Make one with "
+                f"`digest(tree)`, or from the text that `str(digest)` returned."
+            )
+
+    def __str__(self) -> str:
+        return self.hex
+
+
+def digest(tree: Any) -> Digest:
+    """The digest of a state: equal for equal bits, and with near certainty only for these.
+
+    It is a function of the path, dtype, shape and bits (in row-major order) of every leaf that a save
+    of `tree` would store, and of nothing else: not of the framework, the device, the memory layout or
+    the sharding. Only sums of 16 bytes leave an accelerator. docs/DIGEST.md has the construction, its
+    source and its collision bound. It finds faults; it does not withstand an adversary.
+
+    Args:
+        tree: what `CheckpointManager.save` takes: containers, arrays and scalars, modules, optimizers.
+            An `ArrayDigest` stands for the array that it was computed from.
+
+    If an array has shards in several processes, all of them have to call this with the same tree.
+
+    Raises:
+        UnsupportedLeafError: a value cannot be stored exactly. The message starts with its path.
+    """
+    return combined(leaf_digests(tree))
+
+
+def leaf_digests(tree: Any) -> dict[str, Digest]:
+    """The digest of each leaf of `tree` by its path, in the order of the paths; see `digest`.
+
+    That of a leaf depends on its path too. `combined` makes the digest of the state of them.
+    """
+    return {path: _of_leaf(path, sums) for path, sums in sorted(sums_by_path(tree).items())}
+
+
+def combined(leaves: Mapping[str, Digest]) -> Digest:
+    """The digest of the state whose leaves have these digests."""
+    return _hashed(["state", VERSION, [leaves[path].hex for path in sorted(leaves)]])
+
+
+def _of_leaf(path: str, leaf: LeafSums) -> Digest:
+    fields = [path, leaf.dtype, leaf.shape, leaf.nbytes, *leaf.sums]
+    return _hashed(["leaf", VERSION, *fields])
+
+
+def _hashed(fields: list[Any]) -> Digest:
+    return Digest(blake3(msgspec.json.encode(fields)).hexdigest(16))

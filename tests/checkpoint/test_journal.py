@@ -377,7 +377,10 @@ def test_where_no_journal_can_be_kept(tmp_path: Path) -> None:
         manager.journal.record(2, state(2))
     with CheckpointManager(tmp_path / "run", options=EVERY) as writer:
         writer.save(1, state(1))
-        with pytest.raises(LockedError), CheckpointManager(tmp_path / "run", options=EVERY) as second:
+        with (
+            pytest.raises(LockedError),
+            CheckpointManager(tmp_path / "run", options=EVERY) as second,
+        ):
             second.journal.record(1, state(1))
     for every in (0, True, 1.5):
         with pytest.raises(ValueError, match="journal_every"):

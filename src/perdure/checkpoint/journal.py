@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, SupportsFloat
 
@@ -134,20 +134,21 @@ class Journal:
                     raise
                 self._failure = error  # raised where all processes can raise it
 
-    def note(self, batch: Any, processes: Processes, devices: int) -> None:
-        """Digest the shares of a batch for the next line. In a group this is a collective."""
-        self._noted = {"devices": devices}
+    def note(self, shares: Sequence[Any], processes: Processes, devices: int | None = None) -> None:
+        """Digest the local shares of a batch for the next line. In a group this is a collective."""
+        self._noted = {} if devices is None else {"devices": devices}
         digests = []
         with suppress(UnsupportedLeafError):  # a batch may be anything
-            digests = [state_digest(share) for share in batch.values]
+            digests = [state_digest(share) for share in shares]
         sent = "".join(digests).encode()
-        parts = [sent] if processes.count == 1 else processes.gather(sent)
+        parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
         if all(parts):
             self._noted["batch"] = combined_digest([part.decode() for part in parts])
 
     def note_total(self, total: Any) -> None:
         """Digest the total of all replicas for the next line."""
-        self._noted["total"] = state_digest(total)
+        if self._processes.is_chief:
+            self._noted["total"] = state_digest(total)
 
     def resume(self, step: int) -> None:
         """The program continues from the checkpoint of `step`: later lines are what it repeats."""

@@ -98,7 +98,7 @@ class CheckpointManager(RunQueries):
         recipe_check = RecipeCheck(recipe, allow, group)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
         self._mirror = None if mirror is None else Mirror(run, mirror, max_to_keep, rules, clock)
-        super().__init__(run, rules)
+        super().__init__(run, rules, recipe_check.recipe)
         if processes is None:
             require_group(run.where)
         self._interval = SaveInterval(interval, run)

@@ -25,6 +25,7 @@ COMMANDS = (
     "ls",
     "plot",
     "prune",
+    "replay",
     "report",
     "rollback",
     "run",

@@ -120,7 +120,7 @@ def execute(
     outcome.began, outcome.seconds = began, summary.seconds
     if summary.status != 0:
         outcome.problem = outcome.problem or summary.reason
-        outcome.log = _log_tail(directory / LOGS)
+        outcome.log = log_tail(directory / LOGS)
     return outcome
 
 
@@ -213,7 +213,7 @@ class _FaultObserver(Observer):
             outcome.problem = (
                 f"attempt {attempt.number} ended by itself: {attempt.cause}; no fault had hit it"
             )
-            outcome.log = _log_tail(self._directory / LOGS, attempt.number)
+            outcome.log = log_tail(self._directory / LOGS, attempt.number)
         outcome.attempts.append(done)
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ def _writable(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _log_tail(logs: Path, attempt: int | None = None) -> str:
+def log_tail(logs: Path, attempt: int | None = None) -> str:
     """The last lines of the newest log that is not empty."""
     pattern = "*.log" if attempt is None else f"attempt-{attempt}-*.log"
     for path in sorted(logs.glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True):

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage
 from perdure.checkpoint.state_digest import state_digest
+from perdure.cli import main
 from perdure.errors import (
     CorruptionError,
     JournalMismatchError,
@@ -23,7 +25,7 @@ from perdure.errors import (
     StoreError,
     UnsupportedLeafError,
 )
-from perdure.store import LocalStorage, Run, copy_run, fork_run
+from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
 from perdure.store.journal_file import JOURNAL, JournalEntry, read_journal
 from pretend import Pretend, play
 
@@ -201,14 +203,23 @@ def test_a_torn_last_line_is_dropped_and_any_other_break_is_an_error(tmp_path: P
         assert path.read_bytes() == b"".join(broken)
 
 
-def test_a_broken_end_can_be_set_aside(tmp_path: Path) -> None:
+def test_a_broken_line_is_found_and_set_aside(tmp_path: Path) -> None:
     recorded(tmp_path, 1, 2, 3, saved=1)
     path = tmp_path / JOURNAL
+    assert verify_run(Run(tmp_path)).ok
     path.write_bytes(path.read_bytes().replace(b'"step":3', b'"step":4'))
-    with CheckpointManager(tmp_path) as manager:
-        manager.rollback(1)
-    assert steps_of(tmp_path) == [1]
+    problems = verify_run(Run(tmp_path)).problems
+    assert [problem.name for problem in problems if problem.harmful] == [JOURNAL]
+    done = repair(Run(tmp_path))
+    assert [JOURNAL in action for action in done.actions] == [True]
+    assert done.report.ok
+    assert steps_of(tmp_path) == [1, 2]
     assert len(list((tmp_path / "rolled-back").iterdir())) == 1
+    repeat(tmp_path, 2, 3)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    ended = CliRunner().invoke(main, ["prune", str(tmp_path), "--rolled-back"])
+    assert ended.exit_code == 0
+    assert list((tmp_path / "rolled-back").iterdir()) == []
 
 
 def test_lines_are_durable_with_the_checkpoint_that_follows_and_at_the_end(tmp_path: Path) -> None:

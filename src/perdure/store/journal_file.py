@@ -10,6 +10,7 @@ takes lines away, and sets them aside (`journal_moves`).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -125,6 +126,16 @@ def read_journal(storage: object) -> Iterator[JournalLine]:
         yield from read_lines(file, path)
 
 
+def journal_problem(storage: object) -> str | None:
+    """What is wrong with the journal of a run directory; None for nothing."""
+    try:
+        for _ in read_journal(storage):
+            pass
+    except CorruptionError as error:
+        return str(error)
+    return None
+
+
 class JournalWriter:
     """Appends lines to the journal of a run directory, whose writer this process is.
 
@@ -141,6 +152,7 @@ class JournalWriter:
         self._storage = storage
         self._path = storage.path(JOURNAL)
         self._hash = hash
+        self._closing = threading.Lock()  # a background save may be syncing
         self._end = end
         storage.check_lock()
         is_new = not os.path.exists(self._path)
@@ -173,14 +185,16 @@ class JournalWriter:
         self._end += len(line)
 
     def sync(self) -> None:
-        """Make all lines durable."""
-        if self._file is not None:
-            self._storage.step("fsync", self._path)
-            os.fsync(self._file)
+        """Make all lines durable; those that are appended meanwhile may not be."""
+        with self._closing:
+            if self._file is not None:
+                self._storage.step("fsync", self._path)
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        file, self._file = self._file, None
+        with self._closing:
+            file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
@@ -197,7 +211,6 @@ def _broken(where: str, number: int, step: int, why: str) -> CorruptionError:
     after = f"after step {step}" if step >= 0 else "before the first step"
     return CorruptionError(
         f"{where}: line {number}, {after}: {why}. Expected lines as they were written: the journal was "
-        f"changed or damaged. Nothing was changed now. Bring the file back from a copy, or set the "
-        f"lines from there on aside: `perdure rollback RUN STEP`, with a checkpoint at or before step "
-        f"{max(step, 0)}."
+        f"changed or damaged. Nothing was changed now. Bring the file back from a copy, or let "
+        f"`perdure verify --repair` set the lines from there on aside."
     )

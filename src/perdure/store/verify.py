@@ -14,6 +14,7 @@ from perdure.errors import CorruptionError, StepNotFoundError, StoreError, Unrea
 from perdure.store.chunk_read import read_chunks
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
+from perdure.store.journal_file import JOURNAL, journal_problem
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
@@ -276,6 +277,8 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
+    if (problem := journal_problem(run.storage)) is not None:
+        yield Problem(JOURNAL, problem)
     for step in sorted(run.pinned() - steps):
         yield Problem(f"step {step}", "is pinned, and is not there", False)
     for name in sorted(run.storage.list(MANIFESTS)):

@@ -72,7 +72,11 @@ def test_the_lines_of_a_resume_on_other_devices_are_compared(tmp_path: Path) -> 
     train(tmp_path, 1, 7)
     train(tmp_path, 3, 5)
     train(tmp_path, 2, 5, update=coarse)  # another program, and the same bits
-    for what, wrong in (("batch", {"data": other}), ("state", {"update": later})):
+    planted: list[tuple[str, dict[str, Any]]] = [
+        ("batch", {"data": other}),
+        ("state", {"update": later}),
+    ]
+    for what, wrong in planted:
         with pytest.raises(JournalMismatchError) as error:
             train(tmp_path, 2, 7, **wrong)
         assert (error.value.step, error.value.what) == (5, what)

@@ -136,14 +136,15 @@ def _recomputed(
         if start < line.entry.step <= stretch.stop:
             found.entries[line.entry.step] = line.entry
     for event in events:
-        kind, step = event["e"], event.get("step")
-        if kind == "commit" and event["run"] == name and start < step <= stretch.stop:
+        kind = event["e"]
+        if kind == "commit" and event["run"] == name and start < event["step"] <= stretch.stop:
+            step: int = event["step"]
             copy = directory / COPIES / event["copy"]
             found.manifests[step] = decode_manifest(copy.read_bytes(), str(copy), step)
-        elif kind == "recipe" and event["run"] in (name, os.path.basename(place)):
+        elif kind == "recipe" and event["run"] == name:
             found.recipe = event["recipe"]
         elif kind == "step":
-            found.last = step if found.last is None else max(found.last, step)
+            found.last = max(event["step"], found.last or 0)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
+from perdure.drill.fault_injection import redirected
 from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
 from perdure.errors import ArgumentError, LaunchError
-from perdure.store import Run
+from perdure.inspect import report
+from perdure.store import LocalStorage, Run
 from perdure.store.format import hash_bytes
-from perdure.store.journal_file import JOURNAL
+from perdure.store.journal_file import JOURNAL, read_journal
 
 PROGRAM = [sys.executable, str(Path(__file__).parent / "programs" / "journaled.py")]
 
@@ -63,6 +66,9 @@ def test_the_command_reproduces_a_run_and_records_that(home: Path, tmp_path: Pat
     assert json.loads(data)["verdict"] == "reproduced"
     assert json.loads(data)["digest"] == hash_bytes(b"{" + data[77:])
     assert Run("runs/mine").steps() == [4, 8, 12]
+    assert "reproduced</span>" in report("runs/mine").html
+    record.write_bytes(data.replace(b'"reproduced"', b'"differs"'))
+    assert "changed</span>" in report("runs/mine").html
 
 
 def test_one_changed_line_differs_at_its_step(tmp_path: Path) -> None:
@@ -102,6 +108,25 @@ def test_a_sample_replays_stretches_between_checkpoints(tmp_path: Path) -> None:
     (result,) = replay_run(PROGRAM, "runs/mine", options, tmp_path / "one")
     assert (result.start, result.stop) in {(4, 8), (8, 12), (12, 13)}
     assert (result.verdict, result.steps) == ("reproduced", result.stop - (result.start or 0))
+
+
+def test_a_run_outside_of_the_working_directory_is_replayed(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    run = tmp_path / "elsewhere" / "run"
+    shutil.copytree(home / "runs" / "mine", run, ignore=shutil.ignore_patterns("lock", "replays"))
+    command = [*PROGRAM, f"run={run}"]
+    (result,) = replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
+    assert (result.verdict, result.start, result.steps) == ("reproduced", 8, 5)
+    assert steps_of(tmp_path / "replay", run) == [9, 10, 11, 12, 13]
+    with pytest.raises(LaunchError, match="it holds an earlier replay"):
+        replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
+
+
+def steps_of(replays: Path, run: Path) -> list[int]:
+    """The steps after 8 that the replay itself has recorded."""
+    _, place = redirected(replays / "replay-1", str(run))
+    lines = [line.entry for line in read_journal(LocalStorage(place))]
+    return [entry.step for entry in lines if entry.step > 8]
 
 
 def test_a_program_with_another_run_directory_is_refused(tmp_path: Path) -> None:

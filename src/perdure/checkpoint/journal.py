@@ -37,12 +37,12 @@ from perdure.store.journal_file import (
     JOURNAL,
     JournalEntry,
     JournalWriter,
+    first_difference,
     read_journal,
 )
 from perdure.store.manifest import plain_metrics
 
 _ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
-_DIGESTS = ("batch", "total", "state")  # in the order of the computation
 
 
 class Journal:
@@ -265,12 +265,10 @@ class Journal:
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
         """Raise for the first digest that differs; warn about metrics that do."""
-        for what in _DIGESTS:
-            expected, found = getattr(before, what), getattr(entry, what)
-            if expected is not None and found is not None and expected != found:
-                text = self._describe(before, what, expected, found)
-                self._failure = JournalMismatchError(text, entry.step, what, expected, found)
-                raise self._failure
+        if (difference := first_difference(before, entry)) is not None:
+            text = self._describe(before, *difference)
+            self._failure = JournalMismatchError(text, entry.step, *difference)
+            raise self._failure
         for name in sorted(before.metrics.keys() & entry.metrics.keys()):
             if before.metrics[name] != entry.metrics[name] and name not in self._warned:
                 self._warned.add(name)

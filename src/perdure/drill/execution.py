@@ -102,14 +102,14 @@ def execute(
         compilation_cache=program.cache,
     )
     _check_command(program.command)
-    with _writable(directory):
+    with writable(directory):
         _make(directory)
         root = program.working.make(directory)
     quiet = Console(io.StringIO(), io.StringIO())
     command = program.working.command(root, program.command)
     supervisor = Supervisor(command, options, console=quiet, observer=faults)
     began = faults.began = time.monotonic()
-    with _writable(directory):
+    with writable(directory):
         try:
             summary = supervisor.run()
         finally:
@@ -380,13 +380,14 @@ def holds_earlier_drill(part: Path) -> LaunchError:
 
 
 @contextlib.contextmanager
-def _writable(directory: Path) -> Iterator[None]:
+def writable(directory: Path) -> Iterator[None]:
+    """Turn an error of the disk into a `LaunchError` that names the directory."""
     try:
         yield
     except OSError as error:
         space = "Free some space, or name" if error.errno in _FULL else "Name"
         raise LaunchError(
-            f"{directory}: the runs of the drill cannot be written there: {error}. {space} another "
+            f"{directory}: the runs of the program cannot be written there: {error}. {space} another "
             f"place with --directory"
         ) from error
 

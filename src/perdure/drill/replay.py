@@ -15,9 +15,10 @@ from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recom
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
 from perdure.store import Run
-from perdure.store.journal_file import JournalEntry, read_journal
+from perdure.store.journal_file import JournalEntry, first_difference, read_journal
 from perdure.store.manifest import Manifest
 from perdure.supervise.cache import default_cache
+from perdure.supervise.checked_command import checked_command
 
 Verdict = Literal["reproduced", "differs", "not comparable"]
 
@@ -118,6 +119,7 @@ def replay_run(
         CorruptionError: The journal of the run was changed, or a checkpoint is damaged.
         LaunchError: The program cannot be started, fails, or does not open the run.
     """
+    _check_command(command)
     source = Run(run)
     entries = {line.entry.step: line.entry for line in read_journal(source.storage)}
     reference = _Reference(entries, source.steps())
@@ -148,6 +150,14 @@ def replay_run(
         if results[-1].verdict != "reproduced":
             break
     return results
+
+
+def _check_command(command: Sequence[str]) -> None:
+    try:
+        checked_command(command)
+    except LaunchError as error:
+        text = str(error).replace("perdure run --", "perdure replay RUN --")
+        raise LaunchError(text) from error
 
 
 def _stretches(where: str, reference: _Reference, options: ReplayOptions) -> list[Stretch]:
@@ -196,16 +206,19 @@ def _compare(run: Run, reference: _Reference, stretch: Stretch, found: Recompute
                 continue  # deleted meanwhile, or damaged: `perdure verify` reports that
     result = replace(result, steps=len(both), checkpoints=len(manifests))
     differences = [
-        d for step in both if (d := _digests(reference.entries[step], found.entries[step]))
+        (step, *difference)
+        for step in both
+        if (difference := first_difference(reference.entries[step], found.entries[step]))
     ]
     differences += [
         (step, "state", manifest.fingerprint, found.manifests[step].fingerprint)
         for step, manifest in sorted(manifests.items())
         if manifest.fingerprint != found.manifests[step].fingerprint
     ]
-    ends = [step for step in steps if found.entries and step > max(found.entries)]
-    if ends and found.last is not None and found.last <= max(found.entries):
-        differences.append((ends[0], "end", "", f"the program ended after step {found.last}"))
+    saved = [step for step in reference.checkpoints if after < step <= stretch.stop]
+    ends = [step for step in (*steps, *saved) if found.last is not None and step > found.last]
+    if ends:
+        differences.append((min(ends), "end", "", f"the program ended after step {found.last}"))
     if not both and not manifests and not differences:
         raise LaunchError(
             f"{run.where}: nothing of steps {after + 1} to {stretch.stop} could be compared: the "
@@ -232,14 +245,6 @@ def _compare(run: Run, reference: _Reference, stretch: Stretch, found: Recompute
         leaves=leaves,
         recipe=recipe,
     )
-
-
-def _digests(old: JournalEntry, new: JournalEntry) -> tuple[int, str, str, str] | None:
-    for what in ("batch", "total", "state"):
-        expected, found = getattr(old, what), getattr(new, what)
-        if expected is not None and found is not None and expected != found:
-            return old.step, what, expected, found
-    return None
 
 
 def _other_fields(

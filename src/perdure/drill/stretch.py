@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint.recipe import ALLOW
-from perdure.drill.execution import LOGS, DrilledProgram, log_tail
+from perdure.drill.execution import LOGS, DrilledProgram, log_tail, writable
 from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, redirected
 from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
@@ -73,8 +73,15 @@ def recompute(
         LaunchError: The program fails before the end of the stretch, or does not open the run.
         StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
     """
-    directory.mkdir(parents=True)
-    root = program.working.make(directory)
+    with writable(directory):
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise LaunchError(
+                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
+                f"remove that one."
+            ) from error
+        root = program.working.make(directory)
     named = run.where if "://" in run.where else os.path.realpath(run.where)
     name, place = redirected(directory, named)
     if stretch.start is not None:

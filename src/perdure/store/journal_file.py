@@ -70,6 +70,18 @@ class JournalLine(Struct, frozen=True):
     end: int
 
 
+def first_difference(one: JournalEntry, two: JournalEntry) -> tuple[str, str, str] | None:
+    """What differs first in the order of the computation, and both digests; None for nothing.
+
+    Digests that only one of the two has are not compared.
+    """
+    for what in ("batch", "total", "state"):
+        digests = getattr(one, what), getattr(two, what)
+        if None not in digests and digests[0] != digests[1]:
+            return what, *digests
+    return None
+
+
 def encode_line(entry: JournalEntry, previous: str) -> tuple[bytes, str]:
     """The line of `entry` after a line with the hash `previous`, and its own hash."""
     text = msgspec.json.encode(entry)

@@ -23,6 +23,7 @@ from perdure.errors import (
     LockedError,
     SaveError,
     StoreError,
+    UnreachableError,
     UnsupportedLeafError,
 )
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
@@ -220,6 +221,21 @@ def test_a_broken_line_is_found_and_set_aside(tmp_path: Path) -> None:
     ended = CliRunner().invoke(main, ["prune", str(tmp_path), "--rolled-back"])
     assert ended.exit_code == 0
     assert list((tmp_path / "rolled-back").iterdir()) == []
+
+
+def test_a_journal_that_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, saved=1)
+    (tmp_path / JOURNAL).unlink()
+    os.mkfifo(tmp_path / JOURNAL)
+    with pytest.raises(CorruptionError, match="expected a regular file"):
+        repeat(tmp_path, 2)
+    assert [problem.name for problem in verify_run(Run(tmp_path)).problems] == [JOURNAL]
+    (tmp_path / JOURNAL).unlink()
+    (tmp_path / JOURNAL).mkdir()
+    with pytest.raises((CorruptionError, UnreachableError), match=JOURNAL):
+        repeat(tmp_path, 2)
+    (problem,) = verify_run(Run(tmp_path)).problems
+    assert problem.name == JOURNAL
 
 
 def test_lines_are_durable_with_the_checkpoint_that_follows_and_at_the_end(tmp_path: Path) -> None:

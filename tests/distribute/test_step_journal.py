@@ -15,6 +15,7 @@ from perdure.distribute import Strategy
 from perdure.errors import JournalMismatchError
 from perdure.store import LocalStorage
 from perdure.store.journal_file import JournalEntry, read_journal
+from pretend import play
 
 V = 6
 
@@ -94,3 +95,21 @@ def test_only_recorded_steps_are_digested(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "state_digest", counted)
     train(tmp_path, 1, 6, every=3)
     assert len(digested) == 2 * (V + 1 + 1)  # shares, total, state
+
+
+def test_the_batch_of_a_group_has_the_digest_of_one_process(tmp_path: Path) -> None:
+    shares = [{"x": np.full(3, replica)} for replica in range(V)]
+
+    def program(processes: Any) -> None:
+        part = V // processes.count
+        first = part * processes.index
+        with CheckpointManager(tmp_path / str(processes.count), processes=processes) as manager:
+            manager.journal.note(shares[first : first + part], processes, devices=V)
+            manager.journal.record(1, {"w": np.ones(2)})
+
+    for count in (1, 2, 3):
+        assert play(count, program) == [None] * count
+    lines = [entries(tmp_path / str(count))[0] for count in (1, 2, 3)]
+    assert lines[0].batch
+    assert {line.batch for line in lines} == {lines[0].batch}
+    assert [line.topology["processes"] for line in lines] == [1, 2, 3]

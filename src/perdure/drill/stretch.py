@@ -24,6 +24,7 @@ from perdure.store.journal_file import JournalEntry, read_journal
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.supervise.console import Console
+from perdure.supervise.history import Summary
 from perdure.supervise.options import RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
 
@@ -91,19 +92,8 @@ def recompute(
     fault |= {"point": "step", "step": stretch.stop + 1}
     plan = {"attempt": 1, "faults": [fault], "read_only": program.read_only}
     (directory / PLAN).write_text(json.dumps(plan))
-    supervisor = Supervisor(
-        program.working.command(root, program.command),
-        RunOptions(
-            workers=program.workers,
-            devices_per_worker=devices,
-            max_restarts=0,
-            log_directory=directory / LOGS,
-            compilation_cache=program.cache,
-        ),
-        console=Console(io.StringIO(), io.StringIO()),
-        observer=_Environment({**program.environment, DRILL: str(directory)}),
-    )
-    summary = supervisor.run()
+    command = program.working.command(root, program.command)
+    summary = _run(program, command, directory, devices)
     if summary.signal is not None:
         raise KeyboardInterrupt
     events = _events(directory / EVENTS)
@@ -122,6 +112,21 @@ def recompute(
             f"that it uses."
         )
     return _recomputed(directory, name, place, events, stretch)
+
+
+def _run(
+    program: DrilledProgram, command: tuple[str, ...], directory: Path, devices: int | None
+) -> Summary:
+    options = RunOptions(
+        workers=program.workers,
+        devices_per_worker=devices,
+        max_restarts=0,
+        log_directory=directory / LOGS,
+        compilation_cache=program.cache,
+    )
+    quiet = Console(io.StringIO(), io.StringIO())
+    variables = {**program.environment, DRILL: str(directory)}
+    return Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
 
 
 def allow_other_recipe(run: Run, step: int | None) -> dict[str, str]:

@@ -10,6 +10,7 @@ takes lines away, and sets them aside (`journal_moves`).
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -18,7 +19,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, UnreachableError
 from perdure.store.local import LocalStorage
 
 JOURNAL = "journal.jsonl"
@@ -126,20 +127,31 @@ def read_journal(storage: object) -> Iterator[JournalLine]:
 
     Raises:
         CorruptionError: A line was changed, or lines are missing before it.
+        UnreachableError: The file cannot be read.
     """
     if not isinstance(storage, LocalStorage):
         return
     path = storage.path(JOURNAL)
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CorruptionError(f"{path}: expected a regular file, found another thing.")
+            yield from read_lines(file, path)
     except FileNotFoundError:
         return
-    with file:
-        yield from read_lines(file, path)
+    except OSError as error:
+        raise UnreachableError(
+            f"{path}: the journal cannot be read: {error}. Nothing was changed; correct the cause, "
+            f"then try again."
+        ) from error
 
 
 def journal_problem(storage: object) -> str | None:
-    """What is wrong with the journal of a run directory; None for nothing."""
+    """What is wrong with the journal of a run directory; None for nothing.
+
+    Raises `UnreachableError` if it cannot be read.
+    """
     try:
         for _ in read_journal(storage):
             pass

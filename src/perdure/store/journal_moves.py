@@ -30,13 +30,13 @@ ROLLED_BACK = "rolled-back/"
 _ASIDE = re.compile(re.escape(ROLLED_BACK) + r"(\d{12})-(\d+)\.jsonl")
 
 
-def cut_journal(storage: Storage, step: int) -> None:
-    """Set the lines after `step` aside, and those from the first broken line on.
+def cut_journal(storage: Storage, step: int) -> bool:
+    """Set the lines after `step` aside, and those from the first broken line on; True if there were any.
 
     The process is the writer of the run directory.
     """
-    if not isinstance(storage, LocalStorage) or not os.path.exists(storage.path(JOURNAL)):
-        return
+    if not isinstance(storage, LocalStorage) or not os.path.isfile(storage.path(JOURNAL)):
+        return False
     end = 0
     for line in _unbroken(storage):
         if line.entry.step > step:
@@ -44,10 +44,11 @@ def cut_journal(storage: Storage, step: int) -> None:
         end = line.end
     data = storage.read(JOURNAL)
     if len(data) == end:
-        return
+        return False
     number = 1 + max((number for _, number, _ in _aside(storage)), default=0)
     storage.replace(f"{ROLLED_BACK}{step:012d}-{number}.jsonl", data[end:])
     storage.replace(JOURNAL, data[:end])
+    return True
 
 
 def return_journal(storage: Storage, before: int, after: int) -> None:

@@ -53,8 +53,8 @@ def repair(run: Run) -> Repaired:
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
-        if (problem := journal_problem(run.storage)) is not None:
-            cut_journal(run.storage, MAX_STEP)
+        problem = journal_problem(run.storage)
+        if problem is not None and cut_journal(run.storage, MAX_STEP):
             actions.append(f"set the end of {JOURNAL} aside: {problem}")
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)

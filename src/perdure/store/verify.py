@@ -277,8 +277,11 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
-    if (problem := journal_problem(run.storage)) is not None:
-        yield Problem(JOURNAL, problem)
+    try:
+        if (problem := journal_problem(run.storage)) is not None:
+            yield Problem(JOURNAL, problem)
+    except UnreachableError as error:
+        yield Problem(JOURNAL, str(error), unread=True)
     for step in sorted(run.pinned() - steps):
         yield Problem(f"step {step}", "is pinned, and is not there", False)
     for name in sorted(run.storage.list(MANIFESTS)):

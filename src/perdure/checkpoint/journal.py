@@ -260,6 +260,8 @@ class Journal:
     def _close_file(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
+            with suppress(OSError):  # a save that is under way does not find the file any more
+                writer.sync()
             writer.close()
         self._expected = {}
 

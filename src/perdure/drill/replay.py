@@ -81,14 +81,32 @@ class StretchResult:
 
 @dataclass(frozen=True)
 class _Reference:
-    """What the run recorded: lines of its journal, and checkpoints."""
+    """What the run recorded.
 
+    Attributes:
+        start: The checkpoint that the replay begins from; None for a fresh state.
+        entries: The lines of its journal after the start.
+        checkpoints: Its steps.
+        last: The last step that was recorded or saved.
+    """
+
+    start: int | None
     entries: Mapping[int, JournalEntry]
     checkpoints: Sequence[int]
+    last: int
 
-    @property
-    def last(self) -> int:
-        return max([*self.entries, *self.checkpoints], default=0)
+    @staticmethod
+    def of(run: Run, first: int | None) -> _Reference:
+        """The lines from the checkpoint at or before `first` on; None for the oldest checkpoint."""
+        steps = run.steps()
+        wanted = min(steps, default=0) if first is None else first
+        start = max((step for step in steps if step <= wanted), default=None)
+        entries, last = {}, max(steps, default=0)
+        for line in read_journal(run.storage):
+            last = max(last, line.entry.step)
+            if start is None or line.entry.step > start:
+                entries[line.entry.step] = line.entry
+        return _Reference(start, entries, steps, last)
 
 
 def replay_run(
@@ -121,8 +139,7 @@ def replay_run(
     """
     _check_command(command)
     source = Run(run)
-    entries = {line.entry.step: line.entry for line in read_journal(source.storage)}
-    reference = _Reference(entries, source.steps())
+    reference = _Reference.of(source, options.first)
     directory = directory.absolute()
     read_only = tuple(os.path.realpath(path) for path in options.read_only)
     program = DrilledProgram(
@@ -161,30 +178,25 @@ def _check_command(command: Sequence[str]) -> None:
 
 
 def _stretches(where: str, reference: _Reference, options: ReplayOptions) -> list[Stretch]:
-    starts, last = reference.checkpoints, options.last
-    if last is None:
-        last = reference.last
-    first = options.first
-    if first is None:
-        first = min(starts, default=0)
+    first, start = options.first or 0, reference.start
+    last = reference.last if options.last is None else options.last
     if first > last or last > reference.last:
         raise ArgumentError(
             f"--steps: expected steps up to {reference.last}, the last that {where} has recorded, "
             f"found {first}:{last}."
         )
-    start = max((step for step in starts if step <= first), default=None)
-    compared = [step for step in (*reference.entries, *starts) if step <= last]
     after = -1 if start is None else start
-    stop = max((step for step in compared if step > after), default=None)
+    saved = [step for step in reference.checkpoints if after < step <= last]
+    stop = max([*saved, *(step for step in reference.entries if step <= last)], default=None)
     if stop is None:
         raise ArgumentError(
-            f"{where}: expected a step after {first} that is recorded in its journal or saved, found "
-            f"none. `--steps 0:` replays the run from its beginning"
-            + ("." if start is None or start > 0 else ", once there is a later step.")
+            f"{where}: expected a step after {first if start is None else start} that is recorded in "
+            f"its journal or saved, found none. `--steps 0:` replays the run from its beginning, "
+            f"once there is a later step."
         )
     if options.sample is None:
         return [Stretch(start, stop)]
-    inner = [step for step in starts if after < step < stop]
+    inner = [step for step in saved if step < stop]
     begins: list[int | None] = [start, *inner]
     parts = [Stretch(a, b) for a, b in zip(begins, [*inner, stop], strict=True)]
     chosen = random.Random(options.seed).sample(range(len(parts)), min(options.sample, len(parts)))

@@ -31,7 +31,7 @@ _ASIDE = re.compile(re.escape(ROLLED_BACK) + r"(\d{12})-(\d+)\.jsonl")
 
 
 def cut_journal(storage: Storage, step: int) -> bool:
-    """Set the lines after `step` aside, and those from the first broken line on; True if there were any.
+    """Set the lines after `step` and from the first broken one on aside; True if there were any.
 
     The process is the writer of the run directory.
     """

@@ -182,8 +182,7 @@ class Journal:
         """Make all lines durable and close the file."""
         with self._guard:
             self._is_closed = True
-            note = self.sync()
-            self._close_file()
+            note = self._close_file()
         if note is not None:
             warn_caller(note)
 
@@ -257,13 +256,13 @@ class Journal:
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
         return self._writer
 
-    def _close_file(self) -> None:
+    def _close_file(self) -> str | None:
+        note = self.sync()  # a save that is under way does not find the file any more
         writer, self._writer = self._writer, None
         if writer is not None:
-            with suppress(OSError):  # a save that is under way does not find the file any more
-                writer.sync()
             writer.close()
         self._expected = {}
+        return note
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
         """Raise for the first digest that differs; warn about metrics that do."""

@@ -22,7 +22,11 @@ def journal(run: Path, steps: Any, parts_at: int | None = None, what: str = "sta
     Run(run, create=True).begin_writing()
     writer = JournalWriter(LocalStorage(run))
     for step in steps:
-        digests = {"batch": f"{step:032x}", "total": f"{step:032x}", "state": f"{step:032x}"}
+        digests: dict[str, Any] = {
+            "batch": f"{step:032x}",
+            "total": f"{step:032x}",
+            "state": f"{step:032x}",
+        }
         if parts_at is not None and step >= parts_at:
             digests["state"] = "f" * 32
             if step == parts_at:

@@ -26,7 +26,7 @@ _FORMAT = 1
 
 def verdict_of(results: Sequence[StretchResult]) -> Verdict:
     """That of all stretches: the first one that is not reproduced decides."""
-    others = [result.verdict for result in results if result.verdict != "reproduced"]
+    others: list[Verdict] = [r.verdict for r in results if r.verdict != "reproduced"]
     return others[0] if others else "reproduced"
 
 

@@ -68,7 +68,8 @@ def bisect_runs(one: str | os.PathLike[str], two: str | os.PathLike[str]) -> Bis
                     lines.append(stack.enter_context(_Journal(path)))
         compared = "journals"
         if len(lines) < 2:
-            compared, lines = "checkpoints", [_Checkpoints(run) for run in runs]
+            compared = "checkpoints"
+            lines = list[_Line](_Checkpoints(run) for run in runs)
         return _search(compared, lines[0], lines[1], f"{runs[0].where} and {runs[1].where}")
 
 

@@ -18,6 +18,7 @@ PerdureError
 │   └── MismatchError             structure, dtype or shape differ; lists every leaf
 ├── NonFiniteError                a logical replica computed NaN or infinity
 ├── RecipeMismatchError           checkpoint and run, or the processes of a group, differ in recipe
+├── JournalMismatchError          a repeated step has other bits than the journal recorded
 ├── TopologyError                 replicas, devices, processes or batch do not fit
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
@@ -104,6 +105,23 @@ class NonFiniteError(PerdureError):
 
 class RecipeMismatchError(PerdureError):
     """The recipe of the run differs from that of the checkpoint, or between processes of a group."""
+
+
+class JournalMismatchError(PerdureError):
+    """A step was computed again, and its digest is not the one that the journal of the run has.
+
+    Attributes:
+        step: The step.
+        what: What differs first, in the order of the computation: "batch", "total" or "state".
+        expected: The digest in the journal.
+        found: The digest of this process.
+    """
+
+    def __init__(
+        self, text: str, step: int = -1, what: str = "", expected: str = "", found: str = ""
+    ) -> None:
+        super().__init__(text)
+        self.step, self.what, self.expected, self.found = step, what, expected, found
 
 
 class TopologyError(PerdureError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.data import ArrayDataset
 from perdure.distribute.jax.fused import hlo, proven_programs, step_by_form
 from perdure.distribute.jax.threads import pin
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
+from perdure.store import LocalStorage
+from perdure.store.journal_file import read_journal
 
 V = 4
 
@@ -267,3 +271,29 @@ def test_many_steps_are_the_steps_one_by_one() -> None:
     together, stacked = train_step.many(first_state(), batches)
     assert np.asarray(alone["w"]).tobytes() == np.asarray(together["w"]).tobytes()
     assert stacked["n"].tolist() == [float(number) for number in logs]
+
+
+def test_the_journal_of_one_program_is_that_of_single_programs(tmp_path: Path) -> None:
+    """A step that runs as one program has no total; everything else in its line is the same."""
+    lines = []
+    for name in ("fused", "single"):
+        strategy = MirroredStrategy(1, 1)
+        with CheckpointManager(tmp_path / name, options=ManagerOptions(journal_every=1)) as manager:
+            train_step = strategy.step(
+                lambda _state, batch, _key: {"s": (batch[0] * batch[1]).sum()},
+                lambda state, total: (state + total["s"], {}),
+                journal=manager.journal,
+            )
+            if name == "single":
+                train_step._fused = None
+            state = jnp.zeros(())
+            for step in range(3):
+                state, _ = train_step(state, strategy.batch(dataset(), step))
+                manager.journal.record(step + 1, state)
+        lines.append([line.entry for line in read_journal(LocalStorage(tmp_path / name))])
+    fused, single = lines
+    assert [(e.step, e.batch, e.state) for e in fused] == [
+        (e.step, e.batch, e.state) for e in single
+    ]
+    assert all(entry.total and entry.batch for entry in single)
+    assert [entry.total for entry in fused] == [None] * 3

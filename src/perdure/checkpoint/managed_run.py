@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
@@ -21,6 +22,7 @@ class ManagedRun:
     mirror: Mirror | None
     processes: Processes
     recipe: RecipeCheck
+    journal: Journal
 
     @property
     def where(self) -> str:

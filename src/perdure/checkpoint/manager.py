@@ -18,6 +18,7 @@ from perdure.checkpoint.arguments import makes_state, positive, step_number, ste
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
+from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.managed_run import ManagedRun, abandon
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
@@ -68,6 +69,7 @@ class CheckpointManager(RunQueries):
 
     Attributes:
         preemption: The flag that a signal sets, for loops that need more than `reached_preemption`.
+        journal: A line for each recorded step, which resumed runs are compared with.
 
     Raises:
         ArgumentError: An argument has a value that cannot be used.
@@ -89,23 +91,22 @@ class CheckpointManager(RunQueries):
         processes: Processes | None = None,
     ) -> None:
         self._options = options = options or ManagerOptions()
-        retention, clock = options.retention, options.clock
+        rules, clock = options.retention, options.clock
         max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
         interval = positive("save_interval_steps", save_interval_steps)
-        self._processes: Processes = processes or SingleProcess()
-        recipe_check = RecipeCheck(recipe, allow, self._processes)
+        self._processes = group = processes or SingleProcess()
+        recipe_check = RecipeCheck(recipe, allow, group)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
-        self._mirror: Mirror | None = None
-        if mirror is not None:
-            self._mirror = Mirror(run, mirror, max_to_keep, retention, clock)
-        super().__init__(run, retention)
+        self._mirror = None if mirror is None else Mirror(run, mirror, max_to_keep, rules, clock)
+        super().__init__(run, rules, recipe_check.recipe)
         if processes is None:
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
         self._entered = False
         describe = partial(describe_newest, run)
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
-        self._managed = managed = ManagedRun(run, self._mirror, self._processes, recipe_check)
+        self.journal = Journal(run, group, options)
+        self._managed = managed = ManagedRun(run, self._mirror, group, recipe_check, self.journal)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
         self._restorer = Restorer(managed, saver.restore_check, saver.random)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
@@ -177,6 +178,7 @@ class CheckpointManager(RunQueries):
             StateError: In a group, the copies of the state differ (at the next call), except for
                 members wrapped in `PerRank`.
             SaveError: The save before this one failed (a warning under `on_error="continue"`).
+            JournalMismatchError: A repeated step has other bits than before (`journal_every`).
         """
         step = step_number(step)
         beat("step", step)
@@ -184,6 +186,7 @@ class CheckpointManager(RunQueries):
         if is_alone:  # in a group only where all of them do: in a due save
             self._saver.settle(wait=False)
             self._saver.take_lock()
+        self.journal.record_saved(step, state, metrics)
         if not force and not self.should_save(step):
             return False
         beat("save", step)
@@ -335,6 +338,7 @@ class CheckpointManager(RunQueries):
         beat("save", step)
         self._saver.settle(wait=True)
         self.preemption.grace.before_saving(step)
+        self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)
         self._saver.wait()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
+from perdure.checkpoint.arguments import positive
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
@@ -81,10 +82,14 @@ class ManagerOptions:
         mirror_wait: Seconds that `close` waits at most for the mirror.
         preemption_signals: Names of the signals that ask for a save: "SIGTERM", "SIGINT" (Ctrl-C; a
             second one raises `KeyboardInterrupt`) and "SIGUSR1" (which Slurm can be told to send).
+        journal_every: Record a digest of the state in the journal of the run at each call of `save`
+            with a multiple of this step, also at those that save nothing; a resumed run compares the
+            steps that it repeats (`manager.journal`). None records only what the program records
+            itself. The run directory must be local.
 
     Raises:
-        ArgumentError: `mirror_wait` is negative or NaN, or `preemption_signals` names none or another
-            signal.
+        ArgumentError: `mirror_wait` is negative or NaN, `preemption_signals` names none or another
+            signal, or `journal_every` is less than 1.
         StoreError: `on_error` is neither of the two.
     """
 
@@ -95,6 +100,7 @@ class ManagerOptions:
     save_random_state: bool = True
     mirror_wait: float = 300.0
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
+    journal_every: int | None = None
 
     def __post_init__(self) -> None:
         if not self.mirror_wait >= 0:
@@ -107,5 +113,7 @@ class ManagerOptions:
                 f"preemption_signals: expected a tuple with one or more of {', '.join(SIGNALS)}, found "
                 f"{names!r}."
             )
+        if self.journal_every is not None:
+            object.__setattr__(self, "journal_every", positive("journal_every", self.journal_every))
         if self.on_error not in ("raise", "continue"):
             raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")

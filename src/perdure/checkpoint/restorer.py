@@ -71,6 +71,7 @@ class Restorer:
             warn_caller(f"{where}: the target and the checkpoint differ; {report}")
         if report.is_exact:
             self._check.restored_exactly(step)
+            self._managed.journal.resume(step)
             self._restore_random(where, loaded)
             if has_shards:
                 self._warn_of_other_group(loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from perdure.checkpoint.arguments import step_number, step_or_name
@@ -12,17 +13,23 @@ from perdure.errors import StepNotFoundError, StoreError
 from perdure.state.metadata import metadata_tree
 from perdure.store import Run
 from perdure.store.drill_hook import drill_hook
+from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
 
 
 class RunQueries(CallGuard):
     """Base of a manager: the methods that only list and read manifests."""
 
-    def __init__(self, run: Run, retention: Retention) -> None:
+    def __init__(
+        self, run: Run, retention: Retention, recipe: Mapping[str, RecipeValue] | None = None
+    ) -> None:
         super().__init__(run.where)
         self._run = run
         self._retention = retention
-        if retention.best_metric is not None and (hook := drill_hook()) is not None:
+        if (hook := drill_hook()) is None:
+            return
+        hook.recipe(run.where, recipe or {})
+        if retention.best_metric is not None:
             best = retention.best_metric, retention.best_mode, retention.best_to_keep
             hook.retention(run.where, *best)
 

@@ -58,6 +58,7 @@ class BackgroundSaver:
         self.restore_check = RestoreCheck()
         self.random = ProcessRandom() if options.save_random_state else None
         self._managed = managed
+        self._journal = managed.journal
         self._run = managed.run
         self._processes = managed.processes
         self._max_to_keep = max_to_keep
@@ -140,6 +141,7 @@ class BackgroundSaver:
         """
         self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
+        self._journal.require_agreement()
         agreement = GatherAgreement(self._processes.channel("save"), step)
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
@@ -190,9 +192,11 @@ class BackgroundSaver:
     def forget_highest(self) -> None:
         """The newest step may change: the next save asks for it again."""
         self._highest = None
+        self._journal.forget()
 
     def release(self) -> None:
-        """Give back the memory of snapshots and the lock of the run."""
+        """Give back the memory of snapshots, the journal and the lock of the run."""
+        self._journal.close()
         self._buffer.release()
         self._run.close()
 
@@ -207,6 +211,8 @@ class BackgroundSaver:
         """Commit a snapshot and apply the retention; durable on return."""
         saving(step)
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
+            self._notes.append(note)
+        if note := self._journal.sync():  # so that every step up to a checkpoint has its line
             self._notes.append(note)
         try:
             process_leaves: Mapping[str, Leaf] = {}

@@ -15,6 +15,7 @@ from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFou
 
 COMMANDS = (
     "average",
+    "bisect",
     "copy",
     "demo",
     "diff",
@@ -25,6 +26,7 @@ COMMANDS = (
     "ls",
     "plot",
     "prune",
+    "replay",
     "report",
     "rollback",
     "run",

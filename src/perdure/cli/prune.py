@@ -16,6 +16,7 @@ from perdure.checkpoint.retention import Retention
 from perdure.cli.output import document, json_option, run_argument, size_text, table
 from perdure.store import Run
 from perdure.store.format import PACKS
+from perdure.store.journal_moves import remove_aside
 
 
 @click.command("prune")
@@ -36,9 +37,7 @@ from perdure.store.format import PACKS
 @click.option(
     "--best-to-keep", type=int, default=1, show_default=True, help="How many of the best to keep."
 )
-@click.option(
-    "--rolled-back", is_flag=True, help="Also remove the checkpoints that rollbacks set aside."
-)
+@click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @json_option
 @click.pass_context
@@ -77,6 +76,8 @@ def command(
         if not as_json:
             _print(plan)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
+        if rolled_back and not dry_run:
+            remove_aside(opened.storage)
     if as_json:
         document({"executed": not dry_run, **_as_dict(plan), "left": left})
     else:

@@ -1,5 +1,12 @@
 """Digests of states: 128 bits that are equal for equal bits, computed where the arrays are."""
 
-from perdure.digests.digest import VERSION, Digest, combined, digest, leaf_digests
+from perdure.digests.digest import (
+    VERSION,
+    Digest,
+    combined,
+    digest,
+    digests_of_leaves,
+    leaf_digests,
+)
 
-__all__ = ["VERSION", "Digest", "combined", "digest", "leaf_digests"]
+__all__ = ["VERSION", "Digest", "combined", "digest", "digests_of_leaves", "leaf_digests"]

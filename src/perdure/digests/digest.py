@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from perdure.digests.leaf_sums import LeafSums, sums_by_path
+from perdure.digests.leaf_sums import LeafSums, sums_by_path, sums_of_leaf
 from perdure.errors import StateError
+from perdure.store.leaf import Leaf
 
 VERSION = 1
 """The number of the construction. Digests of different versions are never equal."""
@@ -66,6 +67,11 @@ def leaf_digests(tree: Any) -> dict[str, Digest]:
     That of a leaf depends on its path too. `combined` makes the digest of the state of them.
     """
     return {path: _of_leaf(path, sums) for path, sums in sorted(sums_by_path(tree).items())}
+
+
+def digests_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, Digest]:
+    """The same of leaves that are in memory, such as those of a checkpoint."""
+    return {path: _of_leaf(path, sums_of_leaf(leaf)) for path, leaf in sorted(leaves.items())}
 
 
 def combined(leaves: Mapping[str, Digest]) -> Digest:

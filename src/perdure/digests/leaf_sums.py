@@ -66,8 +66,7 @@ class _SummingAdapter:
             leaf = self._inner.leaf(value)
             if leaf is None:
                 return None
-            sums = byte_sums(np.frombuffer(leaf.data, np.uint8))
-            taken = LeafSums(leaf.dtype, leaf.shape, leaf.nbytes, (int(sums[0]), int(sums[1])))
+            taken = sums_of_leaf(leaf)
         record = bytearray(_RECORD.size)
         if isinstance(taken, LaterSums):
             self._later.append((record, taken))
@@ -91,6 +90,12 @@ class _SummingAdapter:
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
         return self._inner.node(value, stored)
+
+
+def sums_of_leaf(leaf: Leaf) -> LeafSums:
+    """The sums of a leaf whose bytes are in memory."""
+    sums = byte_sums(np.frombuffer(leaf.data, np.uint8))
+    return LeafSums(leaf.dtype, leaf.shape, leaf.nbytes, (int(sums[0]), int(sums[1])))
 
 
 def sums_by_path(tree: Any) -> dict[str, LeafSums]:

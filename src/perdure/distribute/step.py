@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from perdure.checkpoint.group_save import require_same
+from perdure.checkpoint.journal import Journal
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
@@ -20,9 +21,16 @@ from perdure.state import flatten
 
 
 class TrainStep:
-    """`state, logs = train_step(state, batch)`; see Strategy.step."""
+    """`state, logs = train_step(state, batch)`; see Strategy.step.
 
-    def __init__(self, plan: Plan, seed: int, grad: Grad, update: Update) -> None:
+    Attributes:
+        journal: Gets the digests of batch and total of each step that it records.
+    """
+
+    def __init__(
+        self, plan: Plan, seed: int, grad: Grad, update: Update, journal: Journal | None = None
+    ) -> None:
+        self.journal = journal
         self._plan = plan
         self._seed = seed
         self._grad = grad
@@ -50,6 +58,9 @@ class TrainStep:
         step = self._step_of(batch)
         if not self._checked and engine.processes.count > 1:
             _require_same_state(engine.processes, state)
+        journal = self.journal if self.journal and self.journal.wants(step + 1) else None
+        if journal is not None:
+            journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
         if self._fused and (result := self._fused(state, batch.values, step)) is not None:
             return result
         states = engine.place(state)
@@ -68,6 +79,8 @@ class TrainStep:
         self._run(contribute, states)
         total = reduction.total(check=not self._checked)
         self._checked = True
+        if journal is not None:
+            journal.note_total(total)
         stream = Stream(self._seed, step, plan.replicas)
         results = [
             engine.update(self._update, placed, engine.put(total, device), stream)

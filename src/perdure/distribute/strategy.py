@@ -13,6 +13,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
+from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, inputs, keras_calls
@@ -184,7 +185,14 @@ class Strategy:
             step,
         )
 
-    def step(self, grad: Grad, update: Update, *, check_finite: bool = False) -> TrainStep:
+    def step(
+        self,
+        grad: Grad,
+        update: Update,
+        *,
+        check_finite: bool = False,
+        journal: Journal | None = None,
+    ) -> TrainStep:
         """A training step, to be called as `state, logs = train_step(state, batch)`.
 
         Args:
@@ -195,6 +203,8 @@ class Strategy:
                 (state, logs). It divides once, by a weight that is part of the total.
             check_finite: Raise NonFiniteError, which names step, replica and array, before `update` if
                 a contribution is not finite. Every contribution is then read once more.
+            journal: `manager.journal`, whose lines then have digests of the batch, and of the total
+                unless a step on JAX runs as one program, in which there is none.
         """
         note_strategy_in_use(self)
         plan = self._plan
@@ -205,6 +215,7 @@ class Strategy:
             self._seed,
             ReplicaFunction(grad, self._replicas, "grad"),
             ReplicaFunction(update, self._replicas, "update"),
+            journal,
         )
 
     def run(

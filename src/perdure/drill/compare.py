@@ -194,19 +194,26 @@ def leaves_of(commit: Commit) -> dict[str, LeafEntry]:
 
 def _difference(expected: Commit, actual: Commit) -> RunDifference:
     old, new = leaves_of(expected), leaves_of(actual)
-    # Scalars and schedules first: a weight that differs may be their consequence.
+    leaves = leaf_differences(old, new)
+    return RunDifference(
+        what=f"step {actual.step}: {len(leaves)} of {len(old)} leaves differ",
+        run=actual.run,
+        step=actual.step,
+        attempt=actual.attempt,
+        leaves=leaves,
+        equal=tuple(sorted(old.keys() - {leaf.path for leaf in leaves})),
+    )
+
+
+def leaf_differences(
+    old: Mapping[str, LeafEntry], new: Mapping[str, LeafEntry]
+) -> tuple[LeafDifference, ...]:
+    """The leaves that differ, scalars and schedules first: a weight may be their consequence."""
     changed = sorted(
         (path for path in old.keys() | new.keys() if bits(old, path) != bits(new, path)),
         key=lambda path: ((old.get(path) or new[path]).nbytes, path),
     )
-    return RunDifference(
-        what=f"step {actual.step}: {len(changed)} of {len(old)} leaves differ",
-        run=actual.run,
-        step=actual.step,
-        attempt=actual.attempt,
-        leaves=tuple(LeafDifference(p, _text(old.get(p)), _text(new.get(p))) for p in changed),
-        equal=tuple(sorted(old.keys() - set(changed))),
-    )
+    return tuple(LeafDifference(p, _text(old.get(p)), _text(new.get(p))) for p in changed)
 
 
 def changing(commits: Iterable[Commit], paths: Iterable[str]) -> list[str]:

@@ -102,14 +102,14 @@ def execute(
         compilation_cache=program.cache,
     )
     _check_command(program.command)
-    with _writable(directory):
+    with writable(directory):
         _make(directory)
         root = program.working.make(directory)
     quiet = Console(io.StringIO(), io.StringIO())
     command = program.working.command(root, program.command)
     supervisor = Supervisor(command, options, console=quiet, observer=faults)
     began = faults.began = time.monotonic()
-    with _writable(directory):
+    with writable(directory):
         try:
             summary = supervisor.run()
         finally:
@@ -120,7 +120,7 @@ def execute(
     outcome.began, outcome.seconds = began, summary.seconds
     if summary.status != 0:
         outcome.problem = outcome.problem or summary.reason
-        outcome.log = _log_tail(directory / LOGS)
+        outcome.log = log_tail(directory / LOGS)
     return outcome
 
 
@@ -213,7 +213,7 @@ class _FaultObserver(Observer):
             outcome.problem = (
                 f"attempt {attempt.number} ended by itself: {attempt.cause}; no fault had hit it"
             )
-            outcome.log = _log_tail(self._directory / LOGS, attempt.number)
+            outcome.log = log_tail(self._directory / LOGS, attempt.number)
         outcome.attempts.append(done)
 
     def close(self) -> None:
@@ -380,18 +380,19 @@ def holds_earlier_drill(part: Path) -> LaunchError:
 
 
 @contextlib.contextmanager
-def _writable(directory: Path) -> Iterator[None]:
+def writable(directory: Path) -> Iterator[None]:
+    """Turn an error of the disk into a `LaunchError` that names the directory."""
     try:
         yield
     except OSError as error:
         space = "Free some space, or name" if error.errno in _FULL else "Name"
         raise LaunchError(
-            f"{directory}: the runs of the drill cannot be written there: {error}. {space} another "
+            f"{directory}: the runs of the program cannot be written there: {error}. {space} another "
             f"place with --directory"
         ) from error
 
 
-def _log_tail(logs: Path, attempt: int | None = None) -> str:
+def log_tail(logs: Path, attempt: int | None = None) -> str:
     """The last lines of the newest log that is not empty."""
     pattern = "*.log" if attempt is None else f"attempt-{attempt}-*.log"
     for path in sorted(logs.glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True):

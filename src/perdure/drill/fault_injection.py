@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +53,7 @@ Listener = Callable[[str, "int | None"], None]
 
 _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
 _LONGEST_NAME = 200  # of the 255 bytes that a file system allows
+_MOST_EXITS = 100
 _FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
 # The point of the plan for each phase of a heartbeat.
 _BEATS = {
@@ -75,10 +76,13 @@ def fault_injector(directory: str) -> FaultInjector:
 class FaultInjector:
     """Watches this process for the drilled run in `directory` and carries out the faults of its plan.
 
-    A fault of the plan is `{id, point, act, nth, step, worker, value, of}`: the `nth` time this process
-    reaches `point` (or at the first `point` whose step is at least `step`), `act` happens: "kill",
+    A fault of the plan is `{id, point, act, nth, step, worker, value, of, opened}`: the `nth` time this
+    process reaches `point` (or at the first `point` whose step is at least `step`, once the program has
+    named the run directory `opened`), `act` happens: "kill",
     "term", "stop" (a signal to itself), "full", "io" (the operation fails), "torn" (the file written
-    last loses its end and the process is killed), "clock" (the clock jumps by `value` seconds).
+    last loses its end and the process is killed), "clock" (the clock jumps by `value` seconds). "exit",
+    the end of a replay, happens at each such point: `SystemExit` in the program, so that a save under
+    way is finished.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -89,10 +93,12 @@ class FaultInjector:
         self._read_only = set(plan.get("read_only", ()))
         self._root = os.path.realpath(directory / ROOT)
         self._names: dict[str, str] = {}  # of the run directories in the working directory
+        self._opened: set[str] = set()
         self.worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
         self._events = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._guard = threading.RLock()
         self._seen: Counter[str] = Counter()
+        self._exits = 0
         self._step: int | None = None
         self._linked: dict[str, str] = {}
         self._time = time.time
@@ -123,20 +129,22 @@ class FaultInjector:
         # An absolute path leads to the same place as a relative one; the program's own look does not.
         own_view = path.startswith(self._root + os.sep)
         path = path.removeprefix(self._root)
-        inside = os.path.realpath(self._root + path) if "://" not in path else ""
-        is_inside = inside.startswith(self._root + os.sep)
+        name, place = redirected(self.directory, path)
+        is_inside = place.startswith(self._root + os.sep)
+        self._opened.add(path)
         self._reach("open", name=path, redirected=None if own_view and is_inside else True)
-        name = quote(path, safe="")
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
-        place = self.directory / RUNS / name
         if not is_inside:
             return _WatchedStorage(place, self)
-        self._names[inside] = name
-        place.parent.mkdir(exist_ok=True)
+        self._names[place] = name
+        link = self.directory / RUNS / name
+        link.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            place.symlink_to(inside)
-        return _WatchedStorage(inside, self)
+            link.symlink_to(place)
+        return _WatchedStorage(place, self)
+
+    def recipe(self, where: str, recipe: Mapping[str, Any]) -> None:
+        """Record the recipe that the program gives the manager of a run directory."""
+        self._record("recipe", run=self._name_of(where), recipe=dict(recipe))
 
     def read(self) -> None:
         """Called before bytes of a checkpoint are read: a program without a manager restores so."""
@@ -205,11 +213,15 @@ class FaultInjector:
             for listener in self.listeners:
                 listener(point, step)
             for fault in self._faults:
-                if self._is_due(fault, point, step) and self._mark_fired(fault, point, step):
+                if not self._is_due(fault, point, step):
+                    continue
+                if self._mark_fired(fault, point, step) or fault["act"] == "exit":
                     self._act(fault, path)
 
     def _is_due(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
         if fault["point"] != point or fault.get("worker", self.worker) != self.worker:
+            return False
+        if fault.get("opened", "") not in {"", *self._opened}:
             return False
         if (wanted := fault.get("step")) is not None:
             return step is not None and step >= wanted
@@ -248,6 +260,11 @@ class FaultInjector:
             _die()
         elif act == "kill":
             _die()
+        elif act == "exit":
+            self._exits += 1
+            if self._exits > _MOST_EXITS:  # the program catches it
+                _die()
+            raise SystemExit(0)
         elif act == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         elif act == "stop":
@@ -280,6 +297,22 @@ class FaultInjector:
         line = {"e": event, "t": time.monotonic(), "a": self.attempt, "w": self.worker, **known}
         # One write to a file opened for appending, so that lines of several processes do not mix.
         os.write(self._events, json.dumps(line).encode() + b"\n")
+
+
+def redirected(directory: Path, path: str) -> tuple[str, str]:
+    """The name below `runs/` and the place of a run directory, for the drilled run in `directory`.
+
+    Args:
+        directory: The directory of the drilled run.
+        path: What the program names: a URL, or a real path outside of the drill. The place is the same
+            path in the copy of the working directory if it lies there, otherwise it is below `runs/`.
+    """
+    name = quote(path, safe="")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[-_LONGEST_NAME // 2 :]}-{hash_bytes(path.encode())[:16]}"
+    root = os.path.realpath(directory / ROOT)
+    inside = os.path.realpath(root + path) if "://" not in path else ""
+    return name, inside if inside.startswith(root + os.sep) else str(directory / RUNS / name)
 
 
 class _WatchedStorage(LocalStorage):

@@ -27,6 +27,7 @@ from perdure.inspect.life_section import goodput, interruptions, life_part
 from perdure.inspect.line_chart import interruption_legend, line_chart
 from perdure.inspect.natural_order import natural_key
 from perdure.inspect.page_style import SERIES
+from perdure.inspect.replay_section import replay_part
 from perdure.inspect.tables import size_text
 
 _MOST_METRICS = 24
@@ -81,6 +82,7 @@ def _run_parts(
         ("Metrics", _metrics(runs, names)),
         ("Checkpoints", _checkpoints(run)),
         ("Change of each layer between checkpoints", _changes(run)),
+        ("Replays", replay_part(run["replays"])),
     ]
 
 

@@ -13,6 +13,7 @@ from perdure.inspect.heat_map import changes_document
 from perdure.inspect.leaf_changes import DAMAGED, UNREAD, Problems
 from perdure.inspect.listing import checkpoint_json, listed
 from perdure.inspect.metric_series import metric_series
+from perdure.inspect.replay_section import replay_rows
 from perdure.inspect.run_life import find_life, life_document
 from perdure.store import Manifest, Run
 from perdure.store.contents import Contents
@@ -76,6 +77,7 @@ def read_run(
         "unread_metric_lines": unread_lines,
         "life": None if life is None else life_document(life),
         "changes": changes,
+        "replays": replay_rows(run.storage),
         "verify": None if verified is None else dict(verified),
     }
     return ReportedRun(document, manifests)

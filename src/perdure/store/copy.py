@@ -39,6 +39,7 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.garbage_collection import PruneRequest
+from perdure.store.journal_moves import carry_journal
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.run import Run
@@ -121,6 +122,9 @@ def copy_run(
             )
             if progress is not None:
                 progress(outcomes[-1])
+        held = [outcome.step for outcome in outcomes if outcome.outcome in ("copied", "present")]
+        if held and not dry_run:
+            _carry_journal(reader, held[-1], writer)
     return outcomes
 
 
@@ -167,6 +171,7 @@ def fork_run(
         if not steps:  # packs that an interrupted fork left
             fork.execute(fork.plan(PruneRequest(orphans_to=MAX_STEP)))
         copy_checkpoint(origin, step, fork, link=True)
+        _carry_journal(origin, step, fork)
         return fork.manifest(step)
 
 
@@ -250,6 +255,16 @@ def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace:
     )
     target.commit_manifest(manifest, new, replace=replace)
     return written
+
+
+def _carry_journal(source: Run, step: int, target: Run) -> None:
+    try:
+        carry_journal(source.storage, step, target.storage)
+    except OSError as error:
+        raise SaveError(
+            f"{target.where}: its checkpoints were copied from {source.where}, and the journal could "
+            f"not be: {error}. Correct the cause, then copy again."
+        ) from error
 
 
 def refuse_same_place(one: Storage, other: Storage) -> None:

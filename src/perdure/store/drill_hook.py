@@ -7,9 +7,9 @@ injector belongs to the drill, which stands above the store, so it is loaded by 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from perdure.store.storage import Storage
 
@@ -26,6 +26,10 @@ class DrillHook(Protocol):
 
     def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
         """Is called for a run directory whose `keep` best checkpoints by a metric are kept."""
+        ...
+
+    def recipe(self, where: str, recipe: Mapping[str, Any]) -> None:
+        """Is called with the recipe that a program gives the manager of a run directory."""
         ...
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:

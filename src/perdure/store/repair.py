@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
+from perdure.store.journal_file import JOURNAL, journal_problem
+from perdure.store.journal_moves import cut_journal
 from perdure.store.run import Run
 from perdure.store.verify import VerifyReport, examine
 
@@ -33,7 +35,8 @@ class Repaired:
 def repair(run: Run) -> Repaired:
     """Become the writer, check everything, and set aside what is damaged.
 
-    Manifests that cannot be restored move to quarantine. A damaged pack moves there too, once the
+    Manifests that cannot be restored move to quarantine, and lines of the journal from the first broken
+    one on are set aside. A damaged pack moves there too, once the
     chunks that good checkpoints need have been copied to a new pack. Leftovers of crashes are
     removed, and, if every manifest is readable, packs that no manifest names. After a crash the
     repair can be repeated.
@@ -56,6 +59,9 @@ def repair(run: Run) -> Repaired:
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
+        problem = journal_problem(run.storage)
+        if problem is not None and cut_journal(run.storage, MAX_STEP):
+            actions.append(f"set the end of {JOURNAL} aside: {problem}")
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)
         for name in plan.orphans:

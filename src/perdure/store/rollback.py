@@ -20,6 +20,7 @@ from perdure.errors import (
 )
 from perdure.store.contents import Catalog, committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.journal_moves import cut_journal, return_journal
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import move_to_quarantine, quarantined, reason_name
@@ -49,6 +50,8 @@ def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[
         )
     if newer and not dry_run:
         put_aside(storage, {other: _readable(storage, other) for other in steps}, step, when)
+    if not dry_run:
+        cut_journal(storage, step)
     return newer
 
 
@@ -69,8 +72,9 @@ def undo_rollback(storage: Storage, *, dry_run: bool) -> list[int]:
             f"{_predecessors(candidates)}. Go back there first (`perdure rollback {storage.where} "
             f"STEP`)."
         )
-    if not dry_run:
+    if newest and line and not dry_run:
         put_back(storage, line)
+        return_journal(storage, newest.step, line[-1].manifest.step)
     return [returned.manifest.step for returned in line]
 
 

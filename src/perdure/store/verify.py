@@ -15,6 +15,7 @@ from perdure.store.chunk_read import read_chunks
 from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
+from perdure.store.journal_file import JOURNAL, journal_problem
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
@@ -279,6 +280,11 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
+    try:
+        if (problem := journal_problem(run.storage)) is not None:
+            yield Problem(JOURNAL, problem)
+    except UnreachableError as error:
+        yield Problem(JOURNAL, str(error), unread=True)
     for step in sorted(run.pinned() - steps):
         yield Problem(f"step {step}", "is pinned, and is not there", False)
     for name in sorted(run.storage.list(MANIFESTS)):

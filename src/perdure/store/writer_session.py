@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -38,6 +39,7 @@ class WriterSession:
         self.holds_lock = False
         self._ready = False
         self._pid = os.getpid()
+        self._turn = threading.RLock()
         self._lock = ExitStack()
         self._storage = catalog.storage
         self._catalog = catalog
@@ -48,8 +50,11 @@ class WriterSession:
     def begin(self) -> None:
         """`Run.begin_writing`, which gives the contract."""
         self.check_process()
-        if self._ready:
-            return
+        with self._turn:  # the thread that saves, and the loop that writes into the journal
+            if not self._ready:
+                self._begin()
+
+    def _begin(self) -> None:
         self.take_lock()
         where = self._storage.where
         try:

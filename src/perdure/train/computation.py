@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from perdure.checkpoint import Processes, SingleProcess
+from perdure.checkpoint.journal import Journal
 from perdure.errors import TrainError
 from perdure.train.training_state import TrainingState
 
@@ -22,6 +23,8 @@ class Computation:
         self._step_fn = step_fn
         self._many = getattr(step_fn, "many", None)
         self._eval_fn = eval_fn
+        self._journal: Journal | None = None
+        self._notes_itself = False
 
     def train(self, training: TrainingState, batches: list[Any]) -> Any:
         """Make one step for each batch; returns the logs of the last one.
@@ -34,6 +37,7 @@ class Computation:
             return _last(logs)
         logs = None
         for number, batch in enumerate(batches, training.step + 1):
+            self._note(batch, number)
             result = self._step_fn(training.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TrainError(
@@ -42,6 +46,17 @@ class Computation:
                 )
             training.state, logs = result
         return logs
+
+    def note_into(self, journal: Journal | None) -> None:
+        """Let the journal have a digest of each batch that it records; None ends that."""
+        self._journal = journal
+        self._notes_itself = hasattr(self._step_fn, "journal")  # a step of a strategy
+        if self._notes_itself:
+            self._step_fn.journal = journal  # type: ignore[attr-defined]
+
+    def _note(self, batch: Any, step: int) -> None:
+        if self._journal is not None and not self._notes_itself and self._journal.wants(step):
+            self._journal.note([batch], SingleProcess())
 
     def require_eval_fn(self) -> None:
         """Raise `TrainError` if there is no function to evaluate with."""

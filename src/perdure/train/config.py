@@ -89,6 +89,9 @@ class RunConfig:
         seed: Recorded in the recipe, and passed to a `state` that is a function of one argument.
         steps_per_execution: Steps that run in one call. Saves, hooks and preemption are then handled
             after every so many steps.
+        journal_every: Record digests of the state and the batch in the journal of the run after every
+            so many steps, and compare the steps that a resumed run repeats
+            (`ManagerOptions.journal_every`). Of an execution of several steps, the last one counts.
         checkpoint: The other options of the checkpoints.
         output: Where summaries and progress go.
         clock: Returns seconds; for tests.
@@ -106,6 +109,7 @@ class RunConfig:
     log_step_count_steps: int | None = None
     seed: int | None = None
     steps_per_execution: int = 1
+    journal_every: int | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     clock: Callable[[], float] = time.monotonic
@@ -131,6 +135,7 @@ class RunConfig:
             ("save_summary_steps", 1),
             ("log_step_count_steps", 1),
             ("steps_per_execution", 1),
+            ("journal_every", 1),
             ("seed", 0),
         ):
             value = getattr(self, name)

@@ -95,6 +95,7 @@ class Loop:
             manager.preemption.install()
             self._resume()
             training.progress.begin(training.step, self._max_steps, training.config.clock())
+            self._computation.note_into(self._checkpoints.journal)
             self._hooks.begin()
             self._repeat_evaluation_hooks()
             if training.step >= self._max_steps:
@@ -159,6 +160,7 @@ class Loop:
         if isinstance(source, IteratorBatchSource):
             source.used()
         self._hooks.call("after_step", self._logs)
+        self._checkpoints.record(self._logs)
         beat("step", training.step)
         now = clock()
         if checkpoints.meter is not None:
@@ -283,6 +285,7 @@ class Loop:
         """Close everything, whatever went wrong; the first error is the one that is raised."""
         training, active = self._training, sys.exception()
         training.manager = None
+        self._computation.note_into(None)
         problems: list[Exception] = []
         closes = [
             training.summaries.close,

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Processes
+from perdure.checkpoint.journal import Journal
 from perdure.errors import TrainError
 from perdure.state import StateWithExtras
 from perdure.train.config import RunConfig
 from perdure.train.hook_calls import HookCalls
 from perdure.train.interval import SaveMeter, Timer
+from perdure.train.metrics import scalars
 from perdure.train.training_state import TrainingState
 
 
@@ -61,6 +63,19 @@ class RunCheckpoints:
         self.restored_step = self.saved_step = restored.step
         # A state that came from the mirror is not fresh, even if the run directory is empty.
         return restored.step == 0 and manager.latest_step() is None
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal of the run, if the configuration asks for one."""
+        config = self._training.config
+        every = config.journal_every or config.checkpoint.journal_every
+        return None if every is None else self.manager.journal
+
+    def record(self, logs: Any) -> None:
+        """Record the step that has just run, if it is one of those that the journal has."""
+        journal, step = self.journal, self._training.step
+        if journal is not None and journal.wants(step):
+            journal.record(step, self.tree(), metrics=scalars(logs))
 
     def due_by_clock(self, now: float) -> bool:
         """Whether the interval in seconds has passed. A save that is measured ends before the next."""
@@ -111,6 +126,8 @@ def open_manager(
 ) -> CheckpointManager:
     """The manager that a configuration asks for; without `processes` it looks for a group itself."""
     options, hours = config.checkpoint, config.keep_checkpoint_every_n_hours
+    if config.journal_every is not None:
+        options = replace(options, journal_every=config.journal_every)
     if hours is not None:
         options = replace(options, retention=replace(options.retention, keep_every_n_hours=hours))
     return CheckpointManager(

@@ -1,0 +1,308 @@
+"""`Journal`: digests of the steps of a run, compared whenever a step is computed again.
+
+Invariant: once a repeated step has other bits than the journal has, nothing more is committed. Only
+the chief of a group writes, and the training loop never waits for a disk: lines become durable with
+the checkpoint that follows them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, SupportsFloat
+
+import msgspec
+
+from perdure.checkpoint.arguments import metric_numbers, step_number
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.group_call import run_in_chief
+from perdure.checkpoint.manager_options import ManagerOptions
+from perdure.checkpoint.state_digest import combined_digest, state_digest
+from perdure.errors import (
+    JournalMismatchError,
+    PerdureError,
+    SaveError,
+    StoreError,
+    UnsupportedLeafError,
+    WorkerLostError,
+)
+from perdure.heartbeats import beat
+from perdure.process_group import Processes
+from perdure.store import LocalStorage, Run
+from perdure.store.journal_file import (
+    FIRST_HASH,
+    JOURNAL,
+    JournalEntry,
+    JournalWriter,
+    first_difference,
+    read_journal,
+)
+from perdure.store.manifest import plain_metrics
+
+_ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
+
+
+class Journal:
+    """One line for each recorded step in `journal.jsonl` of the run directory (docs/JOURNAL.md).
+
+    A manager makes it; `manager.save` records by itself if `ManagerOptions.journal_every` is given.
+    """
+
+    def __init__(self, run: Run, processes: Processes, options: ManagerOptions) -> None:
+        self._run = run
+        self._processes = processes
+        self._every = options.journal_every
+        self._tolerates = options.on_error == "continue"
+        self._guard = threading.RLock()
+        self._writer: JournalWriter | None = None
+        self._is_closed = False
+        self._is_used = self._every is not None  # the same in all processes of a group
+        self._after = -1  # the newest step whose state is certain
+        self._expected: dict[int, JournalEntry] = {}
+        self._newest = -1
+        self._recorded: int | None = None
+        self._attempt = 0
+        self._noted: dict[str, Any] = {}
+        self._failure: PerdureError | None = None
+        self._warned: set[str] = set()
+        if self._every is not None:
+            self._require_local()
+
+    def wants(self, step: int) -> bool:
+        """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every`."""
+        return step % (self._every or 1) == 0
+
+    def record(
+        self,
+        step: int,
+        state: Any,
+        batch: Any = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> None:
+        """Record the step that led to `state`, or compare it with the line that it has already.
+
+        Steps that are no multiple of `ManagerOptions.journal_every` are skipped. In a group every
+        process calls this, and the next `save` that is due raises what went wrong.
+
+        Args:
+            step: How many steps `state` contains, as for `save`.
+            state: What `save` takes.
+            batch: The global batch of the step, any tree of arrays.
+            metrics: Numbers, such as the loss. One that differs is a warning.
+
+        Raises:
+            JournalMismatchError: The step was recorded before with another digest.
+            CorruptionError: A line of the journal was changed or is missing.
+            StoreError: The run directory is no local directory, or the manager is closed.
+            SaveError: The line could not be written (a warning under `on_error="continue"`).
+            UnsupportedLeafError: A value has no exact form, or an array is sharded over processes.
+        """
+        step = step_number(step)
+        beat("step", step)
+        self._require_local()
+        self._is_used = True
+        self.record_step(step, state, batch, metrics)
+
+    def record_saved(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
+    ) -> None:
+        """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
+        if self._every is not None:
+            self.record_step(step, state, None, metrics)
+
+    def record_step(
+        self, step: int, state: Any, batch: Any, metrics: Mapping[str, SupportsFloat] | None
+    ) -> None:
+        """`record` of a step that was reported and checked."""
+        with self._guard:
+            if self._is_closed:
+                raise StoreError(
+                    f"{self._run.where}: step {step} was recorded after the manager was closed. "
+                    f"Nothing was written. Record before `close`."
+                )
+            noted, self._noted = self._noted, {}
+            if not self.wants(step) or not self._processes.is_chief or step == self._recorded:
+                return
+            try:
+                self._raise_failure()
+                self._keep(self._entry(step, state, batch, metrics, noted))
+            except PerdureError as error:
+                if self._processes.count == 1 or isinstance(error, WorkerLostError):
+                    raise
+                self._failure = error  # raised where all processes can raise it
+
+    def note(self, shares: Sequence[Any], processes: Processes, devices: int | None = None) -> None:
+        """Digest the local shares of a batch for the next line. In a group this is a collective."""
+        self._noted = {} if devices is None else {"devices": devices}
+        digests = []
+        with suppress(UnsupportedLeafError):  # a batch may be anything
+            digests = [state_digest(share) for share in shares]
+        sent = "".join(digests).encode()
+        parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
+        if all(parts):
+            self._noted["batch"] = combined_digest([part.decode() for part in parts])
+
+    def note_total(self, total: Any) -> None:
+        """Digest the total of all replicas for the next line."""
+        if self._processes.is_chief:
+            self._noted["total"] = state_digest(total)
+
+    def resume(self, step: int) -> None:
+        """The program continues from the checkpoint of `step`: later lines are what it repeats."""
+        self.forget()
+        self._after = step
+
+    def forget(self) -> None:
+        """The history of the run may change: read the journal again at the next step."""
+        with self._guard:
+            self._close_file()
+            self._after, self._recorded, self._failure = -1, None, None
+
+    def require_agreement(self) -> None:
+        """Raise what went wrong in the chief, in every process, before a save. A collective."""
+        if self._is_used:
+            run_in_chief(self._processes, "save", self._raise_failure)
+
+    def sync(self) -> str | None:
+        """Make all lines durable; returns what to warn about if that fails."""
+        with self._guard:
+            writer = self._writer
+        if writer is None:
+            return None
+        try:
+            writer.sync()
+        except OSError as error:
+            return f"{self._run.where}: {JOURNAL} could not be made durable: {error}"
+        return None
+
+    def close(self) -> None:
+        """Make all lines durable and close the file."""
+        with self._guard:
+            self._is_closed = True
+            note = self._close_file()
+        if note is not None:
+            warn_caller(note)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _entry(
+        self,
+        step: int,
+        state: Any,
+        batch: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        noted: Mapping[str, Any],
+    ) -> JournalEntry:
+        topology = {"host": socket.gethostname(), "processes": self._processes.count}
+        if "devices" in noted:
+            topology["devices"] = noted["devices"]
+        return JournalEntry(
+            step=step,
+            state=state_digest(state, self._processes),
+            total=noted.get("total"),
+            batch=noted.get("batch") if batch is None else state_digest(batch),
+            metrics=plain_metrics(metric_numbers({} if metrics is None else metrics)),
+            attempt=0,  # known once the journal was read
+            topology=topology,
+        )
+
+    def _keep(self, entry: JournalEntry) -> None:
+        try:
+            writer = self._open()
+            entry = msgspec.structs.replace(entry, attempt=self._attempt)
+            before = self._expected.pop(entry.step, None)
+            if before is not None:
+                self._compare(before, entry)
+            elif entry.step > self._newest:
+                writer.append(entry)
+                self._newest = entry.step
+        except OSError as error:
+            failure = SaveError(
+                f"{self._run.where}: the line of step {entry.step} could not be written into "
+                f"{JOURNAL}: {error}. Every checkpoint and every earlier line is unchanged."
+            )
+            if not self._tolerates:
+                raise failure from error
+            warn_caller(f"{failure} Training continues without this line.")
+        except SaveError as error:
+            if not self._tolerates:
+                raise
+            warn_caller(f"{error} Training continues without the line of step {entry.step}.")
+        self._recorded = entry.step
+
+    def _open(self) -> JournalWriter:
+        # The marker comes first: a directory that holds only a journal is no run directory.
+        self._run.begin_writing()
+        if self._writer is not None:
+            return self._writer
+        storage = self._run.storage
+        assert isinstance(storage, LocalStorage)
+        expected: dict[int, JournalEntry] = {}
+        newest, last_hash, end, attempts = -1, FIRST_HASH, 0, 0
+        for line in read_journal(storage):
+            newest, last_hash, end = line.entry.step, line.hash, line.end
+            attempts = max(attempts, line.entry.attempt)
+            if newest >= self._after:
+                expected[newest] = line.entry
+        self._writer = JournalWriter(storage, last_hash, end)
+        self._expected, self._newest = expected, newest
+        if not self._attempt:
+            stated = os.environ.get(_ATTEMPT, "")
+            self._attempt = int(stated) if stated.isdecimal() else attempts + 1
+        return self._writer
+
+    def _close_file(self) -> str | None:
+        note = self.sync()  # a save that is under way does not find the file any more
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        self._expected = {}
+        return note
+
+    def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
+        """Raise for the first digest that differs; warn about metrics that do."""
+        if (difference := first_difference(before, entry)) is not None:
+            text = self._describe(before, *difference)
+            self._failure = JournalMismatchError(text, entry.step, *difference)
+            raise self._failure
+        for name in sorted(before.metrics.keys() & entry.metrics.keys()):
+            if before.metrics[name] != entry.metrics[name] and name not in self._warned:
+                self._warned.add(name)
+                warn_caller(
+                    f"{self._run.where}: step {entry.step} was computed again with the same bits, "
+                    f"and the metric {name!r} is {entry.metrics[name]}; expected "
+                    f"{before.metrics[name]}, as in {JOURNAL}. It depends on more than the state."
+                )
+
+    def _describe(self, before: JournalEntry, what: str, expected: str, found: str) -> str:
+        where = self._run.where
+        start = f"the checkpoint of step {self._after}" if self._after >= 0 else "the first step"
+        cause = {
+            "batch": "The data of the step are others: look at what decides them (seed, order, files).",
+            "total": "The batch is the same: the random numbers, the program or the arithmetic of the "
+            "device are not.",
+            "state": "The program, what it holds outside of the state, or the arithmetic of the device "
+            "is not the same.",
+        }[what]
+        ways = f"`perdure rollback {where} {max(self._after, 0)}` sets the lines after it aside"
+        if self._after < 0:
+            ways = f"remove {where}/{JOURNAL}"
+        return (
+            f"{where}: step {before.step}, computed again from {start}, has another {what} than the "
+            f"journal: expected {expected} (attempt {before.attempt}), found {found}. {cause} Nothing "
+            f"more was saved. `perdure drill` looks for the cause. To continue with the new bits on "
+            f"purpose, {ways}."
+        )
+
+    def _require_local(self) -> None:
+        if not isinstance(self._run.storage, LocalStorage):
+            raise StoreError(
+                f"{self._run.where}: expected a local run directory for a journal, which grows line "
+                f"by line, as no object store allows. Leave `journal_every` out, or keep the run in a "
+                f"local directory and name this one as its `mirror`."
+            )

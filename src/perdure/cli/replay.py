@@ -1,0 +1,131 @@
+"""`perdure replay RUN -- python train.py`: computes steps of a run again and compares every one."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perdure.cli.output import document, json_option, run_argument
+
+_STEPS = re.compile(r"(\d*):(\d*)")
+_MOST_LEAVES = 8
+
+
+@click.command("replay")
+@run_argument
+@click.option(
+    "--steps",
+    metavar="A:B",
+    help="From the checkpoint at or before A up to step B; by default from the oldest checkpoint to "
+    "the last step. `0:` replays from the beginning.",
+)
+@click.option(
+    "--sample", type=click.IntRange(1), help="Only so many stretches between two checkpoints."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the sample."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes of the group.",
+)
+@click.option("--devices", type=click.IntRange(1), help="Devices of each worker.")
+@click.option(
+    "--read-only",
+    multiple=True,
+    type=click.Path(path_type=str),
+    help="Another run directory, which COMMAND only reads.",
+)
+@click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    run: str,
+    steps: str | None,
+    sample: int | None,
+    seed: int,
+    workers: int,
+    devices: int | None,
+    read_only: tuple[str, ...],
+    directory: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Compute steps of the run directory RUN again with COMMAND, and compare them with its journal.
+
+    COMMAND follows `--` and needs no change: it is what the run was started with. It runs in a copy of
+    the working directory, with a fork of RUN in place of RUN, and is ended after the last step. Without
+    a journal the fingerprints of the checkpoints are compared. The result is also written into
+    RUN/replays. The exit status is 0 if all is reproduced, 1 if something differs or cannot be
+    compared, 2 for a mistake in the arguments.
+    """
+    from perdure.drill.replay import ReplayOptions, replay_run
+    from perdure.drill.replay_record import replay_document, write_record
+    from perdure.store import Run
+
+    first, last = _parsed(steps)
+    options = ReplayOptions(first, last, sample, seed, workers, devices, read_only)
+    with ExitStack() as stack:
+        if directory is None:
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-replay-"))
+            )
+
+        def progress(text: str) -> None:
+            click.echo(f"{text} ...", err=as_json)
+
+        results = replay_run(command, run, options, directory, progress)
+    storage = Run(run).storage
+    found = replay_document(storage.where, command, options, results)
+    # Printed first: the disk may be full.
+    if as_json:
+        document(found)
+    else:
+        _print(found)
+    name = write_record(storage, found)
+    click.echo(f"recorded in {storage.where}/{name}", err=as_json)
+    ctx.exit(0 if found["verdict"] == "reproduced" else 1)
+
+
+def _parsed(steps: str | None) -> tuple[int | None, int | None]:
+    if steps is None:
+        return None, None
+    match = _STEPS.fullmatch(steps)
+    if match is None or match[0] == ":":
+        raise click.UsageError(f"--steps: expected A:B, A: or :B with two steps, found {steps!r}.")
+    first, last = (int(text) if text else None for text in match.groups())
+    if first is not None and last is not None and last <= first:
+        raise click.UsageError(f"--steps: expected B after A, found {steps!r}.")
+    return first, last
+
+
+def _print(found: dict[str, Any]) -> None:
+    for part in found["stretches"]:
+        compared = f"{part['steps']} steps and {part['checkpoints']} checkpoints compared"
+        place = f"steps {(part['start'] or 0) + 1} to {part['stop']}"
+        click.echo(f"{place}: {part['verdict']} ({compared})")
+        if part["step"] is not None:
+            click.echo(f"  first difference: step {part['step']}: {_difference(part)}")
+        for leaf in part["leaves"][:_MOST_LEAVES]:
+            click.echo(f"    {leaf['path']}: expected {leaf['expected']}, found {leaf['found']}")
+        if len(part["leaves"]) > _MOST_LEAVES:
+            click.echo(f"    and {len(part['leaves']) - _MOST_LEAVES} more leaves")
+        for field in part["recipe"]:
+            click.echo(f"  recipe: {field}")
+    click.echo(f"{found['verdict']}: {found['run']}")
+
+
+def _difference(part: dict[str, Any]) -> str:
+    if part["what"] == "end":
+        return part["found"]
+    return f"the {part['what']}: expected {part['expected']}, found {part['found']}"

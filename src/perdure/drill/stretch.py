@@ -1,0 +1,172 @@
+"""One stretch of a run computed again by its own program, in a directory of its own.
+
+Invariant: the run that is replayed is only read. The program sees a copy of its working directory, with
+a fork of the run in the place where it looks for it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perdure.checkpoint.recipe import ALLOW
+from perdure.drill.execution import LOGS, DrilledProgram, log_tail, writable
+from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, redirected
+from perdure.errors import LaunchError
+from perdure.store import LocalStorage, Run, fork_run
+from perdure.store.drill_hook import DRILL
+from perdure.store.journal_file import JournalEntry, read_journal
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import decode_manifest
+from perdure.supervise.console import Console
+from perdure.supervise.history import Summary
+from perdure.supervise.options import RunOptions
+from perdure.supervise.supervisor import Observer, Supervisor
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps after `start` up to `stop`; without a start, from a fresh state."""
+
+    start: int | None
+    stop: int
+
+
+@dataclass
+class Recomputed:
+    """What the program recorded and committed when it computed a stretch again.
+
+    Attributes:
+        entries: The lines of its journal after the start, by step.
+        manifests: The checkpoints that it committed.
+        recipe: The recipe that it gave its manager.
+        last: The last step that it reported; None for none.
+    """
+
+    entries: dict[int, JournalEntry] = field(default_factory=dict)
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    last: int | None = None
+
+
+def recompute(
+    program: DrilledProgram,
+    run: Run,
+    stretch: Stretch,
+    directory: Path,
+    devices: int | None = None,
+) -> Recomputed:
+    """Run `program` from the checkpoint of the start until it has computed the last step.
+
+    Args:
+        program: What to run.
+        run: The run directory, as the program names it.
+        stretch: The steps.
+        directory: Is created, and holds all that is written.
+        devices: Devices of each worker; None leaves them to the framework.
+
+    Raises:
+        LaunchError: The program fails before the end of the stretch, or does not open the run.
+        StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
+    """
+    with writable(directory):
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise LaunchError(
+                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
+                f"remove that one."
+            ) from error
+        root = program.working.make(directory)
+    named = run.where if "://" in run.where else os.path.realpath(run.where)
+    name, place = redirected(directory, named)
+    if stretch.start is not None:
+        fork_run(run.storage, stretch.start, place)
+    # The step itself is complete when the next one is reported. Only the chief writes the journal.
+    fault = {"id": "end", "act": "exit", "worker": 0, "opened": named}
+    fault |= {"point": "step", "step": stretch.stop + 1}
+    plan = {"attempt": 1, "faults": [fault], "read_only": program.read_only}
+    (directory / PLAN).write_text(json.dumps(plan))
+    command = program.working.command(root, program.command)
+    summary = _run(program, command, directory, devices)
+    if summary.signal is not None:
+        raise KeyboardInterrupt
+    events = _events(directory / EVENTS)
+    opened = [event["name"] for event in events if event["e"] == "open"]
+    has_stopped = any(event["e"] == "fired" for event in events)
+    if summary.status != 0 and not has_stopped:
+        raise LaunchError(
+            f"the program failed in the replay of steps {stretch.start or 0} to {stretch.stop}: "
+            f"{summary.reason}. The end of its log:\n{log_tail(directory / LOGS) or '(nothing)'}"
+        )
+    if named not in opened:
+        others = ", ".join(dict.fromkeys(opened)) or "no run directory"
+        raise LaunchError(
+            f"the program opened {others}, and not {named}, so that nothing was replayed. Start it in "
+            f"the same directory and with the same arguments as the run, and name the run directory "
+            f"that it uses."
+        )
+    return _recomputed(directory, name, place, events, stretch)
+
+
+def _run(
+    program: DrilledProgram, command: tuple[str, ...], directory: Path, devices: int | None
+) -> Summary:
+    options = RunOptions(
+        workers=program.workers,
+        devices_per_worker=devices,
+        max_restarts=0,
+        log_directory=directory / LOGS,
+        compilation_cache=program.cache,
+    )
+    quiet = Console(io.StringIO(), io.StringIO())
+    variables = {**program.environment, DRILL: str(directory)}
+    return Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
+
+
+def allow_other_recipe(run: Run, step: int | None) -> dict[str, str]:
+    """Variables that let the program continue from a checkpoint of another recipe.
+
+    Whether that gives the same bits is what the replay finds out.
+    """
+    fields = run.manifest(step).recipe.keys() if step is not None else ()
+    stated = os.environ.get(ALLOW, "")
+    return {ALLOW: ",".join([*filter(None, [stated]), *fields])}
+
+
+def _recomputed(
+    directory: Path, name: str, place: str, events: list[dict[str, Any]], stretch: Stretch
+) -> Recomputed:
+    found = Recomputed()
+    start = -1 if stretch.start is None else stretch.start
+    for line in read_journal(LocalStorage(place)):
+        if start < line.entry.step <= stretch.stop:
+            found.entries[line.entry.step] = line.entry
+    for event in events:
+        kind = event["e"]
+        if kind == "commit" and event["run"] == name and start < event["step"] <= stretch.stop:
+            step: int = event["step"]
+            copy = directory / COPIES / event["copy"]
+            found.manifests[step] = decode_manifest(copy.read_bytes(), str(copy), step)
+        elif kind == "recipe" and event["run"] == name:
+            found.recipe = event["recipe"]
+        elif kind == "step":
+            found.last = max(event["step"], found.last or 0)
+    return found
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+class _Environment(Observer):
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+
+    def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
+        return self._variables

@@ -1,0 +1,148 @@
+"""`perdure replay`: steps computed again by their own program, compared with what the run recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from perdure.cli import main
+from perdure.drill.fault_injection import redirected
+from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
+from perdure.errors import ArgumentError, LaunchError
+from perdure.inspect import report
+from perdure.store import LocalStorage, Run
+from perdure.store.format import hash_bytes
+from perdure.store.journal_file import JOURNAL, read_journal
+
+PROGRAM = [sys.executable, str(Path(__file__).parent / "programs" / "journaled.py")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run that has a journal, and one that has none."""
+    home = tmp_path_factory.mktemp("home")
+    for arguments in (["run=mine"], ["run=silent", "every=0"]):
+        subprocess.run([*PROGRAM, *arguments], cwd=home, check=True)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+
+
+def files(run: Path) -> dict[str, str]:
+    """The hash of each file of a run directory, without the records of replays."""
+    return {
+        str(path.relative_to(run)): hash_bytes(path.read_bytes())
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.parent.name != "replays"
+    }
+
+
+def replay(tmp_path: Path, *arguments: str, run: str = "mine", **options: Any) -> StretchResult:
+    command = [*PROGRAM, f"run={run}", *arguments]
+    (result,) = replay_run(command, f"runs/{run}", ReplayOptions(**options), tmp_path / "replay")
+    return result
+
+
+def test_the_command_reproduces_a_run_and_records_that(home: Path, tmp_path: Path) -> None:
+    before = files(home / "runs" / "mine")
+    ended = CliRunner().invoke(main, ["replay", "runs/mine", "--json", "--", *PROGRAM])
+    assert ended.exit_code == 0, ended.output
+    (part,) = json.loads(ended.stdout)["stretches"]
+    # From the oldest checkpoint to the last line; steps 8 and 12 were saved.
+    assert (part["start"], part["stop"], part["steps"], part["checkpoints"]) == (4, 13, 9, 2)
+    assert files(home / "runs" / "mine") == before
+    (record,) = (home / "runs" / "mine" / "replays").iterdir()
+    data = record.read_bytes()
+    assert json.loads(data)["verdict"] == "reproduced"
+    assert json.loads(data)["digest"] == hash_bytes(b"{" + data[77:])
+    assert Run("runs/mine").steps() == [4, 8, 12]
+    assert "reproduced</span>" in report("runs/mine").html
+    record.write_bytes(data.replace(b'"reproduced"', b'"differs"'))
+    assert "changed</span>" in report("runs/mine").html
+
+
+def test_one_changed_line_differs_at_its_step(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(
+        main, ["replay", "runs/mine", "--steps", "8:11", "--", *PROGRAM, "rate=0.10000001"]
+    )
+    assert ended.exit_code == 1, ended.output
+    assert "steps 9 to 11: differs (3 steps and 0 checkpoints compared)" in ended.output
+    assert "first difference: step 10: the state: expected " in ended.output
+
+
+def test_the_leaf_is_named_where_a_checkpoint_has_it(tmp_path: Path) -> None:
+    result = replay(tmp_path, "rate=0.2", "every=0", first=5, last=12)
+    assert (result.verdict, result.step, result.steps) == ("differs", 12, 0)
+    assert [leaf.path for leaf in result.leaves] == ["w"]
+
+
+def test_without_a_journal_the_fingerprints_are_compared(tmp_path: Path) -> None:
+    result = replay(tmp_path, "every=0", run="silent", first=0)
+    assert (result.verdict, result.start, result.stop) == ("reproduced", None, 12)
+    assert (result.steps, result.checkpoints) == (0, 3)
+
+
+def test_a_program_that_ends_too_early_differs(tmp_path: Path) -> None:
+    result = replay(tmp_path, "steps=10", first=8)
+    assert (result.verdict, result.step, result.what) == ("differs", 11, "end")
+
+
+def test_another_recipe_is_not_comparable(tmp_path: Path) -> None:
+    result = replay(tmp_path, "seed=1", first=8)
+    assert (result.verdict, result.step, result.what) == ("not comparable", 9, "state")
+    assert result.recipe == ("seed: the run has 0, the program 1",)
+
+
+def test_a_sample_replays_stretches_between_checkpoints(tmp_path: Path) -> None:
+    options = ReplayOptions(sample=1, seed=1)
+    (result,) = replay_run(PROGRAM, "runs/mine", options, tmp_path / "one")
+    assert (result.start, result.stop) in {(4, 8), (8, 12), (12, 13)}
+    assert (result.verdict, result.steps) == ("reproduced", result.stop - (result.start or 0))
+
+
+def test_a_run_outside_of_the_working_directory_is_replayed(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    run = tmp_path / "elsewhere" / "run"
+    shutil.copytree(home / "runs" / "mine", run, ignore=shutil.ignore_patterns("lock", "replays"))
+    command = [*PROGRAM, f"run={run}"]
+    (result,) = replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
+    assert (result.verdict, result.start, result.steps) == ("reproduced", 8, 5)
+    assert steps_of(tmp_path / "replay", run) == [9, 10, 11, 12, 13]
+    with pytest.raises(LaunchError, match="it holds an earlier replay"):
+        replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
+
+
+def steps_of(replays: Path, run: Path) -> list[int]:
+    """The steps after 8 that the replay itself has recorded."""
+    _, place = redirected(replays / "replay-1", str(run))
+    lines = [line.entry for line in read_journal(LocalStorage(place))]
+    return [entry.step for entry in lines if entry.step > 8]
+
+
+def test_a_program_with_another_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"the program opened .*runs/other, and not .*runs/mine"):
+        replay_run([*PROGRAM, "run=other"], "runs/mine", ReplayOptions(first=8), tmp_path / "r")
+
+
+def test_mistakes_in_the_arguments_exit_with_2(home: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ["runs/none"],
+        ["runs/mine", "--steps", "5"],
+        ["runs/mine", "--steps", "9:9"],
+        ["runs/mine", "--steps", "0:14"],
+    ):
+        ended = CliRunner().invoke(main, ["replay", *arguments, "--", *PROGRAM])
+        assert ended.exit_code == 2, (arguments, ended.output)
+    with pytest.raises(ArgumentError, match="up to 13"):
+        replay_run(PROGRAM, "runs/mine", ReplayOptions(last=99), tmp_path)
+    assert (home / "runs" / "mine" / JOURNAL).exists()

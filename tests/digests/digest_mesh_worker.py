@@ -83,7 +83,7 @@ def main() -> None:
         except GatheredError:
             control = "gathered"
     with enable_x64(True):
-        program = jax_sums._elementwise.lower(tiles).compile().as_text()
+        program = str(jax_sums._elementwise.lower(tiles).compile().as_text())
     equal["nothing but sums is sent"] = "all-reduce" in program and "all-gather" not in program
     equal["on one other device"] = digest({**elsewhere, "keys": keys}) == expected
 

@@ -60,7 +60,7 @@ def array_digest(x: jax.Array) -> ArrayDigest:
     return ArrayDigest(words_of_array(x), leaf_dtype(x), tuple(x.shape), nbytes)
 
 
-class Taker(leaf_sums.Taker):
+class JaxTaker(leaf_sums.ArrayTaker):
     """Takes `ArrayDigest`s, and arrays that are not in the memory of this process as a whole."""
 
     def __init__(self) -> None:
@@ -133,3 +133,6 @@ def _is_on_cpu(array: jax.Array) -> bool:
 def _is_in_memory(array: jax.Array) -> bool:
     """Whether NumPy can see the whole array without a copy."""
     return _is_on_cpu(array) and (array.is_fully_replicated or len(array.sharding.device_set) == 1)
+
+
+TAKER = JaxTaker

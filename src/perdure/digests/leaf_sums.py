@@ -18,7 +18,7 @@ from perdure.state.tree_flatten import flatten
 from perdure.store.leaf import Leaf
 
 _FRAMEWORKS = {"jax": "perdure.digests.jax_arrays", "torch": "perdure.digests.torch_arrays"}
-"""The modules whose `Taker` takes arrays that are not in the memory of this process as a whole."""
+"""The modules whose `TAKER` takes arrays that are not in the memory of this process as a whole."""
 
 _RECORD = struct.Struct("<QQQ")
 
@@ -41,7 +41,7 @@ class LaterSums(NamedTuple):
     receive: Callable[[], Sums]
 
 
-class Taker:
+class ArrayTaker:
     """Takes the arrays of one framework whose bytes are not all in the memory of this process."""
 
     def take(self, value: Any) -> LeafSums | LaterSums | None:
@@ -55,7 +55,7 @@ class Taker:
 class _SummingAdapter:
     """An adapter whose leaves have 24 bytes: the number of bytes of the array and its two sums."""
 
-    def __init__(self, inner: Adapter, taker: Taker) -> None:
+    def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:
         self._inner = inner
         self._taker = taker
         self._later: list[tuple[bytearray, LaterSums]] = []
@@ -116,6 +116,6 @@ def _summing_adapters() -> list[_SummingAdapter]:
     for framework in ADAPTERS:
         if framework in sys.modules:
             module = _FRAMEWORKS.get(framework)
-            taker = import_module(module).Taker() if module else Taker()
+            taker = import_module(module).TAKER() if module else ArrayTaker()
             adapters.append(_SummingAdapter(adapter(framework), taker))
     return adapters

@@ -23,7 +23,7 @@ PIECE_ROWS = 128
 """Rows of 128 KiB that are multiplied at a time; the products take twice as much memory."""
 
 
-class Taker(leaf_sums.Taker):
+class TorchTaker(leaf_sums.ArrayTaker):
     """Takes tensors of other devices than the CPU, and sharded `DTensor`s."""
 
     def __init__(self) -> None:
@@ -126,3 +126,6 @@ def _is_in_memory(value: torch.Tensor) -> bool:
     if is_dtensor(value) and not has_all_elements(value):
         return any(placement.is_partial() for placement in value.placements)  # type: ignore[attr-defined]
     return value.device.type in ("cpu", "meta")
+
+
+TAKER = TorchTaker

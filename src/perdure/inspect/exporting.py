@@ -16,7 +16,7 @@ from typing import Any
 
 from perdure.errors import ArgumentError, SaveError, UnsupportedLeafError
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.inspect.foreign_leaves import Note, foreign_leaves, note_of, plain_dtype
+from perdure.inspect.foreign_leaves import LeafNote, foreign_leaves, note_of, plain_dtype
 from perdure.inspect.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, scalar_value, select_leaves
 
@@ -273,7 +273,7 @@ def _write_safetensors(job: ExportJob, path: str, out: str) -> None:
         notes = {leaf.name: note_of(leaf) for leaf in shard}
         if number == 0:
             texts = ((leaf, f"{leaf.entry.dtype} {leaf.entry.text}") for leaf, _ in job.scalars)
-            notes |= {leaf.name: Note(text, leaf.noted_path) for leaf, text in texts}
+            notes |= {leaf.name: LeafNote(text, leaf.noted_path) for leaf, text in texts}
         with open(os.path.join(path, name) if is_folder else path, "wb") as file:
             files.write_safetensors(file, [foreign[leaf.name] for leaf in shard], notes)
     if len(shards) > 1:
@@ -310,9 +310,9 @@ def _held_scalars(job: ExportJob, can_hold: Callable[[Any], bool]) -> list[tuple
     return [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
 
 
-def _notes(job: ExportJob) -> dict[str, Note]:
+def _notes(job: ExportJob) -> dict[str, LeafNote]:
     """The notes on arrays, and on the paths of scalars, by name."""
-    paths = {leaf.name: Note(path=leaf.noted_path) for leaf, _ in job.scalars}
+    paths = {leaf.name: LeafNote(path=leaf.noted_path) for leaf, _ in job.scalars}
     return {leaf.name: note_of(leaf) for leaf in job.arrays} | paths
 
 

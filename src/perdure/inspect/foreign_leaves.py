@@ -25,7 +25,7 @@ from perdure.store.manifest import LeafEntry
 from perdure.store.manifest_check import MAX_DIMENSIONS, item_bytes
 
 
-class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a file of another tool cannot say of a leaf, noted in it by an export.
 
     Attributes:
@@ -95,13 +95,13 @@ def plain_dtype(entry: LeafEntry) -> str:
     return entry.dtype.removeprefix(WEAK_PREFIX)
 
 
-def note_of(leaf: NamedLeaf) -> Note:
+def note_of(leaf: NamedLeaf) -> LeafNote:
     """The note on an array leaf: the dtype if that is a weak type or one of keys."""
     dtype = leaf.entry.dtype
-    return Note(dtype if plain_dtype(leaf.entry) != dtype else None, leaf.noted_path)
+    return LeafNote(dtype if plain_dtype(leaf.entry) != dtype else None, leaf.noted_path)
 
 
-def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, Note]) -> ForeignFile:
+def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> ForeignFile:
     """The leaves of a file that were written as `leaves` with these notes by name.
 
     Raises `ValueError` if a note does not fit, or a leaf could not be restored from a checkpoint.

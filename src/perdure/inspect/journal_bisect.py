@@ -69,7 +69,7 @@ def bisect_runs(one: str | os.PathLike[str], two: str | os.PathLike[str]) -> Bis
         compared = "journals"
         if len(lines) < 2:
             compared = "checkpoints"
-            lines = list[_Line](_Checkpoints(run) for run in runs)
+            lines = list[_Line](_CheckpointLines(run) for run in runs)
         return _search(compared, lines[0], lines[1], f"{runs[0].where} and {runs[1].where}")
 
 
@@ -112,7 +112,7 @@ def _common(one: _Line, two: _Line, step: int) -> tuple[JournalEntry, JournalEnt
     return None
 
 
-class _Checkpoints:
+class _CheckpointLines:
     """The fingerprints of a run's checkpoints as lines of states."""
 
     def __init__(self, run: Run) -> None:

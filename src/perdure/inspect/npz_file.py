@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
-from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file
+from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, LeafNote, noted_file
 from perdure.inspect.leaf_names import NamedLeaf
 from perdure.inspect.stored_zip import MAX_NAME, MAX_NOTE, StoredZip, read_note
 from perdure.state.leaf_values import array_leaf, scalar_leaf
@@ -58,7 +58,7 @@ def write_npz(
     file: BinaryIO,
     leaves: Sequence[ForeignLeaf],
     scalars: Sequence[tuple[str, Any]],
-    notes: dict[str, Note],
+    notes: dict[str, LeafNote],
 ) -> None:
     """Write arrays, and Python scalars as arrays without axes.
 
@@ -75,20 +75,20 @@ def write_npz(
         for leaf in leaves:
             dtype, note = numpy_dtype(leaf.dtype), notes[leaf.name]
             if _is_raw(dtype):
-                note = Note(note.dtype or leaf.dtype, note.path)
+                note = LeafNote(note.dtype or leaf.dtype, note.path)
             parts = _joined(_header(dtype, leaf.shape), leaf.chunks())
             archive.add(f"{leaf.name}{_END}", parts, _encoded(note))
         for name, value in scalars:
             array = (
                 np.asarray(value) if not isinstance(value, bytes) else np.frombuffer(value, "u1")
             )
-            note = Note(scalar_leaf(value).dtype, notes[name].path)
+            note = LeafNote(scalar_leaf(value).dtype, notes[name].path)
             parts = [_header(array.dtype, array.shape), array.tobytes()]
             archive.add(f"{name}{_END}", parts, _encoded(note))
 
 
-def _encoded(note: Note) -> bytes:
-    data = b"" if note == Note() else msgspec.json.encode(note)
+def _encoded(note: LeafNote) -> bytes:
+    data = b"" if note == LeafNote() else msgspec.json.encode(note)
     if len(data) > MAX_NOTE:
         raise ArgumentError(
             f"leaf {(note.path or '')[:80]!r}: its path is too long for an archive; give it another "
@@ -104,7 +104,7 @@ def read_npz(path: str) -> ForeignFile:
     order are converted in memory.
     """
     leaves: dict[str, Leaf] = {}
-    notes: dict[str, Note] = {}
+    notes: dict[str, LeafNote] = {}
     member = ""
     try:
         with open(path, "rb") as file:
@@ -116,7 +116,7 @@ def read_npz(path: str) -> ForeignFile:
                     if name in leaves:
                         raise ValueError("there are two arrays of this name")
                     note = read_note(info)
-                    notes[name] = msgspec.json.decode(note, type=Note) if note else Note()
+                    notes[name] = msgspec.json.decode(note, type=LeafNote) if note else LeafNote()
                     leaves[name] = _leaf(*_mapped(archive, info, data), notes[name].dtype)
         member = ""
         return noted_file(leaves, notes)

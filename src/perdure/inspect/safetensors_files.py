@@ -17,7 +17,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from perdure.errors import ArgumentError, DataError
-from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file, plain_dtype
+from perdure.inspect.foreign_leaves import (
+    ForeignFile,
+    ForeignLeaf,
+    LeafNote,
+    noted_file,
+    plain_dtype,
+)
 from perdure.inspect.leaf_names import NamedLeaf
 from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
@@ -110,7 +116,7 @@ def write_index(folder: str, shards: Sequence[Sequence[NamedLeaf]]) -> None:
 
 
 def write_safetensors(
-    file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: Mapping[str, Note]
+    file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: Mapping[str, LeafNote]
 ) -> None:
     """Write one file.
 
@@ -223,12 +229,12 @@ def _refuse_duplicates(fields: list[tuple[str, Any]]) -> None:
         raise ValueError("its header has a name twice")
 
 
-def _notes(metadata: dict[str, str]) -> dict[str, Note]:
+def _notes(metadata: dict[str, str]) -> dict[str, LeafNote]:
     dtypes, paths = (
         {name.removeprefix(mark): text for name, text in metadata.items() if name.startswith(mark)}
         for mark in (_DTYPE_MARK, _PATH_MARK)
     )
-    return {name: Note(dtypes.get(name), paths.get(name)) for name in {**dtypes, **paths}}
+    return {name: LeafNote(dtypes.get(name), paths.get(name)) for name in {**dtypes, **paths}}
 
 
 def _leaves(data: memoryview, entries: dict[str, _Entry]) -> dict[str, Leaf]:

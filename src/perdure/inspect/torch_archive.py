@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
-from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, Note, noted_file
+from perdure.inspect.foreign_leaves import ForeignFile, ForeignLeaf, LeafNote, noted_file
 from perdure.inspect.stored_zip import StoredZip
 from perdure.state import flatten
 from perdure.state.paths import split_path
@@ -58,14 +58,14 @@ def write_torch(
     file: BinaryIO,
     leaves: Sequence[ForeignLeaf],
     scalars: Sequence[tuple[str, Any]],
-    notes: dict[str, Note],
+    notes: dict[str, LeafNote],
 ) -> None:
     """Write a state dict: arrays in the order in which they are read, and values of Python.
 
     A leaf without a name, which is a whole state, is written as it is, without a dict. The notes stand
     in a member of their own, which PyTorch skips.
     """
-    notes = {name: note for name, note in notes.items() if note != Note()}
+    notes = {name: note for name, note in notes.items() if note != LeafNote()}
     with StoredZip(file) as archive:
         archive.add("archive/data.pkl", [_pickle(leaves, scalars)])
         archive.add("archive/byteorder", [b"little"])
@@ -131,7 +131,7 @@ def _load(torch: Any, path: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _read_notes(path: str) -> dict[str, Note]:
+def _read_notes(path: str) -> dict[str, LeafNote]:
     """The notes of an export; none in a file of another writer."""
     if not zipfile.is_zipfile(path):
         return {}
@@ -140,7 +140,7 @@ def _read_notes(path: str) -> dict[str, Note]:
             return {}
         if archive.getinfo(_NOTES).compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{_NOTES} is compressed")
-        return msgspec.json.decode(archive.read(_NOTES), type=dict[str, Note])
+        return msgspec.json.decode(archive.read(_NOTES), type=dict[str, LeafNote])
 
 
 def _pickle(leaves: Sequence[ForeignLeaf], scalars: Sequence[tuple[str, Any]]) -> bytes:

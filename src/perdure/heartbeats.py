@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -148,6 +149,9 @@ class _Writer:
         self.saving: int | None = None
         self._path = path
         self._warned = False
+        # The thread that saves writes, too: its line must not be older than one that is there. A signal
+        # handler may write in the middle of it.
+        self._lock = threading.RLock()
         self.write()
         os.replace(self._new, path)
 
@@ -172,19 +176,22 @@ class _Writer:
         self.write()
 
     def write(self) -> None:
+        with self._lock:
+            try:
+                os.pwrite(self._file, f"{self._line():<{LENGTH - 1}}\n".encode(), 0)
+            except OSError as error:  # a full memory, for instance, must not end the training
+                if not self._warned:
+                    self._warned = True
+                    _warn_unwritable(self._path, error)
+
+    def _line(self) -> str:
         first = "null" if self._first is None else f"{self._first:.6f}"
-        line = (
+        return (
             f'{{"phase": "{self._phase}", "step": {_text(self._step)}, '
             f'"time": {time.monotonic():.6f}, "pid": {self._pid}, "start": {_text(self._start)}, '
             f'"first": {first}, "saving": {_text(self.saving)}, '
             f'"first_step": {_text(self._first_step)}}}'
         )
-        try:
-            os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
-        except OSError as error:  # a full memory, for instance, must not end the training
-            if not self._warned:
-                self._warned = True
-                _warn_unwritable(self._path, error)
 
 
 def _may_own(path: str) -> bool:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,26 @@ def test_a_manager_tells_without_a_change_to_the_loop(path: str, tmp_path: Path)
         assert last(path).saving is None
     assert phases == ["compile", "step", "step", "step", "step"]
     assert (last(path).phase, last(path).start) == ("end", 0)
+
+
+def test_a_thread_never_writes_an_older_line_over_a_newer_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop finishes a step while the thread that saves is about to write."""
+    heartbeat(4)
+    loop = threading.Thread(target=heartbeat, args=(5,))
+    pwrite = os.pwrite
+
+    def delayed(file: int, line: bytes, offset: int) -> int:
+        if loop.ident is None:
+            loop.start()
+            loop.join(0.1)  # waits for the write under way, or, as a fault, ends before it
+        return pwrite(file, line, offset)
+
+    monkeypatch.setattr(os, "pwrite", delayed)
+    heartbeats.saving(4)
+    loop.join()
+    assert (last(path).step, last(path).saving) == (5, 4)
 
 
 def test_a_child_that_imports_perdure_does_not_write_over_the_loop(path: str) -> None:

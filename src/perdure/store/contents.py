@@ -184,12 +184,13 @@ class Catalog:
                 continue
             try:
                 packs[name.removeprefix(PACKS)] = self._size(name.removeprefix(PACKS))
-            except (FileNotFoundError, ConnectionError) as error:
-                if isinstance(error, ConnectionError):
-                    raise
+            except FileNotFoundError:
+                continue
+            except ConnectionError:
+                raise
             except OSError as error:
                 unknown.append(f"{name}: {error}")
-        if why := lost_manifests(self.storage, packs):
+        if why := lost_manifests(self.storage):
             unknown.append(why)
         return Contents(
             manifests=manifests,
@@ -292,7 +293,7 @@ def committed_steps(storage: Storage) -> list[int]:
     return sorted(step for name in storage.list(MANIFESTS) if (step := step_of(name)) is not None)
 
 
-def lost_manifests(storage: Storage, packs: Iterable[str]) -> str | None:
+def lost_manifests(storage: Storage) -> str | None:
     """Why packs without any manifest are not leftovers; None if they are.
 
     A writer makes the directory of manifests before the first pack, and nothing removes it. Runs of
@@ -300,7 +301,8 @@ def lost_manifests(storage: Storage, packs: Iterable[str]) -> str | None:
     """
     if not isinstance(storage, FolderStorage) or storage.has_folder(MANIFESTS):
         return None
-    steps = {step for pack in packs if (step := pack_step(pack)) >= 0}
+    names = (name.removeprefix(PACKS) for name in storage.list(PACKS))
+    steps = {step for name in names if (step := pack_step(name)) >= 0}
     if len(steps) < 2:
         return None
     return (

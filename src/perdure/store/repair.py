@@ -35,11 +35,10 @@ class Repaired:
 def repair(run: Run) -> Repaired:
     """Become the writer, check everything, and set aside what is damaged.
 
-    Manifests that cannot be restored move to quarantine, and lines of the journal from the first broken
-    one on are set aside. A damaged pack moves there too, once the
-    chunks that good checkpoints need have been copied to a new pack. Leftovers of crashes are
-    removed, and, if every manifest is readable, packs that no manifest names. After a crash the
-    repair can be repeated.
+    Manifests that cannot be restored move to quarantine. A damaged pack moves there too, once the
+    chunks that good checkpoints need have been copied to a new pack. Lines of the journal from the
+    first broken one on are set aside. Leftovers of crashes are removed, and, if every manifest is
+    readable, packs that no manifest names. After a crash the repair can be repeated.
 
     Raises:
         LockedError: A writer is at work.

@@ -229,7 +229,7 @@ def examine(run: Run) -> Findings:
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
-    if why := lost_manifests(run.storage, packs.sizes):
+    if why := lost_manifests(run.storage):
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
         problems += [

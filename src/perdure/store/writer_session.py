@@ -61,8 +61,7 @@ class WriterSession:
             if not self.marked:
                 self._storage.replace(MARKER, encode_marker(self._now()))
                 self.marked = True
-            names = (name.removeprefix(PACKS) for name in self._storage.list(PACKS))
-            if why := lost_manifests(self._storage, names):
+            if why := lost_manifests(self._storage):
                 self.close()
                 raise SaveError(f"{why}. Nothing was changed.")
             if isinstance(self._storage, FolderStorage):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
-from perdure.cli.output import document, json_option
+from perdure.cli.output import document, json_option, kept_or_temporary, workers_option
 from perdure.errors import LaunchError
 
 
@@ -28,13 +26,7 @@ from perdure.errors import LaunchError
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the faults."
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Processes of the group.",
-)
+@workers_option
 @click.option(
     "--read-only",
     multiple=True,
@@ -84,13 +76,9 @@ def command(
     if html is not None:
         _require_writable(html)
     reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
-    with ExitStack() as stack:
-        if directory is None:
-            directory = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-drill-"))
-            )
+    with kept_or_temporary(directory, "drill") as work:
         try:
-            report = run_drill(command, options, directory, reporter.progress).document()
+            report = run_drill(command, options, work, reporter.progress).document()
         except DrillStopped as stopped:
             report = stopped.report.document()
     # The report is printed first: the disk may have become full during the drill.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
 
@@ -22,6 +23,13 @@ leaves_option = click.option(
     metavar="PATTERN",
     multiple=True,
     help="Only these leaves, such as model, '*/bias' or 'model/**/kernel'. May be repeated.",
+)
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes of the group.",
 )
 
 
@@ -48,6 +56,18 @@ def is_output_error(error: OSError) -> bool:
         trace = trace.tb_next
     module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in ("click", "rich")
+
+
+@contextmanager
+def kept_or_temporary(directory: Path | None, name: str) -> Iterator[Path]:
+    """The directory that `--directory` gives, or one that is removed at the end."""
+    if directory is not None:
+        yield directory
+        return
+    import tempfile  # few commands need it
+
+    with tempfile.TemporaryDirectory(prefix=f"perdure-{name}-") as temporary:
+        yield Path(temporary)
 
 
 def discard_unwritten() -> None:

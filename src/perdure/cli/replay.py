@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option, run_argument
+from perdure.cli.output import (
+    document,
+    json_option,
+    kept_or_temporary,
+    run_argument,
+    workers_option,
+)
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 _MOST_LEAVES = 8
@@ -30,13 +34,7 @@ _MOST_LEAVES = 8
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the sample."
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Processes of the group.",
-)
+@workers_option
 @click.option("--devices", type=click.IntRange(1), help="Devices of each worker.")
 @click.option(
     "--read-only",
@@ -75,16 +73,12 @@ def command(
 
     first, last = _parsed(steps)
     options = ReplayOptions(first, last, sample, seed, workers, devices, read_only)
-    with ExitStack() as stack:
-        if directory is None:
-            directory = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-replay-"))
-            )
+    with kept_or_temporary(directory, "replay") as work:
 
         def progress(text: str) -> None:
             click.echo(f"{text} ...", err=as_json)
 
-        results = replay_run(command, run, options, directory, progress)
+        results = replay_run(command, run, options, work, progress)
     storage = Run(run).storage
     found = replay_document(storage.where, command, options, results)
     # Printed first: the disk may be full.

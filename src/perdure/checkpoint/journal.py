@@ -21,6 +21,7 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import run_in_chief
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import combined_digest, state_digest
+from perdure.checkpoint.step_trace import is_tracing, trace_recorded
 from perdure.errors import (
     JournalMismatchError,
     PerdureError,
@@ -54,7 +55,9 @@ class Journal:
     def __init__(self, run: Run, processes: Processes, options: ManagerOptions) -> None:
         self._run = run
         self._processes = processes
-        self._every = options.journal_every
+        # `perdure bisect` needs a line for each step, of programs without a journal too.
+        self._is_forced = options.journal_every is None and is_tracing()
+        self._every = 1 if is_tracing() else options.journal_every
         self._tolerates = options.on_error == "continue"
         self._guard = threading.RLock()
         self._writer: JournalWriter | None = None
@@ -70,6 +73,11 @@ class Journal:
         self._warned: set[str] = set()
         if self._every is not None:
             self._require_local()
+
+    @property
+    def records_saves(self) -> bool:
+        """Whether each call of `save` records its step (`ManagerOptions.journal_every`)."""
+        return self._every is not None
 
     def wants(self, step: int) -> bool:
         """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every`."""
@@ -128,8 +136,14 @@ class Journal:
                 return
             try:
                 self._raise_failure()
-                self._keep(self._entry(step, state, batch, metrics, noted))
+                entry = self._entry(step, state, batch, metrics, noted)
+                self._keep(entry)
+                trace_recorded(step, "state", state)
+                if batch is not None:
+                    trace_recorded(step, "batch", batch)
             except PerdureError as error:
+                if self._is_forced and isinstance(error, UnsupportedLeafError):
+                    return
                 if self._processes.count == 1 or isinstance(error, WorkerLostError):
                     raise
                 self._failure = error  # raised where all processes can raise it

@@ -1,40 +1,116 @@
-"""`perdure bisect RUN1 RUN2`: the first step at which two runs part."""
+"""`perdure bisect RUN1 RUN2`: the first step at which two runs part, and what differs in it."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option
+from perdure.cli.output import document, json_option, kept_or_temporary
+
+_MOST_LEAVES = 8
 
 
 @click.command("bisect")
 @click.argument("one", metavar="RUN1", type=click.Path(path_type=str))
 @click.argument("two", metavar="RUN2", type=click.Path(path_type=str))
+@click.option(
+    "--command2",
+    metavar="'COMMAND2 ...'",
+    help="What RUN2 was started with, in quotes, if that is not COMMAND.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes; by default as in each run.")
+@click.option(
+    "--devices", type=click.IntRange(1), help="Devices of each; by default as in each run."
+)
+@click.option(
+    "--read-only",
+    multiple=True,
+    type=click.Path(path_type=str),
+    help="Another run directory, which COMMAND only reads.",
+)
+@click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
 @json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(ctx: click.Context, one: str, two: str, as_json: bool) -> None:
+def command(
+    ctx: click.Context,
+    one: str,
+    two: str,
+    command2: str | None,
+    workers: int | None,
+    devices: int | None,
+    read_only: tuple[str, ...],
+    directory: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
     """Find the first step at which the run directories RUN1 and RUN2 part.
 
-    Their journals are compared, or their checkpoints if one has none. The exit status is 0 if all steps
-    that both have are equal, 1 if one differs.
+    Their journals are compared, or their checkpoints if one has none. With COMMAND, which follows `--`
+    and is what RUN1 was started with, that step is then replayed in both runs and compared in the order
+    of the computation: random generators, state, batch, random keys, the contribution of each logical
+    replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says how RUN2 was
+    started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
     """
     from perdure.inspect.journal_bisect import bisect_runs
 
+    options = (command2, workers, devices, read_only or None, directory)
+    if not command and any(option is not None for option in options):
+        raise click.UsageError("expected what RUN1 was started with after the options: -- COMMAND")
     found = bisect_runs(one, two)
+    result: dict[str, Any] = {"run1": one, "run2": two, **asdict(found)}
+    if not as_json:
+        _print(result, with_command=bool(command))
+    if found.step is not None and command:
+        from perdure.drill.step_bisect import BisectOptions, bisect_step
+
+        second = None if command2 is None else tuple(shlex.split(command2))
+        options = BisectOptions(command, second, workers, devices, read_only)
+        with kept_or_temporary(directory, "bisect") as work:
+
+            def progress(text: str) -> None:
+                click.echo(f"{text} ...", err=as_json)
+
+            stepped = bisect_step((one, two), found.step, found.last_equal, options, work, progress)
+        result["replay"] = {**asdict(stepped), "part_name": stepped.part and stepped.part.name}
+        if not as_json:
+            _print_replay(result["replay"])
     if as_json:
-        document({"run1": one, "run2": two, **asdict(found)})
-    elif found.step is None:
-        click.echo(
-            f"equal up to step {found.last_equal}, the last that both have ({found.compared})"
-        )
-    else:
-        equal = (
-            "" if found.last_equal is None else f", after step {found.last_equal}, which is equal"
-        )
-        click.echo(f"they part at step {found.step}{equal} ({found.compared})")
-        click.echo(f"  {found.what}: {found.values[0]} and {found.values[1]}")
-        start = f"{found.last_equal or 0}:{found.step}"
-        click.echo(f"`perdure replay RUN --steps {start} -- COMMAND` shows which of them is right")
+        document(result)
     ctx.exit(0 if found.step is None else 1)
+
+
+def _print(found: dict[str, Any], with_command: bool) -> None:
+    step, last_equal, compared = found["step"], found["last_equal"], found["compared"]
+    if step is None:
+        click.echo(f"equal up to step {last_equal}, the last that both have ({compared})")
+        return
+    equal = "" if last_equal is None else f", after step {last_equal}, which is equal"
+    click.echo(f"they part at step {step}{equal} ({compared})")
+    click.echo(f"  {found['what']}: {found['values'][0]} and {found['values'][1]}")
+    if not with_command:
+        start = f"{last_equal or 0}:{step}"
+        click.echo(f"`perdure replay RUN --steps {start} -- COMMAND` shows which of them is right")
+
+
+def _print_replay(found: dict[str, Any]) -> None:
+    part, diagnosis = found["part"], found["diagnosis"]
+    if part is None:
+        click.echo(f"the replays of step {found['step']} have the same bits")
+    else:
+        click.echo(f"the replays part at step {found['step']}: {found['part_name']}")
+        for leaf in part["leaves"][:_MOST_LEAVES]:
+            values = [leaf[side] or "missing" for side in ("expected", "found")]
+            click.echo(f"    {leaf['path']}: {values[0]} and {values[1]}")
+        if len(part["leaves"]) > _MOST_LEAVES:
+            click.echo(f"    and {len(part['leaves']) - _MOST_LEAVES} more leaves")
+    for run in found["wrong"]:
+        click.echo(f"wrong: {run}")
+    click.echo(f"likely cause: {diagnosis['what']}")
+    for line in diagnosis["evidence"]:
+        click.echo(f"  {line}")
+    click.echo(f"  {diagnosis['advice']}")

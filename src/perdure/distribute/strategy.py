@@ -32,6 +32,7 @@ from perdure.distribute.scope import (
     enter,
 )
 from perdure.distribute.step import TrainStep
+from perdure.distribute.traced_engine import traced_engine
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import DataError, TopologyError
 from perdure.process_group import Processes
@@ -207,9 +208,10 @@ class Strategy:
                 unless a step on JAX runs as one program, in which there is none.
         """
         note_strategy_in_use(self)
-        plan = self._plan
+        engine = traced_engine(self._engine)
         if check_finite:
-            plan = Plan(cast(Engine, FiniteEngine(self._engine)), self._replicas)
+            engine = cast(Engine, FiniteEngine(engine))
+        plan = self._plan if engine is self._engine else Plan(engine, self._replicas)
         return TrainStep(
             plan,
             self._seed,

@@ -140,6 +140,64 @@ CAUSES = {
             "`perdure prune`."
         ),
     ),
+    # What only a comparison of two runs can name (`perdure bisect`).
+    "not repeatable": (
+        "two replays of one run have other bits",
+        "`perdure drill -- COMMAND` looks for the cause. Repair it, then compare the runs again.",
+    ),
+    "other program": (
+        "a run was started with another program, other arguments or on other libraries",
+        (
+            "The recipe says what differs. Replay each run with the command that it was started with: "
+            "--command2."
+        ),
+    ),
+    "computed wrongly": (
+        "a run has recorded other bits than its program computes",
+        (
+            "If it was started with another command, name that: --command2. Otherwise suspect a faulty "
+            "device or memory (the journal has the host of each step), or something outside of the "
+            "state: `perdure drill -- COMMAND` looks for that, and for a result that depends on the "
+            "number of devices. Continue from a checkpoint before this step: perdure rollback RUN STEP."
+        ),
+    ),
+    "changed outside": (
+        "the state is changed outside of the step: before it begins, or between its end and the record",
+        (
+            "Look for what writes to the leaf there: a callback, a schedule, an average or a clip of "
+            "the weights. It has to be a function of the step and of what is saved."
+        ),
+    ),
+    "other data": (
+        "the batches of the step are not the same",
+        "Compare what decides them: the seed of the data, their order, the files, the augmentation.",
+    ),
+    "other key": (
+        "the random numbers of the step are not the same",
+        "Compare the seeds of the strategies (the recipe has them).",
+    ),
+    "other gradient": (
+        "`grad` computes other contributions from the same state, batch and key",
+        (
+            "Compare what computes the leaf in the two programs: model, loss, precision. If it is one "
+            "logical replica of many, look for what depends on its number, its rows or its device."
+        ),
+    ),
+    "other sum": (
+        "the sum of equal contributions is not the same",
+        "Compare the releases of perdure and of the framework, which the recipe has.",
+    ),
+    "other update": (
+        "`update` computes another state from the same state and total",
+        "Compare the optimizers of the two programs: learning rate, schedule, clipping, precision.",
+    ),
+    "other step": (
+        "the step computes another state from the same state",
+        (
+            "Compare the two programs. If the batch is not among what is equal, record it: "
+            "manager.journal.record(step, state, batch)."
+        ),
+    ),
     "unknown": (
         "not found",
         (

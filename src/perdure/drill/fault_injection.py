@@ -43,6 +43,7 @@ from urllib.parse import quote
 from perdure import heartbeats
 from perdure.drill.jumping_clock import jump
 from perdure.drill.working_directory import ROOT
+from perdure.state import process_random
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
@@ -91,6 +92,9 @@ class FaultInjector:
         self.attempt: int = plan["attempt"]
         self._faults: list[dict[str, Any]] = plan["faults"]
         self._read_only = set(plan.get("read_only", ()))
+        self._traced: int | None = plan.get("traced")
+        self._finished = -2  # the last step that was reported
+        self._states: dict[str, str] = {}  # of the random generators
         self._root = os.path.realpath(directory / ROOT)
         self._names: dict[str, str] = {}  # of the run directories in the working directory
         self._opened: set[str] = set()
@@ -167,6 +171,41 @@ class FaultInjector:
         """
         return (lambda: clock() + self._offset) if clock is self._time else clock
 
+    def is_tracing(self) -> bool:
+        """Whether the plan asks for the parts of a step."""
+        return self._traced is not None
+
+    def traces(self, step: int) -> bool:
+        """Whether `step` is the step whose parts the plan asks for."""
+        return step == self._traced
+
+    def is_computing_traced(self, step: int) -> bool:
+        """Whether the step that is computed now is that step.
+
+        It is the first one after the step before was reported. In a program that did not report that
+        one, it is the one that the strategy counts as `step`.
+        """
+        return self._traced is not None and self._traced in (step, self._finished + 1)
+
+    def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:
+        """Record the digests of the leaves of one part of the traced step. The first time counts."""
+        self._record("trace", part=part, number=number, leaves=dict(digests))
+
+    def _trace_generators(self, point: str, step: int | None) -> None:
+        """Record with which states the traced step began, of the generators that it drew from."""
+        if self._traced is None or step is None or point not in ("step", "restored"):
+            return
+        self._finished = step
+        states: dict[str, str] = {}
+        with contextlib.suppress(Exception):  # `fit` on JAX holds the values of Keras itself
+            encoded = process_random.encode(process_random.capture())
+            states = {name: hash_bytes(state)[:32] for name, state in encoded.items()}
+        if step == self._traced:
+            drawn = {name for name in states if self._states.get(name) != states[name]}
+            known = {name: state for name, state in self._states.items() if name in drawn}
+            self.trace("generators", self.worker, known)
+        self._states = states
+
     def before(self, operation: str, path: str) -> None:
         """Called before every operation that changes a run directory."""
         if self.waits and operation == "fsync_dir":
@@ -210,6 +249,7 @@ class FaultInjector:
                 self._step = step
             self._seen[point] += 1
             self._record(point, step=step, **fields)
+            self._trace_generators(point, step)
             for listener in self.listeners:
                 listener(point, step)
             for fault in self._faults:

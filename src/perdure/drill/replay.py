@@ -80,8 +80,8 @@ class StretchResult:
 
 
 @dataclass(frozen=True)
-class _Reference:
-    """What the run recorded.
+class Reference:
+    """What a run recorded.
 
     Attributes:
         start: The checkpoint that the replay begins from; None for a fresh state.
@@ -96,7 +96,7 @@ class _Reference:
     last: int
 
     @staticmethod
-    def of(run: Run, first: int | None) -> _Reference:
+    def of(run: Run, first: int | None) -> Reference:
         """The lines from the checkpoint at or before `first` on; None for the oldest checkpoint."""
         steps = run.steps()
         wanted = min(steps, default=0) if first is None else first
@@ -106,7 +106,7 @@ class _Reference:
             last = max(last, line.entry.step)
             if start is None or line.entry.step > start:
                 entries[line.entry.step] = line.entry
-        return _Reference(start, entries, steps, last)
+        return Reference(start, entries, steps, last)
 
 
 def replay_run(
@@ -137,9 +137,9 @@ def replay_run(
         CorruptionError: The journal of the run was changed, or a checkpoint is damaged.
         LaunchError: The program cannot be started, fails, or does not open the run.
     """
-    _check_command(command)
+    check_command(command, "perdure replay RUN --")
     source = Run(run)
-    reference = _Reference.of(source, options.first)
+    reference = Reference.of(source, options.first)
     directory = directory.absolute()
     read_only = tuple(os.path.realpath(path) for path in options.read_only)
     program = DrilledProgram(
@@ -163,21 +163,22 @@ def replay_run(
             directory / f"replay-{number}",
             options.devices,
         )
-        results.append(_compare(source, reference, stretch, recomputed))
+        results.append(compare_stretch(source, reference, stretch, recomputed))
         if results[-1].verdict != "reproduced":
             break
     return results
 
 
-def _check_command(command: Sequence[str]) -> None:
+def check_command(command: Sequence[str], usage: str) -> None:
+    """Raise `LaunchError` for a command that does not exist; `usage` is what stands before it."""
     try:
         checked_command(command)
     except LaunchError as error:
-        text = str(error).replace("perdure run --", "perdure replay RUN --")
+        text = str(error).replace("perdure run --", usage)
         raise LaunchError(text) from error
 
 
-def _stretches(where: str, reference: _Reference, options: ReplayOptions) -> list[Stretch]:
+def _stretches(where: str, reference: Reference, options: ReplayOptions) -> list[Stretch]:
     first, start = options.first or 0, reference.start
     last = reference.last if options.last is None else options.last
     if first > last or last > reference.last:
@@ -203,7 +204,9 @@ def _stretches(where: str, reference: _Reference, options: ReplayOptions) -> lis
     return [parts[number] for number in sorted(chosen)]
 
 
-def _compare(run: Run, reference: _Reference, stretch: Stretch, found: Recomputed) -> StretchResult:
+def compare_stretch(
+    run: Run, reference: Reference, stretch: Stretch, found: Recomputed
+) -> StretchResult:
     """The first difference, in the order of the steps and of the computation in a step."""
     result = StretchResult(stretch.start, stretch.stop)
     after = -1 if stretch.start is None else stretch.start

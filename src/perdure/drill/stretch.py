@@ -17,6 +17,7 @@ from typing import Any
 from perdure.checkpoint.recipe import ALLOW
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, writable
 from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, redirected
+from perdure.drill.step_parts import Part
 from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
 from perdure.store.drill_hook import DRILL
@@ -31,10 +32,14 @@ from perdure.supervise.supervisor import Observer, Supervisor
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps after `start` up to `stop`; without a start, from a fresh state."""
+    """The steps after `start` up to `stop`; without a start, from a fresh state.
+
+    The program also reports the parts of the step `traced`, if that is given.
+    """
 
     start: int | None
     stop: int
+    traced: int | None = None
 
 
 @dataclass
@@ -46,12 +51,15 @@ class Recomputed:
         manifests: The checkpoints that it committed.
         recipe: The recipe that it gave its manager.
         last: The last step that it reported; None for none.
+        parts: Digests of the leaves of each part of the traced step, by the name of the part and the
+            number of the logical replica (`step_parts`).
     """
 
     entries: dict[int, JournalEntry] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     last: int | None = None
+    parts: dict[Part, Mapping[str, str]] = field(default_factory=dict)
 
 
 def recompute(
@@ -60,15 +68,17 @@ def recompute(
     stretch: Stretch,
     directory: Path,
     devices: int | None = None,
+    named: str | None = None,
 ) -> Recomputed:
     """Run `program` from the checkpoint of the start until it has computed the last step.
 
     Args:
         program: What to run.
-        run: The run directory, as the program names it.
+        run: The run directory.
         stretch: The steps.
         directory: Is created, and holds all that is written.
         devices: Devices of each worker; None leaves them to the framework.
+        named: The run directory that the program opens; by default `run`. A fork of `run` is there.
 
     Raises:
         LaunchError: The program fails before the end of the stretch, or does not open the run.
@@ -83,7 +93,8 @@ def recompute(
                 f"remove that one."
             ) from error
         root = program.working.make(directory)
-    named = run.where if "://" in run.where else os.path.realpath(run.where)
+    named = run.where if named is None else named
+    named = named if "://" in named else os.path.realpath(named)
     name, place = redirected(directory, named)
     if stretch.start is not None:
         fork_run(run.storage, stretch.start, place)
@@ -91,6 +102,7 @@ def recompute(
     fault = {"id": "end", "act": "exit", "worker": 0, "opened": named}
     fault |= {"point": "step", "step": stretch.stop + 1}
     plan = {"attempt": 1, "faults": [fault], "read_only": program.read_only}
+    plan["traced"] = stretch.traced
     (directory / PLAN).write_text(json.dumps(plan))
     command = program.working.command(root, program.command)
     summary = _run(program, command, directory, devices)
@@ -155,6 +167,8 @@ def _recomputed(
             found.manifests[step] = decode_manifest(copy.read_bytes(), str(copy), step)
         elif kind == "recipe" and event["run"] == name:
             found.recipe = event["recipe"]
+        elif kind == "trace":
+            found.parts.setdefault((event["part"], event.get("number")), event["leaves"])
         elif kind == "step":
             found.last = max(event["step"], found.last or 0)
     return found

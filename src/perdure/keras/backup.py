@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from perdure.checkpoint import CheckpointManager
+from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.errors import ArgumentError, TrainError
 from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
@@ -42,6 +42,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_before_preemption: On SIGTERM, finish the step, save, and exit with status 75.
         allow: Fields of the recipe that may differ between the backup and this run
             (`docs/RECIPE.md`).
+        journal_every: Record a digest of the model, its optimizer and its metrics in the journal of
+            `backup_dir` after every so many batches (`docs/JOURNAL.md`). `delete_checkpoint` deletes
+            the journal, too.
 
     Raises:
         ArgumentError: An argument has a value that cannot be used (also a `ValueError`).
@@ -49,6 +52,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         RecipeMismatchError: From `fit`, with a list of what changed, if the arguments of `compile` or
             `fit`, the model or the data differ from those of the backup.
         LockedError: From `fit`, if another process uses `backup_dir`.
+        JournalMismatchError: From `fit`, if a repeated batch has other bits than the journal.
 
     `fit` warns when it starts if the position in the data cannot be restored exactly.
     """
@@ -62,6 +66,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_before_preemption: bool = False,
         *,
         allow: tuple[str, ...] = (),
+        journal_every: int | None = None,
     ) -> None:
         super().__init__()
         if backup_dir is None or not os.fspath(backup_dir):
@@ -85,6 +90,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_checkpoint = delete_checkpoint
         self.save_before_preemption = save_before_preemption
         self._allow = allow
+        self._options = ManagerOptions(journal_every=journal_every)
         self._manager: CheckpointManager | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -96,7 +102,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         fit = running_fit(model)
         manager = self._manager = open_manager(
-            self.backup_dir, self.params, max_to_keep=_MAX_TO_KEEP
+            self.backup_dir, self.params, self._options, max_to_keep=_MAX_TO_KEEP
         )
         session = FitSession(
             fit,

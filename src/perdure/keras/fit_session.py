@@ -93,6 +93,7 @@ class FitSession(Callback):
         self._step += batches.count_execution(batch)
         self._logs = dict(logs or {})
         beat("step", self._step)
+        self._record()
         interval = self._save_interval_steps
         if interval is not None and self._step // interval > before // interval:
             self._save_is_due = True
@@ -219,11 +220,21 @@ class FitSession(Callback):
             numbers = {
                 "epoch": self._epoch
             }  # how many are finished; a log of this name replaces it
-            numbers |= {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
+            numbers |= self._numbers()
             state = self._state()
             finish_others(self._manager)
             self._manager.save(self._step, state, numbers, force=True)
             self._saved_step = self._step
+
+    def _record(self) -> None:
+        """Record the batch that has just ended, if it is one of those that the journal has."""
+        journal = self._manager.journal
+        if journal.records_saves and journal.wants(self._step):
+            self._fit.update_model()
+            journal.record(self._step, self._members(), metrics=self._numbers())
+
+    def _numbers(self) -> dict[str, Any]:
+        return {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
 
     def _leave(self, state: Any = None) -> None:
         finish_others(self._manager)

@@ -36,6 +36,22 @@ class DrillHook(Protocol):
         """The clock to use in place of `clock`."""
         ...
 
+    def is_tracing(self) -> bool:
+        """Whether a step of this program is compared with that of another run."""
+        ...
+
+    def traces(self, step: int) -> bool:
+        """Whether the parts of this step are asked for; `step` counts finished steps, as in `save`."""
+        ...
+
+    def is_computing_traced(self, step: int) -> bool:
+        """Whether a strategy, which counts it as `step`, now computes that step."""
+        ...
+
+    def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:
+        """Is called with the digests of the leaves of a part, of a logical replica if it is one's."""
+        ...
+
 
 def drill_hook() -> DrillHook | None:
     """The fault injector of this process; None, and nothing is imported, outside of a drill."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from perdure.checkpoint import Processes, SingleProcess
 from perdure.checkpoint.journal import Journal
+from perdure.checkpoint.step_trace import trace_recorded
 from perdure.errors import TrainError
 from perdure.train.training_state import TrainingState
 
@@ -55,6 +56,8 @@ class Computation:
             self._step_fn.journal = journal  # type: ignore[attr-defined]
 
     def _note(self, batch: Any, step: int) -> None:
+        if not self._notes_itself:
+            trace_recorded(step, "batch", batch)
         if self._journal is not None and not self._notes_itself and self._journal.wants(step):
             self._journal.note([batch], SingleProcess())
 

@@ -67,9 +67,8 @@ class RunCheckpoints:
     @property
     def journal(self) -> Journal | None:
         """The journal of the run, if the configuration asks for one."""
-        config = self._training.config
-        every = config.journal_every or config.checkpoint.journal_every
-        return None if every is None else self.manager.journal
+        journal = self.manager.journal
+        return journal if journal.records_saves else None
 
     def record(self, logs: Any) -> None:
         """Record the step that has just run, if it is one of those that the journal has."""

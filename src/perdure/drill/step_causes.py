@@ -1,0 +1,133 @@
+"""The likely cause of a step that differs between two runs, of what their replays gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.drill.causes import Diagnosis, diagnosis
+from perdure.drill.replay import StretchResult
+from perdure.drill.step_parts import PARTS, PartDifference
+from perdure.store import Run
+from perdure.store.journal_file import read_journal
+
+_CAUSES = {
+    "generators": "random generator",
+    "before": "changed outside",
+    "batch": "other data",
+    "key": "other key",
+    "contribution": "other gradient",
+    "total": "other sum",
+    "update": "other update",
+}
+
+
+@dataclass(frozen=True)
+class ReplayedRun:
+    """One of the two runs.
+
+    Attributes:
+        run: The run directory.
+        workers: Processes of its replay.
+        devices: Devices of each; None if the framework chose.
+        result: What its replay has to do with what it recorded.
+        is_repeatable: False if two replays of it differ. Asked only if it is not reproduced.
+    """
+
+    run: str
+    workers: int
+    devices: int | None
+    result: StretchResult
+    is_repeatable: bool = True
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """What is known about the step at which two runs part.
+
+    Attributes:
+        step: The step.
+        runs: Their replays.
+        part: The first part that differs between the replays; None for none.
+        is_alike: The replays have the same bits.
+        is_topology: They have them once both run on the same devices and processes.
+        has_step_before: The bits of the step before it are known in both replays.
+    """
+
+    step: int
+    runs: tuple[ReplayedRun, ReplayedRun]
+    part: PartDifference | None
+    is_alike: bool
+    is_topology: bool
+    has_step_before: bool
+
+    def wrong(self) -> tuple[str, ...]:
+        """The runs that have other bits than their program computes, every time."""
+        return tuple(
+            each.run
+            for each in self.runs
+            if each.result.verdict == "differs" and each.is_repeatable
+        )
+
+
+def likely_cause(found: StepComparison) -> Diagnosis:
+    """The cause with its evidence. Only what all replays agree on is named."""
+    evidence = [line for each in found.runs for line in _of_run(each)]
+    part = found.part
+    if not all(each.is_repeatable for each in found.runs):
+        return diagnosis("not repeatable", *evidence)
+    if any(each.result.verdict == "not comparable" for each in found.runs):
+        return diagnosis("other program", *evidence)
+    if found.wrong():
+        if found.is_alike:
+            evidence.append("the replays of both runs have the same bits")
+        return diagnosis("computed wrongly", *evidence)
+    if part is None:
+        evidence.append("no part of the step that the program reports differs")
+        return diagnosis("unknown", *evidence)
+    if part.equal:
+        evidence.append(f"equal in both: {', '.join(PARTS[name] for name in part.equal)}")
+    if part.part == "before" and not found.has_step_before:
+        evidence.append(
+            f"the program does not report step {found.step - 1}: the runs may have parted earlier. "
+            f"Call `manager.save` or `manager.journal.record` after every step"
+        )
+        return diagnosis("unknown", *evidence)
+    if found.is_topology:
+        evidence.append("on the same devices and processes both have the same bits")
+        return diagnosis("topology", *evidence)
+    if part.part == "batch" and (same := _same_batch(found)) is not None:
+        return diagnosis("data position", *evidence, same)
+    if part.part == "state" and "update" in part.equal:
+        return diagnosis("changed outside", *evidence)
+    return diagnosis(_CAUSES.get(part.part, "other step"), *evidence)
+
+
+def _of_run(each: ReplayedRun) -> list[str]:
+    result = each.result
+    if result.verdict == "reproduced":
+        return [f"{each.run}: its program computes what it has recorded"]
+    if not each.is_repeatable:
+        return [f"{each.run}: two replays of it differ from each other"]
+    lines = [f"{each.run}: recipe: {field}" for field in result.recipe]
+    if result.what == "end":
+        return [*lines, f"{each.run}: {result.found}"]
+    leaves = ", ".join(leaf.path for leaf in result.leaves[:4])
+    what = f"{result.what} (leaf {leaves})" if leaves else result.what
+    digests = f"recorded {result.expected}, computed {result.found}"
+    return [*lines, f"{each.run}: step {result.step} has another {what}: {digests}"]
+
+
+def _same_batch(found: StepComparison) -> str | None:
+    """Whether one run has, in this step, the batch that the other had in another one."""
+    names = [each.run for each in found.runs]
+    batches = [
+        {line.entry.step: line.entry.batch for line in read_journal(Run(name).storage)}
+        for name in names
+    ]
+    for this, other in ((0, 1), (1, 0)):
+        batch = batches[this].get(found.step)
+        same = [step for step, known in batches[other].items() if batch and known == batch]
+        if same:
+            here, there = names[this], names[other]
+            return f"the batch of step {found.step} in {here} is that of step {same[0]} in {there}"
+    return None

@@ -1,4 +1,4 @@
-"""Keras fit with perdure's callback and a journal: `keras_fit.py NAME=VALUE ...`; see strategy_step.py."""
+"""Keras `fit` with a journal: `keras_fit.py NAME=VALUE ...`; the names are in strategy_step.py."""
 
 import os
 import signal
@@ -19,19 +19,19 @@ y = (x.sum(1) > 0).astype("float32")
 
 
 class Changed(keras.callbacks.Callback):
-    """Another learning rate from one batch on, and the end of the process at another."""
+    """Another learning rate from the fourth batch on, and the end of the process by SIGKILL."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # The optimizer counts only what is restored: the callback itself begins anew in a resumed fit.
         if batch == 3 and "rate" in given:
-            self.model.optimizer.learning_rate = float(given["rate"])
+            model: Any = self.model
+            model.optimizer.learning_rate = float(given["rate"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch + 1 == int(given.get("kill_after_epoch", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-model = keras.Sequential(
+model: Any = keras.Sequential(
     [
         keras.Input((24,)),
         keras.layers.Dense(32, activation="relu"),

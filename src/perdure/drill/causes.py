@@ -168,6 +168,13 @@ CAUSES = {
             "the weights. It has to be a function of the step and of what is saved."
         ),
     ),
+    "other draws": (
+        "the step draws more, or fewer, random numbers in one of the runs",
+        (
+            "Compare what draws from the generator in the two programs; derive every draw from the "
+            "seed and the step, np.random.default_rng((seed, step)), so that one more changes no other."
+        ),
+    ),
     "other data": (
         "the batches of the step are not the same",
         "Compare what decides them: the seed of the data, their order, the files, the augmentation.",

@@ -192,7 +192,7 @@ class FaultInjector:
         self._record("trace", part=part, number=number, leaves=dict(digests))
 
     def _trace_generators(self, point: str, step: int | None) -> None:
-        """Record with which states the traced step began, of the generators that it drew from."""
+        """Record the states before and after the traced step, of the generators it drew from."""
         if self._traced is None or step is None or point not in ("step", "restored"):
             return
         self._finished = step
@@ -201,9 +201,10 @@ class FaultInjector:
             encoded = process_random.encode(process_random.capture())
             states = {name: hash_bytes(state)[:32] for name, state in encoded.items()}
         if step == self._traced:
-            drawn = {name for name in states if self._states.get(name) != states[name]}
-            known = {name: state for name, state in self._states.items() if name in drawn}
-            self.trace("generators", self.worker, known)
+            drawn = {name: s for name, s in states.items() if self._states.get(name) != s}
+            before = {name: s for name, s in self._states.items() if name in drawn}
+            self.trace("generators", self.worker, before)
+            self.trace("draws", self.worker, drawn)
         self._states = states
 
     def before(self, operation: str, path: str) -> None:

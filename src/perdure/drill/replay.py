@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -240,7 +241,7 @@ def compare_stretch(
             f"program recorded no step and committed no checkpoint that the run has. Expected the "
             f"same `journal_every` or the same interval of saves as in the run."
         )
-    recipe = _other_fields(run, stretch, manifests, found)
+    recipe = _other_fields(run, reference, found)
     if not differences:
         return replace(result, stop=max([*both, *manifests]), recipe=recipe)
     step, what, expected, digest = min(differences, key=lambda difference: difference[0])
@@ -262,15 +263,14 @@ def compare_stretch(
     )
 
 
-def _other_fields(
-    run: Run, stretch: Stretch, manifests: Mapping[int, Manifest], found: Recomputed
-) -> tuple[str, ...]:
+def _other_fields(run: Run, reference: Reference, found: Recomputed) -> tuple[str, ...]:
     """The fields of the recipe that the program has otherwise, or that only one side has."""
+    known = (
+        reference.start if reference.start is not None else min(reference.checkpoints, default=None)
+    )
     recipe: Mapping[str, Any] = {}
-    if stretch.start is not None:
-        recipe = run.manifest(stretch.start).recipe
-    elif manifests:
-        recipe = manifests[min(manifests)].recipe
+    with suppress(CorruptionError, StepNotFoundError):
+        recipe = run.manifest(known).recipe if known is not None else {}
     if not recipe:
         return ()
     missing = object()

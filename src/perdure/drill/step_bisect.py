@@ -15,7 +15,7 @@ from perdure.drill.causes import Diagnosis
 from perdure.drill.execution import DrilledProgram, writable
 from perdure.drill.replay import Reference, check_command, compare_stretch
 from perdure.drill.step_causes import ReplayedRun, StepComparison, likely_cause
-from perdure.drill.step_parts import PartDifference, first_different_part
+from perdure.drill.step_parts import PartDifference, first_different_part, generators_that_differ
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.store import Run
@@ -120,6 +120,7 @@ def bisect_step(
         step,
         replayed,
         part,
+        generators_that_differ(*parts),
         is_alike=parted is None and part is None,
         is_topology=is_topology,
         has_step_before=_has(whole[0], one, step - 1) and _has(whole[1], two, step - 1),

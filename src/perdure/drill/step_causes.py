@@ -12,6 +12,7 @@ from perdure.store.journal_file import read_journal
 
 _CAUSES = {
     "generators": "random generator",
+    "draws": "other draws",
     "before": "changed outside",
     "batch": "other data",
     "key": "other key",
@@ -48,6 +49,7 @@ class StepComparison:
         step: The step.
         runs: Their replays.
         part: The first part that differs between the replays; None for none.
+        generators: Those that both replays drew from in the step, and that differed before it.
         is_alike: The replays have the same bits.
         is_topology: They have them once both run on the same devices and processes.
         has_step_before: The bits of the step before it are known in both replays.
@@ -56,6 +58,7 @@ class StepComparison:
     step: int
     runs: tuple[ReplayedRun, ReplayedRun]
     part: PartDifference | None
+    generators: tuple[str, ...]
     is_alike: bool
     is_topology: bool
     has_step_before: bool
@@ -86,6 +89,9 @@ def likely_cause(found: StepComparison) -> Diagnosis:
         return diagnosis("unknown", *evidence)
     if part.equal:
         evidence.append(f"equal in both: {', '.join(PARTS[name] for name in part.equal)}")
+    if found.generators and part.part != "generators":
+        names = ", ".join(found.generators)
+        evidence.append(f"the random generators of the process differed before the step: {names}")
     if part.part == "before" and not found.has_step_before:
         evidence.append(
             f"the program does not report step {found.step - 1}: the runs may have parted earlier. "

@@ -10,8 +10,12 @@ from perdure.drill.compare import LeafDifference
 Part = tuple[str, int | None]
 """The name of a part, and the number of its logical replica (of the process, for generators)."""
 
+Parts = Mapping[Part, Mapping[str, str]]
+"""Digests of the leaves of each part of one step."""
+
 PARTS = {
     "generators": "the random generators before the step",
+    "draws": "the random generators after the step",
     "before": "the state before the step",
     "batch": "the batch",
     "key": "the random key",
@@ -47,7 +51,7 @@ class PartDifference:
     def name(self) -> str:
         """The part in words, with the logical replicas that differ."""
         text = PARTS[self.part]
-        if self.number is None or self.part == "generators":
+        if self.number is None or self.part in _GENERATORS:
             return text
         if len(self.numbers) == self.of and self.of > 1:
             return f"{text} of every logical replica"
@@ -56,28 +60,47 @@ class PartDifference:
         return f"{text} of logical replica{many} {shown}"
 
 
-def first_different_part(
-    one: Mapping[Part, Mapping[str, str]], two: Mapping[Part, Mapping[str, str]]
-) -> PartDifference | None:
+_GENERATORS = ("generators", "draws")
+
+
+def first_different_part(one: Parts, two: Parts) -> PartDifference | None:
     """The first part that both have and that differs; None for none.
+
+    Generators of the process count only in a loop without a strategy, where nothing else says which
+    random numbers a step has.
 
     Args:
         one: Digests of the leaves of each part.
         two: Those of the other computation.
     """
+    has_keys = any(part == "key" for part, _ in one.keys() & two.keys())
     equal: list[str] = []
     for part in PARTS:
-        numbers = [number for name, number in one if name == part and (part, number) in two]
-        different = [n for n in numbers if _leaves(part, one[part, n], two[part, n])]
-        if different:
-            different.sort(key=lambda number: -1 if number is None else number)
-            first = different[0]
-            known = tuple(number for number in different if number is not None)
-            leaves = _leaves(part, one[part, first], two[part, first])
-            return PartDifference(part, first, known, len(numbers), leaves, tuple(equal))
-        if any(one[part, number] for number in numbers):
+        if has_keys and part in _GENERATORS:
+            continue
+        if (found := _difference(part, one, two, tuple(equal))) is not None:
+            return found
+        if any(one[name, number] for name, number in one.keys() & two.keys() if name == part):
             equal.append(part)
     return None
+
+
+def generators_that_differ(one: Parts, two: Parts) -> tuple[str, ...]:
+    """The names of the generators from which both drew in the step, with different states."""
+    found = _difference("generators", one, two, ())
+    return () if found is None else tuple(leaf.path for leaf in found.leaves)
+
+
+def _difference(part: str, one: Parts, two: Parts, equal: tuple[str, ...]) -> PartDifference | None:
+    numbers = [number for name, number in one if name == part and (part, number) in two]
+    different = [n for n in numbers if _leaves(part, one[part, n], two[part, n])]
+    if not different:
+        return None
+    different.sort(key=lambda number: -1 if number is None else number)
+    first = different[0]
+    known = tuple(number for number in different if number is not None)
+    leaves = _leaves(part, one[part, first], two[part, first])
+    return PartDifference(part, first, known, len(numbers), leaves, equal)
 
 
 def _leaves(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import numpy as np
 
@@ -23,5 +24,9 @@ with CheckpointManager(
         change = np.random.default_rng([seed, step]).normal(size=40)
         if step == 9:
             change = change * rate * 10
+            if "clock" in arguments:
+                change = change + time.time_ns() % 997
+            if "draws" in arguments:  # from a generator that nobody seeded
+                change = change + np.random.random()  # noqa: NPY002
         state = {"w": state["w"] + change, "b": state["b"]}
         manager.save(step + 1, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -40,9 +41,10 @@ def _there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
 
 
-def make(home: Path, *commands: list[str]) -> None:
+def make(home: Path, *commands: list[str], devices: int = 1) -> None:
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
     for command in commands:
-        subprocess.run(command, cwd=home, check=True)
+        subprocess.run(command, cwd=home, env=environment, check=True)
 
 
 def bisected(one: str, two: str, *options: str, command: list[str]) -> dict[str, Any]:
@@ -85,6 +87,16 @@ def test_the_logical_replica_and_the_leaf_are_named(home: Path) -> None:
     assert [run["result"]["verdict"] for run in replay["runs"]] == ["reproduced"] * 2
 
 
+def test_the_topology_is_the_cause_if_the_difference_is_gone_on_another(home: Path) -> None:
+    one = [*REPLICAS, "run=on-1", "by=devices"]
+    make(home, one)
+    make(home, [*REPLICAS, "run=on-3", "by=devices"], devices=3)
+    found = bisected("on-1", "on-3", command=one)["replay"]
+    assert [run["devices"] for run in found["runs"]] == [1, 3]
+    assert (found["part"]["part"], found["part"]["numbers"]) == ("contribution", [*range(6)])
+    assert (found["wrong"], found["diagnosis"]["cause"]) == ([], "topology")
+
+
 def test_no_run_is_called_wrong_if_its_replays_differ() -> None:
     found = bisected("smaller", "larger", command=[*SMALLER, "clock=yes"])["replay"]
     assert (found["wrong"], found["diagnosis"]["cause"]) == ([], "not repeatable")
@@ -96,10 +108,17 @@ def test_a_run_of_another_recipe_asks_for_its_command(home: Path) -> None:
     assert (found["wrong"], found["diagnosis"]["cause"]) == ([], "other program")
 
 
-def test_options_of_a_replay_need_a_command(home: Path) -> None:
-    ended = CliRunner().invoke(main, ["bisect", "runs/one", "runs/two", "--workers", "2"])
-    assert ended.exit_code == 2
-    assert "-- COMMAND" in ended.output
+def test_mistakes_in_the_arguments_exit_with_2() -> None:
+    runs = ["runs/smaller", "runs/larger"]
+    for arguments, phrase in (
+        (["--workers", "2"], "-- COMMAND"),
+        (["--command2", "python 'x", "--", *SMALLER], "No closing quotation"),
+        (["--command2", "", "--", *SMALLER], "found nothing"),
+        (["--", "no-such-program"], "no-such-program"),
+    ):
+        ended = CliRunner().invoke(main, ["bisect", *runs, *arguments])
+        assert ended.exit_code != 0
+        assert phrase in ended.output + str(ended.exception), arguments
 
 
 def step(**other: dict[str, str]) -> Parts:

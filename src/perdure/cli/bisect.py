@@ -68,8 +68,7 @@ def command(
     if found.step is not None and command:
         from perdure.drill.step_bisect import BisectOptions, bisect_step
 
-        second = None if command2 is None else tuple(shlex.split(command2))
-        options = BisectOptions(command, second, workers, devices, read_only)
+        options = BisectOptions(command, _words(command2), workers, devices, read_only)
         with kept_or_temporary(directory, "bisect") as work:
 
             def progress(text: str) -> None:
@@ -82,6 +81,16 @@ def command(
     if as_json:
         document(result)
     ctx.exit(0 if found.step is None else 1)
+
+
+def _words(command2: str | None) -> tuple[str, ...] | None:
+    try:
+        words = None if command2 is None else tuple(shlex.split(command2))
+    except ValueError as error:
+        raise click.UsageError(f"--command2: {error}: {command2!r}.") from error
+    if words == ():
+        raise click.UsageError("--command2: expected what RUN2 was started with, found nothing.")
+    return words
 
 
 def _print(found: dict[str, Any], with_command: bool) -> None:

@@ -18,6 +18,7 @@ from perdure.drill.step_causes import ReplayedRun, StepComparison, likely_cause
 from perdure.drill.step_parts import PartDifference, first_different_part, generators_that_differ
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
 from perdure.drill.working_directory import WorkingDirectory
+from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.journal_file import JournalEntry, first_difference
 from perdure.supervise.cache import default_cache
@@ -151,7 +152,13 @@ class _Side:
         program = replace(self.program, workers=self.topology[0])
         stretch = Stretch(start, step, step)
         place = self.place / f"replay-{number + 1}"
-        return recompute(program, self.run, stretch, place, self.topology[1], self.named)
+        try:
+            return recompute(program, self.run, stretch, place, self.topology[1], self.named)
+        except LaunchError as error:
+            raise LaunchError(
+                f"{self.run.where}, step {step}: {error}\nIf RUN2 was started with another command "
+                f"than RUN1, name that with --command2."
+            ) from error
 
     def judged(self, found: Recomputed, progress: Callable[[str], None]) -> ReplayedRun:
         """What the replay says about the run; a second one shows whether it can be relied on."""

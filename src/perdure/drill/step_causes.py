@@ -68,7 +68,7 @@ class StepComparison:
         return tuple(
             each.run
             for each in self.runs
-            if each.result.verdict == "differs" and each.is_repeatable
+            if each.result.verdict == "differs" and each.result.what != "end" and each.is_repeatable
         )
 
 
@@ -78,7 +78,8 @@ def likely_cause(found: StepComparison) -> Diagnosis:
     part = found.part
     if not all(each.is_repeatable for each in found.runs):
         return diagnosis("not repeatable", *evidence)
-    if any(each.result.verdict == "not comparable" for each in found.runs):
+    results = [each.result for each in found.runs]
+    if any(result.verdict == "not comparable" or result.what == "end" for result in results):
         return diagnosis("other program", *evidence)
     if found.wrong():
         if found.is_alike:

@@ -1,4 +1,4 @@
-"""Trains a number with a strategy that needs no framework; an argument changes one contribution."""
+"""Trains a number with a strategy that needs no framework; arguments change a contribution."""
 
 import os
 import sys
@@ -15,14 +15,17 @@ from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 
 arguments = dict(argument.split("=") for argument in sys.argv[1:])
+devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 1))
 data = ArrayDataset({"x": np.arange(48, dtype=np.float32)}, batch_size=12, seed=1)
-strategy = Strategy(NumpyEngine(int(os.environ.get("JAX_NUM_CPU_DEVICES", 1))), 6)
+strategy = Strategy(NumpyEngine(devices), 6)
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
     slope = (batch["x"] * batch["weight"]).sum() * state["w"]
     if "replica" in arguments and float(state["n"]) == 6 and 19 in batch["x"]:  # replica 3
         slope = slope * np.float32(1.01)
+    if "by" in arguments and float(state["n"]) == 6:
+        slope = slope * np.float32(devices)
     return {"g": slope, "n": batch["weight"].sum()}
 
 

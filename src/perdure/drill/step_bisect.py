@@ -95,7 +95,7 @@ def bisect_step(
         check_command(command, "perdure bisect RUN1 RUN2 --")
     one, two = (
         _side(
-            Run(runs[n]),
+            runs[n],
             commands[n],
             named[n],
             step,
@@ -131,9 +131,13 @@ def bisect_step(
 
 @dataclass(frozen=True)
 class _Side:
-    """One run, and how it is replayed; `place` holds its replays."""
+    """One run, and how it is replayed; `place` holds its replays.
+
+    Without `is_own` the program is that of the other run.
+    """
 
     run: Run
+    is_own: bool
     named: str
     program: DrilledProgram
     reference: Reference
@@ -155,10 +159,8 @@ class _Side:
         try:
             return recompute(program, self.run, stretch, place, self.topology[1], self.named)
         except LaunchError as error:
-            raise LaunchError(
-                f"{self.run.where}, step {step}: {error}\nIf RUN2 was started with another command "
-                f"than RUN1, name that with --command2."
-            ) from error
+            hint = "" if self.is_own else "\nIf it was started with another command: --command2."
+            raise LaunchError(f"{self.run.where}, step {step}: {error}{hint}") from error
 
     def judged(self, found: Recomputed, progress: Callable[[str], None]) -> ReplayedRun:
         """What the replay says about the run; a second one shows whether it can be relied on."""
@@ -171,7 +173,7 @@ class _Side:
 
 
 def _side(
-    run: Run,
+    name: str,
     command: Sequence[str],
     named: str,
     step: int,
@@ -179,7 +181,7 @@ def _side(
     options: BisectOptions,
     place: Path,
 ) -> _Side:
-    place = place.absolute()
+    run, place = Run(name), place.absolute()
     reference = Reference.of(run, last_equal or 0)
     workers, devices = _recorded_topology(reference.entries.get(step))
     read_only = tuple(os.path.realpath(path) for path in options.read_only)
@@ -191,7 +193,7 @@ def _side(
         cache=None if default_cache() is None else place.parent / "compiled",
     )
     topology = options.workers or workers, options.devices or devices
-    return _Side(run, named, program, reference, step, topology, place)
+    return _Side(run, named == name, named, program, reference, step, topology, place)
 
 
 def _has(found: Recomputed, side: _Side, step: int) -> bool:

@@ -74,7 +74,7 @@ def recompute(
 
     Args:
         program: What to run.
-        run: The run directory.
+        run: What is replayed.
         stretch: The steps.
         directory: Is created, and holds all that is written.
         devices: Devices of each worker; None leaves them to the framework.
@@ -93,17 +93,12 @@ def recompute(
                 f"remove that one."
             ) from error
         root = program.working.make(directory)
-    named = run.where if named is None else named
+    named = named or run.where
     named = named if "://" in named else os.path.realpath(named)
     name, place = redirected(directory, named)
     if stretch.start is not None:
         fork_run(run.storage, stretch.start, place)
-    # The step itself is complete when the next one is reported. Only the chief writes the journal.
-    fault = {"id": "end", "act": "exit", "worker": 0, "opened": named}
-    fault |= {"point": "step", "step": stretch.stop + 1}
-    plan = {"attempt": 1, "faults": [fault], "read_only": program.read_only}
-    plan["traced"] = stretch.traced
-    (directory / PLAN).write_text(json.dumps(plan))
+    _write_plan(directory, stretch, named, program.read_only)
     command = program.working.command(root, program.command)
     summary = _run(program, command, directory, devices)
     if summary.signal is not None:
@@ -112,9 +107,10 @@ def recompute(
     opened = [event["name"] for event in events if event["e"] == "open"]
     has_stopped = any(event["e"] == "fired" for event in events)
     if summary.status != 0 and not has_stopped:
+        log = log_tail(directory / LOGS) or "(nothing)"
         raise LaunchError(
             f"the program failed in the replay of steps {stretch.start or 0} to {stretch.stop}: "
-            f"{summary.reason}. The end of its log:\n{log_tail(directory / LOGS) or '(nothing)'}"
+            f"{summary.reason}. The end of its log:\n{log}"
         )
     if named not in opened:
         others = ", ".join(dict.fromkeys(opened)) or "no run directory"
@@ -124,6 +120,14 @@ def recompute(
             f"that it uses."
         )
     return _recomputed(directory, name, place, events, stretch)
+
+
+def _write_plan(directory: Path, stretch: Stretch, named: str, read_only: tuple[str, ...]) -> None:
+    """The program ends when it reports the step after the last: then that one is complete."""
+    fault = {"id": "end", "act": "exit", "point": "step", "step": stretch.stop + 1}
+    fault |= {"worker": 0, "opened": named}  # only the chief writes the journal
+    plan = {"attempt": 1, "faults": [fault], "read_only": read_only, "traced": stretch.traced}
+    (directory / PLAN).write_text(json.dumps(plan))
 
 
 def _run(

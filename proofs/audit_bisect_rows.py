@@ -34,6 +34,22 @@ def rows() -> Iterator[Row]:
         yield from in_directory(_of_strategy(engine))
     for framework in ("numpy", "jax", "torch"):
         yield from in_directory(_of_loop(framework))
+    yield from in_directory(_of_fit())
+
+
+def _of_fit() -> Iterator[Row]:
+    """Two calls of `fit` that part at the fourth batch; their first common backup is that of the 15th."""
+    right = command("keras_fit", "run=right", "journal=0")
+    wrong = command("keras_fit", "run=wrong", "journal=0", "rate=0.01")
+    run_to_end(right)
+    run_to_end(wrong)
+    found, step = bisected("right", "wrong", right, wrong)
+    leaves = [leaf.path for leaf in step.part.leaves] if step.part else []
+    seen = found.compared, found.step, step.step, "optimizer/learning_rate" in leaves
+    yield row(
+        "bisect, a Keras fit without a journal: the step between two backups, and the leaf",
+        [seen == ("checkpoints", 15, 4, True)],
+    )
 
 
 def _of_loop(framework: str) -> Iterator[Row]:

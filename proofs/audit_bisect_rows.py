@@ -38,7 +38,7 @@ def rows() -> Iterator[Row]:
 
 
 def _of_fit() -> Iterator[Row]:
-    """Two calls of `fit` that part at the fourth batch; their first common backup is that of the 15th."""
+    """Two calls of `fit` that part at the fourth batch; their first common backup is of the 15th."""
     right = command("keras_fit", "run=right", "journal=0")
     wrong = command("keras_fit", "run=wrong", "journal=0", "rate=0.01")
     run_to_end(right)

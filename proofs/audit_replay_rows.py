@@ -85,7 +85,7 @@ def _fit(backend: str) -> Iterator[Row]:
         f"replay, {name}: from the beginning and from a backup in an epoch",
         [
             (each.verdict, each.steps, each.checkpoints > 0) == ("reproduced", 24 - start, True)
-            for each, start in zip(found, (0, 20), strict=True)
+            for each, start in zip(found, (0, 15), strict=True)
         ],
     )
     yield _changed(name, "fit", [*line, "rate=0.01"], 4, "state")
@@ -96,4 +96,4 @@ def _fit(backend: str) -> Iterator[Row]:
         f"replay, {name} without a journal: the backups",
         [(silent.verdict, silent.steps, silent.checkpoints) == ("reproduced", 0, 2)],
     )
-    yield _changed(f"{name} without a journal", "silent", [*line, "rate=0.01"], 20, "state")
+    yield _changed(f"{name} without a journal", "silent", [*line, "rate=0.01"], 15, "state")

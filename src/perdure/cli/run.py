@@ -75,6 +75,16 @@ if TYPE_CHECKING:
     help="Keep a warm process beside each worker that has imported MODULE; costs its memory.",
 )
 @click.option(
+    "--audit",
+    type=click.FloatRange(0, 1),
+    help="Share of the steps of a strategy in which a contribution is computed again and compared.",
+)
+@click.option(
+    "--on-corruption",
+    type=click.Choice(["raise", "exclude"]),
+    help="After wrong numbers: end as after any error, or continue without the device.",
+)
+@click.option(
     "--allow",
     metavar="FIELD",
     multiple=True,
@@ -96,6 +106,8 @@ def command(
     timestamps: bool,
     compilation_cache: Path | None,
     warm: tuple[str, ...],
+    audit: float | None,
+    on_corruption: str | None,
     allow: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
@@ -122,7 +134,7 @@ def command(
         limits=Limits(**_limits(limits)),
         grace=grace,
         warm=warm,
-        environment=_allowed(allow),
+        environment=_allowed(allow) | _audit(audit, on_corruption),
         compilation_cache=default_cache()
         if compilation_cache is None
         else None
@@ -183,6 +195,13 @@ def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
     from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
 
     return {ALLOW: ",".join(sorted(allowed(fields)))}
+
+
+def _audit(rate: float | None, on_corruption: str | None) -> dict[str, str]:
+    from perdure.excluded_devices import AUDIT, ON_CORRUPTION
+
+    variables = {AUDIT: rate, ON_CORRUPTION: on_corruption}
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _elastic(text: str | None) -> tuple[int, int] | None:

@@ -1,0 +1,102 @@
+"""What an audit computes again, and which device was wrong. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from blake3 import blake3
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is audited in one step: a replica, and the devices of the group that may compute it.
+
+    Attributes:
+        replica: The logical replica.
+        devices: Numbers of devices in the group: that which runs the replica, and the others in the
+            order in which they are asked.
+    """
+
+    replica: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One computation of the contribution: the device, and the hashes of the leaves in their order."""
+
+    device: int
+    hashes: tuple[str, ...]
+
+
+def draw(seed: int, step: int, rate: float, owners: Sequence[int], devices: int) -> Draw | None:
+    """What is audited in `step`; None in a share of 1 - `rate` of the steps.
+
+    Args:
+        seed: That of the strategy.
+        step: The step.
+        rate: From 0 to 1.
+        owners: For each replica, the number of the device that runs it.
+        devices: How many devices the group has.
+    """
+    words = blake3(f"perdure audit {seed} {step}".encode()).digest(24)
+    chance, replica, turn = (int.from_bytes(words[at : at + 8]) for at in (0, 8, 16))
+    if chance >= rate * 2**64:
+        return None
+    replica %= len(owners)
+    owner = owners[replica]
+    others = [(owner + 1 + i) % devices for i in range(devices - 1)]
+    turn %= max(1, len(others))
+    return Draw(replica, (owner, *others[turn:], *others[:turn]))
+
+
+def further(devices: Sequence[int]) -> tuple[int, ...]:
+    """The devices that compute after two computations differ: a third; of two, both again."""
+    if len(devices) == 1:
+        return (devices[0],)
+    return (devices[2],) if len(devices) > 2 else tuple(devices)
+
+
+class Verdict(NamedTuple):
+    """What several computations of one contribution say.
+
+    Attributes:
+        wrong: Numbers of the devices that were wrong; empty if the computations do not decide.
+        right: Number of a computation that is right, or the first one.
+        other: Number of a computation that differs from it.
+    """
+
+    wrong: tuple[int, ...]
+    right: int
+    other: int
+
+
+def judge(computed: Sequence[Computation]) -> Verdict:
+    """Which devices were wrong, of computations that do not all agree.
+
+    A device that contradicts itself is wrong, and so is one that contradicts two others that agree. A
+    device alone is always that which was wrong; what two of its computations agree on is right.
+    """
+    results: dict[tuple[str, ...], list[int]] = {}
+    devices: dict[int, set[tuple[str, ...]]] = {}
+    for computation in computed:
+        results.setdefault(computation.hashes, []).append(computation.device)
+        devices.setdefault(computation.device, set()).add(computation.hashes)
+    wrong = {device for device, found in devices.items() if len(found) > 1}
+    if len(devices) == 1:
+        best = max(results, key=lambda hashes: len(results[hashes]))
+    else:
+        agreed = [hashes for hashes, by in results.items() if len(set(by)) > 1]
+        best = agreed[0] if len(agreed) == 1 else None
+        if best is not None:
+            wrong |= {device for device, found in devices.items() if found != {best}}
+        else:
+            best = next((c.hashes for c in computed if c.device not in wrong), computed[0].hashes)
+            if len(wrong) == len(devices):
+                wrong = set()
+    numbers = range(len(computed))
+    right = next(number for number in numbers if computed[number].hashes == best)
+    other = next(number for number in numbers if computed[number].hashes != best)
+    return Verdict(tuple(sorted(wrong)), right, other)

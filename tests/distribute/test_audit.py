@@ -16,8 +16,9 @@ from perdure import excluded_devices, heartbeats
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.distribute.audit import AuditOptions
-from perdure.distribute.audit_vote import Computation, draw, judge
+from perdure.distribute.audit_vote import Computation, Draw, draw, judge
 from perdure.distribute.engine import Stream
+from perdure.distribute.topology import split
 from perdure.errors import SilentCorruptionError, StateError, TopologyError, TrainError
 from perdure.train import RunConfig, Trainer
 from pretend import Pretend, play
@@ -87,9 +88,8 @@ def train(engine: NumpyEngine, steps: int, audit: float | None, **options: Any) 
     return state["w"]
 
 
-def audited(step: int, devices: int) -> Any:
-    owners = np.sort(np.arange(V) * devices // V).tolist()
-    return draw(0, step, 1.0, owners, devices)
+def drawn_in(step: int, devices: int, processes: int = 1) -> tuple[Draw, ...]:
+    return draw(0, step, 1.0, split(V, (devices,) * processes))
 
 
 def test_an_audit_changes_no_bit_and_raises_no_false_alarm() -> None:
@@ -98,7 +98,7 @@ def test_an_audit_changes_no_bit_and_raises_no_false_alarm() -> None:
         engine = NumpyEngine(devices)
         assert train(engine, 30, rate).tobytes() == plain.tobytes()
         grads = sum(name == "grad" for name, _ in engine.calls)
-        assert grads == 30 * V + {0.0: 0, 0.3: 9, 1.0: 30}[rate]  # 9 of 30 are drawn
+        assert grads == 30 * V + {0.0: 0, 0.3: 9, 1.0: 30}[rate] * devices  # 9 of 30 are drawn
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
@@ -106,14 +106,7 @@ def test_the_device_that_was_wrong_once_is_named(devices: int) -> None:
     """In the computation that is added, in the one that is compared with it: sign, exponent, value."""
     for number, bit in itertools.product((0, 1), (0, 22, 23, 30, 31)):
         step = 2 + bit % 3
-        strategy = Strategy(FaultyEngine(devices), V)
-        owners = [
-            device
-            for device, (start, stop) in enumerate(strategy._plan.local)
-            for _ in range(start, stop)
-        ]
-        drawn = draw(0, step, 1.0, owners, devices)
-        assert drawn is not None
+        drawn = drawn_in(step, devices)[bit % devices]
         engine = FaultyEngine(devices, wrong={(step, drawn.replica, number): bit})
         with pytest.raises(SilentCorruptionError) as caught:
             train(engine, 6, 1.0)
@@ -125,22 +118,19 @@ def test_the_device_that_was_wrong_once_is_named(devices: int) -> None:
         assert (error.leaf, error.bits) == ("g", 1)
         assert f"step {step}, logical replica {drawn.replica}: device {culprit} (" in str(error)
         assert "first in element [1]" in str(error)
-        assert engine.calls[-1][0] == "grad"  # nothing was added or updated after it
+        assert engine.calls[-1][0] == "grad"  # nothing was updated after it
 
 
 def test_without_an_audit_the_error_stays_in_the_state() -> None:
     """The negative control: the fault is one that changes the result."""
-    drawn = draw(0, 2, 1.0, [0] * V, 1)
-    assert drawn is not None
+    (drawn,) = drawn_in(2, 1)
     engine = FaultyEngine(1, wrong={(2, drawn.replica, 0): 22})
     assert train(engine, 6, 0).tobytes() != train(NumpyEngine(1), 6, None).tobytes()
     assert engine.fired == 1
 
 
 def test_two_devices_that_contradict_each_other_again_are_both_suspected() -> None:
-    drawn = draw(0, 2, 1.0, [0, 0, 0, 1, 1, 1], 2)
-    assert drawn is not None
-    first = drawn.replica
+    first = drawn_in(2, 2)[0].replica
     # Computations 0 and 2 are those of the device that runs the replica.
     engine = FaultyEngine(2, wrong={(2, first, 0): 5, (2, first, 2): 5})
     with pytest.raises(SilentCorruptionError, match="no majority says which is wrong") as caught:
@@ -166,16 +156,31 @@ def test_judge() -> None:
 
 
 def test_which_steps_are_audited_is_a_function_of_seed_and_step() -> None:
-    owners = [0, 0, 1, 1, 2, 2]
-    drawn = [draw(3, step, 0.1, owners, 3) for step in range(4000)]
-    assert drawn == [draw(3, step, 0.1, owners, 3) for step in range(4000)]
-    chosen = [found for found in drawn if found is not None]
+    parts = split(V, (3,))
+    drawn = [draw(3, step, 0.1, parts) for step in range(4000)]
+    assert drawn == [draw(3, step, 0.1, parts) for step in range(4000)]
+    assert drawn != [draw(4, step, 0.1, parts) for step in range(4000)]
+    chosen = [found for found in drawn if found]
     assert 340 <= len(chosen) <= 460  # 400, three standard deviations
-    assert {found.replica for found in chosen} == set(range(V))
-    assert all(sorted(found.devices) == [0, 1, 2] for found in chosen)
-    assert all(found.devices[0] == owners[found.replica] for found in chosen)
-    assert len({found.devices for found in chosen}) == 6
-    assert drawn != [draw(4, step, 0.1, owners, 3) for step in range(4000)]
+    for device in range(3):
+        assert {found[device].replica for found in chosen} == {2 * device, 2 * device + 1}
+        assert len({found[device].devices for found in chosen}) == 2
+        assert all(found[device].devices[0] == device for found in chosen)
+        assert all(sorted(found[device].devices) == [0, 1, 2] for found in chosen)
+
+
+def test_who_computes_again_in_a_group() -> None:
+    """Devices of a process among themselves; of processes with one device, one with another process."""
+    chosen = [draw(3, step, 1.0, split(12, (1, 2, 1, 3))) for step in range(400)]
+    for found in chosen:
+        near = {drawn.devices[0]: drawn.devices[1] for drawn in found}
+        assert near.keys() in ({0, 1, 2, 4, 5, 6}, {1, 2, 3, 4, 5, 6})
+        assert (near[1], near[2]) == (2, 1)
+        assert all(near[device] in {4, 5, 6} - {device} for device in (4, 5, 6))
+        assert all(len(set(drawn.devices)) == 3 for drawn in found)
+    asked = {drawn.devices[:2] for found in chosen for drawn in found if drawn.devices[0] == 0}
+    assert asked == {(0, other) for other in range(1, 7)}
+    assert {drawn.replica for found in chosen for drawn in found} == set(range(12))
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -184,9 +189,7 @@ def test_in_a_group_every_process_raises_the_same_error(count: int) -> None:
     results = play(count, lambda process: train(FaultyEngine(1, process), 8, 1.0))
     assert [result.tobytes() for result in results] == [plain.tobytes()] * count
     step = 3
-    owners = [replica * count // V for replica in range(V)]
-    drawn = draw(0, step, 1.0, owners, count)
-    assert drawn is not None
+    (drawn,) = drawn_in(step, 1, count)
 
     for culprit in drawn.devices[:2]:
 
@@ -223,8 +226,7 @@ def test_exclude_reports_the_device_to_the_supervisor(
 ) -> None:
     monkeypatch.setenv(heartbeats.VARIABLE, str(tmp_path / "beat"))
     monkeypatch.setenv(excluded_devices.EXCLUDED, "1")
-    drawn = draw(0, 2, 1.0, [0, 0, 1, 1, 2, 2], 3)
-    assert drawn is not None
+    drawn = drawn_in(2, 3)[0]
     engine = FaultyEngine(3, wrong={(2, drawn.replica, 1): 9})
     with pytest.raises(SilentCorruptionError) as caught:
         train(engine, 6, 1.0, on_corruption="exclude")
@@ -241,7 +243,7 @@ def test_options_of_the_command_line_are_those_of_a_step_without_its_own(
     monkeypatch.setenv("PERDURE_AUDIT", "1")
     engine = NumpyEngine(2)
     train(engine, 5, None)
-    assert sum(name == "grad" for name, _ in engine.calls) == 5 * (V + 1)
+    assert sum(name == "grad" for name, _ in engine.calls) == 5 * (V + 2)
     monkeypatch.setenv("PERDURE_AUDIT", "often")
     with pytest.raises(TopologyError, match=r"PERDURE_AUDIT: expected a share .* found 'often'"):
         train(engine, 5, None)
@@ -274,7 +276,7 @@ def test_a_trainer_audits_the_step_of_its_strategy(tmp_path: Path) -> None:
     state = {"w": np.ones(3, np.float32)}
     train_step = strategy.step(grad, update, on_corruption="exclude")
     Trainer(train_step, state, DATA, config, strategy=strategy).train(max_steps=4)
-    assert sum(name == "grad" for name, _ in engine.calls) == 4 * (V + 1)
+    assert sum(name == "grad" for name, _ in engine.calls) == 4 * (V + 2)
     assert train_step.audit_options == AuditOptions(1.0, excludes=True)
     with pytest.raises(TrainError, match="audit: expected a step_fn made by strategy"):
         Trainer(lambda state, _: (state, 0), state, [1, 2], config)

@@ -1,9 +1,8 @@
-"""The audit: in some steps the contribution of one logical replica is computed a second time.
+"""The audit: in some steps contributions of logical replicas are computed a second time.
 
-Another device of the group computes it if there is one. The bits of the two have to agree before
-`update` changes the state. If they differ, further computations decide which device was wrong; two
-alone cannot tell. Which steps, which replica and which devices is a function of (seed, step), so that
-every process knows it and the audit changes no bit.
+Another device computes them if there is one. The bits of the two have to agree before `update` changes
+the state. If they differ, further computations decide which device was wrong; two alone cannot tell.
+What is audited is a function of (seed, step), so that every process knows it and no bit changes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from perdure.distribute.audit_vote import Computation, Draw, draw, further, judge
-from perdure.distribute.engine import Engine
+from perdure.distribute.engine import Engine, Work
 from perdure.distribute.leaf_message import pack_leaves, unpack_leaves
 from perdure.distribute.reduction import Plan
 from perdure.errors import (
@@ -37,8 +36,8 @@ from perdure.store.leaf import Leaf
 
 OnCorruption = Literal["raise", "exclude"]
 
-# compute(local device, share) -> the contribution of the audited replica
-Compute = Callable[[int, Any], Any]
+# compute(local device, state, replica, share) -> contribution
+Compute = Callable[[int, Any, int, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -98,75 +97,114 @@ class Audit:
             for process, count in enumerate(plan.engine.devices_per_process)
             for device in range(count)
         ]
-        ranges = [part for parts in plan.parts for part in parts]
-        self._owners = [
-            next(device for device, (start, stop) in enumerate(ranges) if start <= r < stop)
-            for r in range(plan.replicas)
-        ]
 
     def of_step(self, step: int) -> AuditedStep | None:
         """The audit of a step; None for a step that is not audited."""
-        drawn = draw(self._seed, step, self._rate, self._owners, len(self.places))
-        return None if drawn is None else AuditedStep(self, step, drawn)
+        drawn = draw(self._seed, step, self._rate, self.plan.parts)
+        return AuditedStep(self, step, drawn) if drawn else None
+
+
+class _Case:
+    """One contribution that is computed several times.
+
+    Attributes:
+        replica: The logical replica.
+        devices: Those of the draw.
+        pair: The device that runs the replica, and the first that is asked; of a single device, both.
+        share: The share of the replica, where it is known.
+        sent: The share as a message, in all processes once one of them needs it.
+        computed: What all processes know.
+        kept: The arrays of the local computations, by the number of the computation.
+        leaves: The same on the host.
+    """
+
+    def __init__(self, drawn: Draw) -> None:
+        self.replica, self.devices = drawn
+        self.pair = (*drawn.devices, drawn.devices[0])[:2]
+        self.share: Any = None
+        self.sent = b""
+        self.computed: list[Computation] = []
+        self.kept: dict[int, list[Any]] = {}
+        self.leaves: dict[int, list[Leaf]] = {}
 
 
 class AuditedStep:
-    """The audit of one step. In a group every process makes the same calls.
+    """The audit of one step. In a group every process makes the same calls."""
 
-    Attributes:
-        replica: The logical replica whose contribution is compared.
-    """
-
-    def __init__(self, audit: Audit, step: int, drawn: Draw) -> None:
+    def __init__(self, audit: Audit, step: int, drawn: Sequence[Draw]) -> None:
         self._audit = audit
         self._engine: Engine = audit.plan.engine
         self._processes: Processes = self._engine.processes.channel("audit")
-        self.replica = drawn.replica
         self._step = step
-        self._devices = drawn.devices
+        self._cases = {draw.replica: _Case(draw) for draw in drawn}
         self._names: list[str] = []
-        self._kept: list[Leaf] | None = None
         self._shares: Sequence[Any] = ()
-        self._share: Any = None
-        self._sent = b""  # the share, in all processes once one of them needs it
-        self._computed: list[Computation] = []
-        self._values: dict[int, list[Leaf]] = {}  # of the local computations, by their number
 
     def keep(self, replica: int, value: Any) -> None:
-        """Keep the contribution that is about to be added, if it is that of the audited replica."""
-        if replica == self.replica:
-            self._kept = self._leaves(value)
+        """Keep a contribution that is about to be added, if it is computed again."""
+        if replica in self._cases:
+            self._keep(self._cases[replica], 0, value)
 
-    def check(self, compute: Compute, shares: Sequence[Any]) -> None:
+    def check(
+        self,
+        run: Callable[[Work, list[Any]], None],
+        compute: Compute,
+        states: list[Any],
+        shares: Sequence[Any],
+    ) -> None:
         """Compute again, and compare, before anything of the step reaches the state. A collective.
 
         Args:
-            compute: Computes the contribution of the audited replica on a local device.
+            run: Runs work on all local devices, as in `Engine.runner`.
+            compute: Computes one contribution.
+            states: The state before the step, as `Engine.place` returned it.
             shares: Those of the local replicas.
 
         Raises:
             SilentCorruptionError: The bits differ. Raised in every process.
+            StateError: A contribution could not be computed again. Raised in every process.
         """
         self._shares = shares
-        owner, *others = self._devices
-        self._vote(compute, (owner, others[0] if others else owner))
-        if self._computed[0].hashes == self._computed[1].hashes:
-            return
-        self._vote(compute, further(self._devices))
-        self._report()
+        cases = list(self._cases.values())
 
-    def _vote(self, compute: Compute, devices: Sequence[int]) -> None:
-        """Compute on `devices`, those of other processes too, and tell every process the hashes."""
-        self._send_share(devices)
-        numbered = list(enumerate(devices, len(self._computed)))
+        def again(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
+            for case in cases:
+                if self._local(case.pair[1]) == device:
+                    value = compute(device, placed, case.replica, self._share(case))
+                    self._keep(case, 1, value)
+                    yield case.replica, value
+
+        for case in cases:
+            self._send_share(case, case.pair)
+        self._tell([(case, case.pair) for case in cases], lambda: run(again, states))
+        case = next((case for case in cases if len({c.hashes for c in case.computed}) > 1), None)
+        if case is not None:
+            self._decide(case, compute, states)
+            self._report(case)
+
+    def _decide(self, case: _Case, compute: Compute, states: list[Any]) -> None:
+        devices = further(case.devices)
+
+        def more() -> None:
+            for number, device in enumerate(devices, len(case.computed)):
+                if (local := self._local(device)) is not None:
+                    placed = states[local % len(states)]
+                    value = compute(local, placed, case.replica, self._share(case))
+                    self._keep(case, number, value)
+
+        self._send_share(case, devices)
+        self._tell([(case, devices)], more)
+
+    def _tell(
+        self, asked: Sequence[tuple[_Case, Sequence[int]]], compute: Callable[[], None]
+    ) -> None:
+        """Compute, and tell every process the hashes of what `asked` of the devices."""
         failure: Exception | None = None
         told: dict[str, Any] = {}
         try:
-            for number, device in numbered:
-                process, local = self._audit.places[device]
-                if process == self._processes.index:
-                    self._values[number] = self._value(number, compute, local)
-                    told[str(number)] = [_hash(leaf) for leaf in self._values[number]]
+            compute()
+            for case, devices in asked:
+                told |= self._to_tell(case, len(case.computed), len(devices))
         except Exception as error:  # noqa: BLE001 (raised when the other processes know it)
             failure, told = error, {"failure": f"{type(error).__name__}: {error}"}
         found: dict[str, Any] = {}
@@ -176,65 +214,77 @@ class AuditedStep:
             raise failure
         if "failure" in found:
             raise StateError(
-                f"step {self._step}: the contribution of logical replica {self.replica} could not be "
-                f"computed again in another process: {found['failure']}"
+                f"step {self._step}: a contribution could not be computed again in another process: "
+                f"{found['failure']}"
             )
-        self._computed += [
-            Computation(device, tuple(found[str(number)])) for number, device in numbered
-        ]
+        for case, devices in asked:
+            for number, device in enumerate(devices, len(case.computed)):
+                if (hashes := found.get(f"{case.replica}/{number}")) is not None:
+                    case.computed.append(Computation(device, tuple(hashes)))
 
-    def _value(self, number: int, compute: Compute, device: int) -> list[Leaf]:
-        """The contribution of one computation on a local device."""
-        if number == 0:
-            assert self._kept is not None
-            return self._kept
-        if self._share is None:
+    def _to_tell(self, case: _Case, start: int, count: int) -> dict[str, list[str]]:
+        """The hashes of the local computations; nothing if both are here and agree."""
+        local = {number: self._hashes(case, number) for number in case.kept if number >= start}
+        if start == 0 and len(local) == count and local[0] == local[1]:
+            return {}
+        return {f"{case.replica}/{number}": hashes for number, hashes in local.items()}
+
+    def _local(self, device: int) -> int | None:
+        """The number of a device of the group in this process; None in another one."""
+        process, local = self._audit.places[device]
+        return local if process == self._processes.index else None
+
+    def _send_share(self, case: _Case, devices: Sequence[int]) -> None:
+        """Give the share of the replica to all processes, if another one computes with it."""
+        owner = self._audit.places[case.devices[0]][0]
+        is_owner = owner == self._processes.index
+        if is_owner:
+            case.share = self._shares[case.replica - self._audit.plan.first]
+        if case.sent or all(self._audit.places[device][0] == owner for device in devices):
+            return
+        data = pack_leaves(flatten(case.share)) if is_owner else b""
+        case.sent = self._processes.gather(data)[owner]
+
+    def _share(self, case: _Case) -> Any:
+        if case.share is None:
             try:
-                self._share = restore(self._shares[0], unpack_leaves(self._sent))
+                case.share = restore(self._shares[0], unpack_leaves(case.sent))
             except MismatchError as error:
                 raise StateError(
-                    f"step {self._step}: the share of logical replica {self.replica} has another form "
+                    f"step {self._step}: the share of logical replica {case.replica} has another form "
                     f"than those of process {self._processes.index}, which audits it: {error} Give "
                     "all replicas shares of one shape, or train without audit."
                 ) from error
-        return self._leaves(compute(device, self._share))
+        return case.share
 
-    def _send_share(self, devices: Sequence[int]) -> None:
-        """Give the share of the audited replica to all processes, if another one computes with it."""
-        owner = self._audit.places[self._devices[0]][0]
-        is_owner = owner == self._processes.index
-        if is_owner:
-            self._share = self._shares[self.replica - self._audit.plan.first]
-        if self._sent or all(self._audit.places[device][0] == owner for device in devices):
-            return
-        data = pack_leaves(flatten(self._share)) if is_owner else b""
-        self._sent = self._processes.gather(data)[owner]
-
-    def _leaves(self, value: Any) -> list[Leaf]:
-        """The leaves in memory of their own, in their order."""
+    def _keep(self, case: _Case, number: int, value: Any) -> None:
+        """Copies, where the arrays are: what is added may be overwritten, and nothing waits here."""
         leaves, _ = self._engine.trees.flatten(value)
         if not self._names:
             self._names = self._engine.trees.paths(value)
-        found = flatten(leaves)
-        return [
-            leaf if leaf.frozen else Leaf(leaf.dtype, leaf.shape, memoryview(bytes(leaf.data)))
-            for leaf in (found[str(number)] for number in range(len(leaves)))
+        case.kept[number] = [
+            leaf.detach().clone() if hasattr(leaf, "detach") else leaf.copy() for leaf in leaves
         ]
 
-    def _report(self) -> None:
+    def _hashes(self, case: _Case, number: int) -> list[str]:
+        found = flatten(case.kept[number])
+        case.leaves[number] = [found[str(i)] for i in range(len(case.kept[number]))]
+        return [_hash(leaf) for leaf in case.leaves[number]]
+
+    def _report(self, case: _Case) -> None:
         """Name what was wrong, and raise the same error in every process."""
-        computed = self._computed
+        computed = case.computed
         wrong, right, other = judge(computed)
         pairs = zip(computed[right].hashes, computed[other].hashes, strict=True)
         differing = [number for number, (one, two) in enumerate(pairs) if one != two]
-        name, bits, where = self._compare(right, other, differing[0])
+        name, bits, where = self._compare(case, right, other, differing[0])
         devices = sorted({c.device for c in computed})
         suspects = self._describe(wrong or devices)
         others = self._describe([device for device in devices if device not in wrong])
         verdict = _verdict(suspects, others if wrong else None)
         more = f", and {len(differing) - 1} more leaves differ" if len(differing) > 1 else ""
         text = (
-            f"step {self._step}, logical replica {self.replica}: {verdict} {name}: "
+            f"step {self._step}, logical replica {case.replica}: {verdict} {name}: "
             f"{bits} {'bit differs' if bits == 1 else 'bits differ'}{where}{more}. The state has not "
             "changed, and nothing of this step is saved. `perdure doctor` looks at the devices."
         )
@@ -242,13 +292,12 @@ class AuditedStep:
             self._exclude(wrong, text)
         self._processes.barrier()  # the report is there before a process ends
         raise SilentCorruptionError(
-            text, self._step, self.replica, tuple(suspects), bool(wrong), name, bits
+            text, self._step, case.replica, tuple(suspects), bool(wrong), name, bits
         )
 
     def _exclude(self, wrong: Sequence[int], text: str) -> None:
-        places = [self._audit.places[device] for device in wrong]
-        local = [device for process, device in places if process == self._processes.index]
-        if local:
+        found = [self._local(device) for device in wrong]
+        if local := [device for device in found if device is not None]:
             report_corruption(local, len(self._engine.devices), text)
 
     def _describe(self, devices: Sequence[int]) -> list[CorruptDevice]:
@@ -258,10 +307,10 @@ class AuditedStep:
         places = [self._audit.places[device] for device in devices]
         return [CorruptDevice(told[p][0], p, d, told[p][1][d]) for p, d in places]
 
-    def _compare(self, right: int, other: int, at: int) -> tuple[str, int, str]:
+    def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[str, int, str]:
         """Of leaf `at` of two computations: its path, how many bits differ, and the first element."""
-        numbers = [number for number in (right, other) if number in self._values]
-        leaves = {str(number): self._values[number][at] for number in numbers}
+        numbers = [number for number in (right, other) if number in case.leaves]
+        leaves = {str(number): case.leaves[number][at] for number in numbers}
         names = self._names[at : at + 1]
         found: dict[str, Leaf] = {}
         for data in self._processes.gather(json.dumps(names).encode()):

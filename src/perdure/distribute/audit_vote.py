@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+ASKED = 3
 
-@dataclass(frozen=True)
-class Draw:
-    """What is audited in one step: a replica, and the devices of the group that may compute it.
+
+class Draw(NamedTuple):
+    """One contribution that is computed again.
 
     Attributes:
         replica: The logical replica.
-        devices: Numbers of devices in the group: that which runs the replica, and the others in the
-            order in which they are asked.
+        devices: Numbers of devices in the group: that which runs the replica, and at most two others in
+            the order in which they are asked.
     """
 
     replica: int
@@ -31,25 +32,41 @@ class Computation:
     hashes: tuple[str, ...]
 
 
-def draw(seed: int, step: int, rate: float, owners: Sequence[int], devices: int) -> Draw | None:
-    """What is audited in `step`; None in a share of 1 - `rate` of the steps.
+def draw(
+    seed: int, step: int, rate: float, parts: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[Draw, ...]:
+    """What is computed again in `step`; nothing in a share of 1 - `rate` of the steps.
+
+    One replica of each device of a process with several devices, by another device of that process.
+    Their shares need not travel. Of the processes with one device, one is drawn, whose replica another
+    process computes.
 
     Args:
         seed: That of the strategy.
         step: The step.
         rate: From 0 to 1.
-        owners: For each replica, the number of the device that runs it.
-        devices: How many devices the group has.
+        parts: For each process, the range of the replicas of each of its devices.
     """
-    words = blake3(f"perdure audit {seed} {step}".encode()).digest(24)
-    chance, replica, turn = (int.from_bytes(words[at : at + 8]) for at in (0, 8, 16))
+    words = blake3(f"perdure audit {seed} {step}".encode()).digest(32)
+    chance, turn, other_turn, alone = (int.from_bytes(words[i : i + 8]) for i in (0, 8, 16, 24))
     if chance >= rate * 2**64:
-        return None
-    replica %= len(owners)
-    owner = owners[replica]
-    others = [(owner + 1 + i) % devices for i in range(devices - 1)]
-    turn %= max(1, len(others))
-    return Draw(replica, (owner, *others[turn:], *others[:turn]))
+        return ()
+    total = sum(len(ranges) for ranges in parts)
+    single = [process for process, ranges in enumerate(parts) if len(ranges) == 1]
+    drawn, first = [], 0
+    for process, ranges in enumerate(parts):
+        end, others = first + len(ranges), total - len(ranges)
+        for device, (start, stop) in enumerate(ranges, first):
+            if len(ranges) == 1 and process != single[alone % len(single)]:
+                continue
+            # The devices after this one, those of its process and the others, each in a circle.
+            near = [first + (device - first + 1 + i) % len(ranges) for i in range(len(ranges) - 1)]
+            far = [(end + (other_turn + i) % others) % total for i in range(min(2, others))]
+            at = turn % max(1, len(near))
+            devices = (device, *near[at:], *near[:at], *far)[:ASKED]
+            drawn.append(Draw(start + turn % (stop - start), devices))
+        first = end
+    return tuple(drawn)
 
 
 def further(devices: Sequence[int]) -> tuple[int, ...]:

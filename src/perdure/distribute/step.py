@@ -135,12 +135,7 @@ class TrainStep:
 
         self._run(contribute, states)
         if audit:
-            audited = audit.replica
-
-            def again(device: int, share: Any) -> Any:
-                return compute(device, states[device % len(states)], audited, share)
-
-            audit.check(again, batch.values)
+            audit.check(self._run, compute, states, batch.values)
         total = reduction.total(check=not self._checked)
         self._checked = True
         return total

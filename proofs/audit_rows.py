@@ -130,6 +130,8 @@ def _worker(
             launcher = [sys.executable, "-m", "perdure.cli", "run", "--workers", str(workers)]
             command = [*launcher, "--log-dir", scratch, "--", *command]
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False
+        )
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
         return json.loads(result.read_text())

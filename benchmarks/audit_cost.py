@@ -2,8 +2,8 @@
 
     audit_cost.py ENGINE MODEL BATCH REPLICAS DEVICES BLOCKS STEPS
 
-As a program, it trains and answers with one line of JSON: for each block of steps, the milliseconds of a
-step without an audit and of one with `audit=1`. The blocks alternate.
+As a program, it trains and answers with one line of JSON: for each block of steps, the milliseconds of
+a step without an audit and of one with `audit=1`. The blocks alternate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A training in which one device computes wrong numbers from some step on, until it is left out.
 
-Run by `audit_rows.py` under `perdure run --audit 1 --on-corruption exclude`. The faulty device is given by
-its process and its number there; without one the run is undisturbed.
+Run by `audit_rows.py` under `perdure run --audit 1 --on-corruption exclude`. The faulty device is given
+by its process and its number there; without one the run is undisturbed.
 """
 
 from __future__ import annotations

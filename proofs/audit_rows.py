@@ -1,4 +1,4 @@
-"""Rows of `make proof-audit` about `strategy.step(audit=...)`: planted errors, clean steps, controls."""
+"""Rows of `make proof-audit` about `strategy.step(audit=...)`: planted errors and controls."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _exclusions() -> Iterator[Row]:
         device = _train(directory, "device", ["--faulty", "0:2:1"], 4)
         worker = _train(directory, "worker", ["--faulty", "1:0:3"], 1, workers=3)
         yield row(
-            "a device that computes wrong numbers is left out; the bits are those of an undisturbed run",
+            "a wrong device is left out, and the bits are those of an undisturbed run",
             [device == (undisturbed[0], [[2]])],
         )
         yield row("the same of a worker with one device", [worker == (undisturbed[0], [[0]])])

@@ -14,6 +14,7 @@ from perdure.checkpoint.journal import Journal
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
+from perdure.distribute.step_check import step_check
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.process_group import Processes
@@ -38,6 +39,7 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._step_check = step_check(plan, seed, (grad, update), self._fused)
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
         """Train on one global batch.
@@ -56,6 +58,8 @@ class TrainStep:
         """
         plan, engine = self._plan, self._plan.engine
         step = self._step_of(batch)
+        if self._step_check is not None:  # `perdure doctor`
+            self._step_check(state, batch)
         if not self._checked and engine.processes.count > 1:
             _require_same_state(engine.processes, state)
         journal = self.journal if self.journal and self.journal.wants(step + 1) else None

@@ -17,7 +17,6 @@ from perdure.doctor import jax_kernels
 from perdure.doctor.kernel_process import check_kernels
 from perdure.jax import MirroredStrategy
 
-
 CHECKED = ("matmul of one row",)
 
 

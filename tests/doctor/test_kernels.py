@@ -122,7 +122,7 @@ def test_mistakes_in_the_arguments_exit_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, ["doctor", *arguments]).exit_code == 2
 
 
-def test_the_majority_is_what_is_expected() -> None:
-    results = [Computed("", "x", device, 1, {"y": bits}) for device, bits in ("a1", "b0", "c0")]
-    (row,) = compare(results)
+@pytest.mark.parametrize("order", [("a1", "b0", "c0"), ("a1", "a1", "a1", "b0", "c0")])
+def test_most_devices_are_what_is_expected(order: tuple[str, ...]) -> None:
+    (row,) = compare(Computed("", "x", device, 1, {"y": bits}) for device, bits in order)
     assert [place.device for place in row.deviations] == ["a"]

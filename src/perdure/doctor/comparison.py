@@ -32,7 +32,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Results of one device in one process that are not those of the majority.
+    """Results of one device in one process that are not those of most devices.
 
     Attributes:
         device: The device.
@@ -59,8 +59,8 @@ class Comparison:
         results: How many there are.
         devices: The devices that gave them.
         processes: How many processes gave them.
-        deviations: Those that differ from the most frequent result; of equally frequent ones, from the
-            first.
+        deviations: Those that differ from the result of most devices; of equally many, from that which
+            was found more often, or first. With two devices this does not say which is wrong.
         problem: Why there is nothing to compare; empty if there is.
         is_refusal: The framework refuses this computation because it has no deterministic form. That
             is a promise kept.
@@ -90,8 +90,10 @@ def compare(results: Iterable[Computed]) -> list[Comparison]:
 
 
 def _compare(group: str, what: str, results: list[Computed]) -> Comparison:
+    # A device that computes more often than the others has no more votes.
+    votes = Counter(bits for _, bits in {(result.device, result.bits()) for result in results})
     counts = Counter(result.bits() for result in results)
-    expected = max(results, key=lambda result: counts[result.bits()])
+    expected = max(results, key=lambda result: (votes[result.bits()], counts[result.bits()]))
     by_place: dict[tuple[str, int], list[Computed]] = {}
     for result in results:
         by_place.setdefault((result.device, result.process), []).append(result)

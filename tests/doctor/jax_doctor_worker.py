@@ -6,6 +6,8 @@ The argument names a device whose fused step is wrong.
 import json
 import sys
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def check_step(wrong):
     strategy = MirroredStrategy(devices=2, replicas=2)
     dataset = ArrayDataset({"x": np.ones((16, 4), np.float32)}, batch_size=16, seed=1)
     if wrong:
-        engine = strategy.engine
+        engine: Any = strategy.engine
         make = engine.fused_step
 
         def fused_step(*arguments):
@@ -84,9 +86,10 @@ def check_step(wrong):
     train_step(state, strategy.batch(dataset, 0))
 
 
-step_check.drill_hook = lambda: SimpleNamespace(
+HOOK = SimpleNamespace(
     is_doctor=True, checked_step=lambda results: note({"e": "checked", "results": results})
 )
+patch.object(step_check, "drill_hook", lambda: HOOK).start()
 check_kernel_of_each_kind()
 check_step(wrong=False)
 check_step(wrong=True)

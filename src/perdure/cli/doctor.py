@@ -175,7 +175,7 @@ def _print_comparisons(comparisons: list[Comparison]) -> None:
         processes = max(comparison.processes for comparison in found)
         wrong = sum(not comparison.is_equal for comparison in found)
         counts = (len(found), sum(comparison.results for comparison in found), len(places))
-        rows.append((group, *counts, processes, f"{wrong} differ" if wrong else "equal"))
+        rows.append((group, *counts, processes, f"different: {wrong}" if wrong else "equal"))
     table(("computed", "things", "results", "places", "processes", ""), rows)
     for comparison in comparisons:
         if comparison.problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -15,7 +15,7 @@ from jax import lax
 
 from perdure.distribute.hardware import xla_flags
 from perdure.distribute.jax.flags import FLAG, ask_for_determinism
-from perdure.distribute.jax.threads import VARIABLE, pin, unpinned
+from perdure.distribute.jax.threads import VARIABLE, pin
 from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, listed
 
 
@@ -36,12 +36,12 @@ def describe() -> dict[str, str]:
         "version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
         **({"libraries": " ".join(client.platform_version.split())} if on_gpu else {}),
         "devices": listed(devices()),
-        "deterministic operations": "of the CPU" if not on_gpu else f"{FLAG}={flag or 'not set'}",
-        "threads": os.environ.get(VARIABLE, unpinned()),
-        "matmul precision": str(config.jax_default_matmul_precision),
+        "deterministic operations": f"{FLAG}={flag or 'not set'}" if on_gpu else "a flag of GPUs",
+        "threads": os.environ.get(VARIABLE, f"as many as cores, {VARIABLE} is not set"),
+        "matmul precision": str(config.jax_default_matmul_precision or "default"),
         "x64": str(bool(config.jax_enable_x64)),
         "threefry partitionable": str(bool(config.jax_threefry_partitionable)),
-        "compilation cache": str(config.jax_compilation_cache_dir),
+        "compilation cache": str(config.jax_compilation_cache_dir or "none"),
     }
 
 
@@ -110,4 +110,6 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "sort with ties": _sort,
     "exp, tanh, erf": lambda x: {"exp": jnp.exp(x), "tanh": jnp.tanh(x), "erf": lax.erf(x)},
 }
-KERNELS = {name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()}
+KERNELS: Mapping[str, Kernel] = {
+    name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()
+}

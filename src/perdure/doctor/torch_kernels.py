@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -145,5 +145,7 @@ _OTHER_SCATTERS: dict[str, Callable[..., Any]] = {
     "index_add": _result(lambda start, rows, values: start.index_add(0, rows, values)),
     "index_put": _result(_index_put),
 }
-KERNELS = {name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()}
-KERNELS |= {name: Kernel(made, *INPUTS["scatter-add"]) for name, made in _OTHER_SCATTERS.items()}
+KERNELS: Mapping[str, Kernel] = {
+    **{name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()},
+    **{name: Kernel(made, *INPUTS["scatter-add"]) for name, made in _OTHER_SCATTERS.items()},
+}

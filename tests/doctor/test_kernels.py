@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,16 @@ def test_a_crash_and_a_hang_are_rows_and_not_the_end() -> None:
     (row,) = result.comparisons
     assert row.problem.startswith("no result after 0.1 s")
     assert not row.is_equal
+
+
+def test_the_process_ends_with_the_doctor(tmp_path: Path) -> None:
+    request = {"module": "planted_kernels", "condition": AS_IT_IS, "repeats": 2, "only": ["hangs"]}
+    command = [sys.executable, "-m", "perdure.doctor.kernel_process"]
+    asked = json.dumps({**request, "file": str(tmp_path / "events")})
+    with subprocess.Popen([*command, asked], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 1
 
 
 def test_a_framework_that_cannot_be_imported_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

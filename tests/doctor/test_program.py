@@ -94,6 +94,7 @@ def test_a_plain_loop_is_ended_after_two_equal_steps(home: Path) -> None:
     assert ended.exit_code == 0, ended.output
     rows = json.loads(ended.stdout)["comparisons"]
     assert [(row["group"], row["what"], row["results"]) for row in rows] == [
+        ("states of runs/mine", "step 0", 2),  # the fresh state is none of the two
         ("states of runs/mine", "step 1", 2),
         ("states of runs/mine", "step 2", 2),
     ]

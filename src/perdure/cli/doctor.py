@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perdure.doctor.diagnosis import Diagnosis
 
 _MOST_LEAVES = 8
+_MOST_LINES = 40
 
 
 @click.command("doctor")
@@ -177,15 +178,23 @@ def _print_comparisons(comparisons: list[Comparison]) -> None:
         counts = (len(found), sum(comparison.results for comparison in found), len(places))
         rows.append((group, *counts, processes, f"different: {wrong}" if wrong else "equal"))
     table(("computed", "things", "results", "places", "processes", ""), rows)
-    for comparison in comparisons:
-        if comparison.problem:
-            click.echo(f"{comparison.group}: {comparison.what}: {comparison.problem}")
-        for place in comparison.deviations:
-            leaves = ", ".join(place.leaves[:_MOST_LEAVES])
-            more = len(place.leaves) - _MOST_LEAVES
-            leaves += f" and {more} more" if more > 0 else ""
-            click.echo(
-                f"{comparison.group}: {comparison.what}: other bits in {place.count} of {place.of} "
-                f"results{' on ' if place.device else ''}{place.device}, process {place.process}: "
-                f"{leaves}"
-            )
+    lines = [line for comparison in comparisons for line in _details(comparison)]
+    for line in lines[:_MOST_LINES]:
+        click.echo(printable(line))
+    if len(lines) > _MOST_LINES:
+        click.echo(f"and {len(lines) - _MOST_LINES} more lines; --json has all")
+
+
+def _details(comparison: Comparison) -> Iterator[str]:
+    name = f"{comparison.group}: {comparison.what}"
+    if comparison.problem:
+        yield f"{name}: {comparison.problem}"
+    for place in comparison.deviations:
+        leaves = ", ".join(place.leaves[:_MOST_LEAVES])
+        more = len(place.leaves) - _MOST_LEAVES
+        leaves += f" and {more} more" if more > 0 else ""
+        device = f" on {place.device}" if place.device else ""
+        yield (
+            f"{name}: other bits in {place.count} of {place.of} results{device}, process "
+            f"{place.process}: {leaves}"
+        )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perdure.store.file_lock import acquire
+from perdure.store.local import absolute_path
 
 MOUNTS = Path("/proc/self/mounts")
 
@@ -31,9 +32,9 @@ def check_file_system(run: str) -> list[FileSystemCheck]:
     if "://" in run:
         text = "an object store: `perdure verify` reads what is there; nothing is tried"
         return [FileSystemCheck("place", True, text)]
-    place = Path(os.path.abspath(os.path.expanduser(run)))
-    while not place.is_dir() and place != place.parent:
-        if place.exists():
+    place = Path(absolute_path(run))
+    while not os.path.isdir(place) and place != place.parent:
+        if os.path.lexists(place):
             return [FileSystemCheck("place", False, f"{place} is no directory")]
         place = place.parent
     free = shutil.disk_usage(place).free

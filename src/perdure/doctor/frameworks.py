@@ -106,8 +106,9 @@ def _run(request: Mapping[str, Any], limit_s: float) -> tuple[list[dict[str, Any
         asked = json.dumps({**request, "file": str(file)})
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "perdure.doctor.kernel_process", asked],
-                stdin=subprocess.DEVNULL,
+                # Not the working directory, in which a file may have the name of a module.
+                [sys.executable, "-P", "-m", "perdure.doctor.kernel_process", asked],
+                stdin=subprocess.PIPE,  # ends with this process
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -140,6 +141,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _by_threads(computed: list[Computed]) -> tuple[str, ...] | None:

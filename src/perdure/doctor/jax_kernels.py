@@ -20,6 +20,8 @@ from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, lis
 
 
 def prepare(condition: str) -> None:
+    # A GPU may be in use; how much memory is taken at once changes no bit.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if condition == DETERMINISTIC:
         ask_for_determinism()
         pin()

@@ -7,7 +7,9 @@ and names the kernel that was under way.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, cast
@@ -71,6 +73,7 @@ def _first_line(error: Exception) -> str:
 
 def main(request: str) -> None:
     """Do what the JSON of a request says: module, condition, repeats, only, and the file to write."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     asked = json.loads(request)
     framework = cast(Framework, import_module(asked["module"]))
     with open(asked["file"], "w", encoding="utf-8") as file:
@@ -83,6 +86,13 @@ def main(request: str) -> None:
         note({"e": "described", "settings": dict(framework.describe())})
         check_kernels(framework, asked["repeats"], note, asked["only"])
         note({"e": "end"})
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the standard input, which the doctor holds open as long as it lives."""
+    while os.read(0, 1):  # not `sys.stdin`, whose lock would be held as Python ends
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class FaultInjector:
     def recorded(self, where: str, step: int, leaves: Mapping[str, str]) -> None:
         """Record the digests of a state by leaf."""
         self._record("state", run=self._name_of(where), step=step, leaves=dict(leaves))
-        if step not in self._recorded:
+        if step > 0 and step not in self._recorded:  # a fresh state may be saved as step 0
             self._recorded.add(step)
             self._reach("recorded", step)
 

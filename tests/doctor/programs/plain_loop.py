@@ -20,6 +20,7 @@ elif odd != "nothing":
     with CheckpointManager("runs/mine") as manager:
         state, start = manager.restore_or_initialize(state)
         assert start == 0
+        manager.save(0, state)
         for step in range(100):
             noise = os.getpid() if odd == "second" and step else 0
             state = {"w": state["w"] + rng.normal(size=4) + noise, "b": state["b"]}

@@ -138,3 +138,16 @@ def test_mistakes_in_the_arguments_exit_with_2(arguments: list[str]) -> None:
 def test_most_devices_are_what_is_expected(order: tuple[str, ...]) -> None:
     (row,) = compare(Computed("", "x", device, 1, {"y": bits}) for device, bits in order)
     assert [place.device for place in row.deviations] == ["a"]
+
+
+def test_without_a_framework_only_a_file_system_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", {"no_such_framework": "planted_kernels"})
+    assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
+    ended = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path)])
+    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "equal")
+    (tmp_path / "file").touch()
+    ended = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path / "file")])
+    assert ended.exit_code == 1
+    assert "WRONG" in ended.stdout

@@ -89,7 +89,7 @@ def command(
     from perdure.doctor.machine import describe_machine
     from perdure.doctor.program import ProgramOptions, check_program
 
-    chosen = _chosen(names, bool(command))
+    chosen = _chosen(names, needed=not command and run is None)
     _refuse_meaningless(ctx, bool(command))
 
     def progress(text: str) -> None:
@@ -112,7 +112,7 @@ def command(
     ctx.exit(0 if diagnosis.is_equal else 1)
 
 
-def _chosen(names: tuple[str, ...], has_command: bool) -> list[str]:
+def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
     from perdure.doctor.frameworks import FRAMEWORKS, installed_frameworks
 
     installed = installed_frameworks()
@@ -123,7 +123,7 @@ def _chosen(names: tuple[str, ...], has_command: bool) -> list[str]:
             )
         if name not in installed:
             raise click.UsageError(f"--framework: {name} is not installed here.")
-    if not installed and not has_command:
+    if not installed and needed:
         raise click.UsageError(
             f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute."
         )

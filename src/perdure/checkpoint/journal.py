@@ -20,7 +20,7 @@ from perdure.checkpoint.arguments import metric_numbers, step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import run_in_chief
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.state_digest import combined_digest, state_digest
+from perdure.checkpoint.state_digest import combined_digest, show_doctor, state_digest
 from perdure.errors import (
     JournalMismatchError,
     PerdureError,
@@ -102,6 +102,7 @@ class Journal:
         """
         step = step_number(step)
         beat("step", step)
+        show_doctor(self._run.where, step, state, self._processes)
         self._require_local()
         self._is_used = True
         self.record_step(step, state, batch, metrics)
@@ -110,6 +111,7 @@ class Journal:
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
+        show_doctor(self._run.where, step, state, self._processes)
         if self._every is not None:
             self.record_step(step, state, None, metrics)
 

@@ -15,6 +15,7 @@ from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
+from perdure.distribute.step_check import step_check
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.process_group import Processes
@@ -45,6 +46,7 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
 
     def set_audit(self, options: AuditOptions) -> None:
@@ -70,6 +72,8 @@ class TrainStep:
         """
         plan, engine = self._plan, self._plan.engine
         step = self._step_of(batch)
+        if self._step_check is not None:  # `perdure doctor`
+            self._step_check(state, batch)
         if not self._checked and engine.processes.count > 1:
             _require_same_state(engine.processes, state)
         journal = self.journal if self.journal and self.journal.wants(step + 1) else None

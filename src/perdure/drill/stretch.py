@@ -74,15 +74,7 @@ def recompute(
         LaunchError: The program fails before the end of the stretch, or does not open the run.
         StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
     """
-    with writable(directory):
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError as error:
-            raise LaunchError(
-                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
-                f"remove that one."
-            ) from error
-        root = program.working.make(directory)
+    root = make_copy(program, directory)
     named = run.where if "://" in run.where else os.path.realpath(run.where)
     name, place = redirected(directory, named)
     if stretch.start is not None:
@@ -90,13 +82,7 @@ def recompute(
     # The step itself is complete when the next one is reported. Only the chief writes the journal.
     fault = {"id": "end", "act": "exit", "worker": 0, "opened": named}
     fault |= {"point": "step", "step": stretch.stop + 1}
-    plan = {"attempt": 1, "faults": [fault], "read_only": program.read_only}
-    (directory / PLAN).write_text(json.dumps(plan))
-    command = program.working.command(root, program.command)
-    summary = _run(program, command, directory, devices)
-    if summary.signal is not None:
-        raise KeyboardInterrupt
-    events = _events(directory / EVENTS)
+    summary, events = run_copy(program, root, {"faults": [fault]}, devices)
     opened = [event["name"] for event in events if event["e"] == "open"]
     has_stopped = any(event["e"] == "fired" for event in events)
     if summary.status != 0 and not has_stopped:
@@ -114,9 +100,36 @@ def recompute(
     return _recomputed(directory, name, place, events, stretch)
 
 
-def _run(
-    program: DrilledProgram, command: tuple[str, ...], directory: Path, devices: int | None
-) -> Summary:
+def make_copy(program: DrilledProgram, directory: Path) -> Path:
+    """Create `directory` with a copy of the working directory; returns the root of the copy."""
+    with writable(directory):
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise LaunchError(
+                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
+                f"remove that one."
+            ) from error
+        return program.working.make(directory)
+
+
+def run_copy(
+    program: DrilledProgram, root: Path, plan: Mapping[str, Any], devices: int | None
+) -> tuple[Summary, list[dict[str, Any]]]:
+    """Run `program` once, without a restart, in the copy below `root`.
+
+    Args:
+        program: What to run.
+        root: What `make_copy` returned.
+        plan: What the fault injector has to do, besides what is in every plan.
+        devices: Devices of each worker; None leaves them to the framework.
+
+    Returns:
+        How it ended, and the events of its processes.
+    """
+    directory = root.parent
+    plan = {"attempt": 1, "read_only": program.read_only, **plan}
+    (directory / PLAN).write_text(json.dumps(plan))
     options = RunOptions(
         workers=program.workers,
         devices_per_worker=devices,
@@ -126,7 +139,13 @@ def _run(
     )
     quiet = Console(io.StringIO(), io.StringIO())
     variables = {**program.environment, DRILL: str(directory)}
-    return Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
+    command = program.working.command(root, program.command)
+    summary = Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
+    if summary.signal is not None:
+        raise KeyboardInterrupt
+    path = directory / EVENTS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return summary, [json.loads(line) for line in lines]
 
 
 def allow_other_recipe(run: Run, step: int | None) -> dict[str, str]:
@@ -158,10 +177,6 @@ def _recomputed(
         elif kind == "step":
             found.last = max(event["step"], found.last or 0)
     return found
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 class _Environment(Observer):

@@ -21,6 +21,7 @@ _FRAMEWORKS = {"jax": "perdure.digests.jax_arrays", "torch": "perdure.digests.to
 
 _NOTHING = memoryview(b"")
 
+
 class LeafSums(NamedTuple):
     """What the digest of a leaf is made of, besides its path."""
 

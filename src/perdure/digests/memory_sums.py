@@ -29,7 +29,7 @@ SLAB_BYTES = 1 << 20
 
 SMALL_BYTES = 4096
 """So few bytes are summed together with those of other leaves: the calls would take longer."""
-_SMALL_WORDS = (8, 64, SMALL_BYTES // 8)
+_SMALL_WORDS = (64, SMALL_BYTES // 8)
 """Small leaves are padded to the next of these lengths, in words."""
 _TOGETHER_BYTES = 1 << 18
 
@@ -39,22 +39,25 @@ _scratch = threading.local()
 
 def byte_sums(octets: Octets, offset: int = 0) -> Sums:
     """The sums of contiguous bytes that begin at byte `offset` of their array."""
-    total = np.zeros(2, np.uint64)
     row, start = divmod(offset, ROW_BYTES)
-    if start or octets.size < ROW_BYTES:
+    total = np.zeros(2, np.uint64)
+    if start:
         head = octets[: ROW_BYTES - start]
         total += _part_of_row(head, row, start)
         octets, row = octets[head.size :], row + 1
-    count = octets.size // ROW_BYTES
-    words = octets[: count * ROW_BYTES].view(_NATIVE).reshape(count, LANES)
-    parts = [(words[n : n + PART_ROWS], row + n) for n in range(0, count, PART_ROWS)]
-    if len(parts) > 1:
-        for sums in map_ahead(pool("digest", THREADS), lambda part: _rows(*part), parts, THREADS):
-            total += sums
-    elif parts:
-        total += _rows(*parts[0])
-    if (tail := octets[count * ROW_BYTES :]).size:
-        total += _part_of_row(tail, row + count, 0)
+    if count := octets.size // ROW_BYTES:
+        words = octets[: count * ROW_BYTES].view(_NATIVE).reshape(count, LANES)
+        octets = octets[count * ROW_BYTES :]
+        parts = [(words[n : n + PART_ROWS], row + n) for n in range(0, count, PART_ROWS)]
+        row += count
+        if len(parts) == 1:
+            total += _rows(*parts[0])
+        else:
+            run = pool("digest", THREADS)
+            for sums in map_ahead(run, lambda part: _rows(*part), parts, THREADS):
+                total += sums
+    if octets.size:
+        total += _part_of_row(octets, row, 0)
     return total
 
 
@@ -74,9 +77,9 @@ def small_sums(parts: Sequence[memoryview]) -> list[tuple[int, int]]:
                 part = parts[number]
                 lines[place * width : place * width + len(part)] = part
             words = np.frombuffer(lines, _NATIVE).reshape(-1, count)
-            totals = _dots(words, lane_keys()) * row_keys(0, 1)
-            for number, *both in zip(together, *totals.tolist(), strict=True):
-                sums[number] = both[0], both[1]
+            both = _dots(words, lane_keys()) * row_keys(0, 1)
+            for number, *pair in zip(together, *both.tolist(), strict=True):
+                sums[number] = pair[0], pair[1]
     return sums
 
 
@@ -143,30 +146,29 @@ def _part_of_row(octets: Octets, row: int, start: int) -> Sums:
         padded[shift : shift + octets.size] = octets
         octets = padded
     words = octets.view(_NATIVE).reshape(1, -1)
-    return (_dots(words, lane_keys()[:, first:]) * row_keys(row, 1))[:, 0]
+    both = _dots(words, lane_keys()[:, first:])
+    return np.concatenate(both) * row_keys(row, 1)[:, 0]
 
 
 def _rows(words: np.ndarray[Any, Any], first: int) -> Sums:
     """The sums of whole rows, `[rows, LANES]`, from row `first`."""
-    blocks = (words[n : n + BLOCK_ROWS] for n in range(0, len(words), BLOCK_ROWS))
-    sums = np.concatenate([_dots(block, lane_keys()) for block in blocks], axis=1)
-    return (sums * row_keys(first, len(words))).sum(axis=1, dtype=np.uint64)
-
-
-def _dots(words: np.ndarray[Any, Any], keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The sums of lines of words times the first of `keys`, without the row keys: `[2, lines]`."""
-    count = words.shape[1]
-    swapped = _scratch_words()[: words.size].reshape(words.shape)
-    np.copyto(swapped, words.view(_REVERSED))
     sums = np.empty((2, len(words)), np.uint64)
-    # `einsum` multiplies and adds in one pass; `dot` has a slower loop for integers.
-    np.einsum("ij,j->i", words, keys[0, :count], out=sums[0])
-    np.einsum("ij,j->i", swapped, keys[1, :count], out=sums[1])
-    return sums
+    for start in range(0, len(words), BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        sums[:, block] = _dots(words[block], lane_keys())
+    sums *= row_keys(first, len(words))
+    return np.add.reduce(sums, 1)
 
 
-def _scratch_words() -> np.ndarray[Any, Any]:
-    """Memory of this thread that is used again, because touching new memory takes longer."""
-    if not hasattr(_scratch, "words"):
+def _dots(words: np.ndarray[Any, Any], keys: np.ndarray[Any, Any]) -> Any:
+    """Both sums of each line of words times the first of `keys`, without the row keys."""
+    count = words.shape[1]
+    if not hasattr(_scratch, "words"):  # touching new memory takes longer
         _scratch.words = np.empty(BLOCK_ROWS * LANES, np.uint64)
-    return _scratch.words
+    swapped = _scratch.words[: words.size].reshape(words.shape)
+    swapped[...] = words.view(_REVERSED)
+    # `einsum` multiplies and adds in one pass; the loop of `dot` for integers is slower.
+    return (
+        np.einsum("ij,j->i", words, keys[0, :count]),
+        np.einsum("ij,j->i", swapped, keys[1, :count]),
+    )

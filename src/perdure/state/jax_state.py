@@ -88,7 +88,7 @@ class JaxState(NoVariables):
                 "an abstract array has no data; it can only be part of a target."
             )
         dtype = leaf_dtype(value)
-        if not value.is_fully_addressable and not value.is_fully_replicated:
+        if not value.is_fully_replicated and not value.is_fully_addressable:
             # Its shards are in several processes, which all have to call this.
             context = current_rank_context()
             context.agree()

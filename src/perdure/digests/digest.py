@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ def leaf_digests(tree: Any) -> dict[str, Digest]:
     That of a leaf depends on its path too. `combined` makes the digest of the state of them.
     """
     return {path: _of_leaf(path, sums) for path, sums in sorted(sums_by_path(tree).items())}
+
+
+def leaf_digests_of_each(trees: Sequence[Any]) -> list[dict[str, Digest]]:
+    """`leaf_digests` of several trees, whose small leaves are summed together."""
+    digests: list[dict[str, Digest]] = [{} for _ in trees]
+    for path, sums in sorted(sums_by_path(list(trees)).items()):
+        number, _, inside = path.partition("/")
+        digests[int(number)][inside] = _of_leaf(inside, sums)
+    return digests
 
 
 def digests_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, Digest]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
 
-from perdure.digests import Digest, combined, digests_of_leaves, leaf_digests
+from perdure.digests import (
+    Digest,
+    combined,
+    digests_of_leaves,
+    leaf_digests,
+    leaf_digests_of_each,
+)
 from perdure.errors import UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten
@@ -46,6 +53,15 @@ def show_doctor(where: str, step: int, tree: Any, group: Processes) -> None:
     if hook is not None and hook.is_doctor and group.is_chief:
         leaves = digests_by_path(tree, group)
         hook.recorded(where, step, {path: digest.hex for path, digest in leaves.items()})
+
+
+def share_digests(shares: Sequence[Any]) -> list[str]:
+    """`state_digest` of each share of a batch, all in one pass."""
+    with rank_context(0, 1, _refuse_sharded) as rank:
+        return [
+            combined({path: leaves[path] for path in leaves if not rank.owns(f"{n}/{path}")}).hex
+            for n, leaves in enumerate(leaf_digests_of_each(shares))
+        ]
 
 
 def combined_digest(digests: list[str]) -> str:

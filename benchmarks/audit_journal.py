@@ -95,10 +95,8 @@ class Training:
             self._number += 1
             if recorded:
                 self._journal.record(self._number, self._state, None, {"loss": loss})
-        return tuple(
-            1e3 * seconds / count
-            for seconds in (time.perf_counter() - start, self._journal.seconds)
-        )
+        per_step = 1e3 / count
+        return per_step * (time.perf_counter() - start), per_step * self._journal.seconds
 
 
 def measure(engine: str, model: str, *numbers: str) -> list[tuple[float, float, float]]:
@@ -152,6 +150,7 @@ def written_journal(where: Path, same: Path | None = None) -> None:
         if same is not None:
             state, first = "f", PARTED
             with open(same / JOURNAL, "rb") as other:
+                line = b""
                 for _ in range(1, PARTED):
                     line = other.readline()
                     file.write(line)

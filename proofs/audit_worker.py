@@ -121,11 +121,11 @@ def torch_case(devices: int, processes: int) -> tuple[Any, Any, Any, Any, Any]:
     return strategy, grad, update, {"net": net}, flip
 
 
-def owner_is_blamed(monkey: bool) -> None:
+def blame_the_owner() -> None:
     """The negative control: no third computation, and the device that runs the replica is blamed."""
-    if monkey:
-        audit.further = lambda _: ()
-        audit.judge = lambda computed: audit_vote.Verdict((computed[0].device,), 1, 0)
+    module: Any = audit
+    module.further = lambda _: ()
+    module.judge = lambda computed: audit_vote.Judgement((computed[0].device,), 1, 0)
 
 
 def main() -> None:
@@ -141,7 +141,8 @@ def main() -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     make = jax_case if options.engine == "jax" else torch_case
     strategy, grad, update, state, flip = make(options.devices, processes)
-    owner_is_blamed(options.two_computations)
+    if options.two_computations:
+        blame_the_owner()
 
     fault, engine = Fault(), strategy.engine
     honest = type(engine).grad

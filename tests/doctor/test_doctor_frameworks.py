@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import events, run_forked
-from perdure.doctor.comparison import Comparison, Computed, compare
+from perdure.doctor.comparison import Computed, ResultComparison, compare
 
 
 def run(engine: str, **variables: str) -> list[dict[str, Any]]:
@@ -18,21 +18,21 @@ def run(engine: str, **variables: str) -> list[dict[str, Any]]:
     return events(out)
 
 
-def compared(results: list[dict[str, Any]]) -> dict[str, Comparison]:
+def compared(results: list[dict[str, Any]]) -> dict[str, ResultComparison]:
     rows = compare(Computed("", r["what"], r["device"], 1, r["leaves"]) for r in results)
     return {row.what: row for row in rows}
 
 
-def kernels(found: list[dict[str, Any]]) -> dict[str, Comparison]:
+def kernels(found: list[dict[str, Any]]) -> dict[str, ResultComparison]:
     assert [event for event in found if event["e"] in ("failed", "refused")] == []
     return compared([event for event in found if event["e"] == "computed"])
 
 
-def steps(found: list[dict[str, Any]]) -> list[dict[str, Comparison]]:
+def steps(found: list[dict[str, Any]]) -> list[dict[str, ResultComparison]]:
     return [compared(event["results"]) for event in found if event["e"] == "checked"]
 
 
-def differing(rows: dict[str, Comparison]) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
+def differing(rows: dict[str, ResultComparison]) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
     return {
         what: [(place.device, place.leaves) for place in row.deviations]
         for what, row in rows.items()

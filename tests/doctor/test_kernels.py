@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from perdure.cli import main
 from perdure.doctor import frameworks
-from perdure.doctor.comparison import Comparison, Computed, compare
+from perdure.doctor.comparison import Computed, ResultComparison, compare
 from perdure.doctor.frameworks import check_framework
 from perdure.doctor.kernel import AS_IT_IS, DETERMINISTIC, ONE_THREAD
 
@@ -29,7 +29,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def by_name(found: list[Comparison], group: str = GROUP) -> dict[str, Comparison]:
+def by_name(found: list[ResultComparison], group: str = GROUP) -> dict[str, ResultComparison]:
     return {row.what.removesuffix(" float32"): row for row in found if row.group == group}
 
 

@@ -17,8 +17,8 @@ from perdure.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from perdure.doctor.comparison import Comparison
-    from perdure.doctor.diagnosis import Diagnosis
+    from perdure.doctor.comparison import ResultComparison
+    from perdure.doctor.doctor_report import DoctorReport
 
 _MOST_LEAVES = 8
 _MOST_LINES = 40
@@ -83,11 +83,11 @@ def command(
     directory. The exit status is 0 if all is equal, 1 if something differs or fails, 2 for a mistake in
     the arguments.
     """
-    from perdure.doctor.diagnosis import Diagnosis
+    from perdure.doctor.doctor_report import DoctorReport
     from perdure.doctor.file_system import check_file_system
     from perdure.doctor.frameworks import check_framework
     from perdure.doctor.machine import describe_machine
-    from perdure.doctor.program import ProgramOptions, check_program
+    from perdure.doctor.program_check import ProgramOptions, check_program
 
     chosen = _chosen(names, needed=not command and run is None)
     _refuse_meaningless(ctx, bool(command))
@@ -101,10 +101,10 @@ def command(
         options = ProgramOptions(steps, workers, devices, read_only)
         with kept_or_temporary(None, "doctor") as work:
             found = check_program(command, options, work, progress)
-        diagnosis = Diagnosis(machine, files, program=found)
+        diagnosis = DoctorReport(machine, files, program=found)
     else:
         results = [check_framework(name, repeats, progress=progress) for name in chosen]
-        diagnosis = Diagnosis(machine, files, results)
+        diagnosis = DoctorReport(machine, files, results)
     if as_json:
         document(diagnosis.document())
     else:
@@ -142,7 +142,7 @@ def _refuse_meaningless(ctx: click.Context, has_command: bool) -> None:
             raise click.UsageError(f"{parameter.opts[0]}: has a meaning {where}.")
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(diagnosis: DoctorReport) -> None:
     _section("machine", diagnosis.machine)
     for result in diagnosis.frameworks:
         _section(result.name, result.settings)
@@ -166,8 +166,8 @@ def _section(title: str, found: Mapping[str, str]) -> None:
         click.echo()
 
 
-def _print_comparisons(comparisons: list[Comparison]) -> None:
-    groups: dict[str, list[Comparison]] = {}
+def _print_comparisons(comparisons: list[ResultComparison]) -> None:
+    groups: dict[str, list[ResultComparison]] = {}
     for comparison in comparisons:
         groups.setdefault(comparison.group, []).append(comparison)
     rows = []
@@ -185,7 +185,7 @@ def _print_comparisons(comparisons: list[Comparison]) -> None:
         click.echo(f"and {len(lines) - _MOST_LINES} more lines; --json has all")
 
 
-def _details(comparison: Comparison) -> Iterator[str]:
+def _details(comparison: ResultComparison) -> Iterator[str]:
     name = f"{comparison.group}: {comparison.what}"
     if comparison.problem:
         yield f"{name}: {comparison.problem}"

@@ -25,7 +25,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Computation:
+class Computed:
     """One computation of the contribution: the device, and the hashes of the leaves in their order."""
 
     device: int
@@ -76,7 +76,7 @@ def further(devices: Sequence[int]) -> tuple[int, ...]:
     return (devices[2],) if len(devices) > 2 else tuple(devices)
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What several computations of one contribution say.
 
     Attributes:
@@ -90,7 +90,7 @@ class Verdict(NamedTuple):
     other: int
 
 
-def judge(computed: Sequence[Computation]) -> Verdict:
+def judge(computed: Sequence[Computed]) -> Judgement:
     """Which devices were wrong, of computations that do not all agree.
 
     A device that contradicts itself is wrong, and so is one that contradicts two others that agree. A
@@ -116,4 +116,4 @@ def judge(computed: Sequence[Computation]) -> Verdict:
     numbers = range(len(computed))
     right = next(number for number in numbers if computed[number].hashes == best)
     other = next(number for number in numbers if computed[number].hashes != best)
-    return Verdict(tuple(sorted(wrong)), right, other)
+    return Judgement(tuple(sorted(wrong)), right, other)

@@ -50,7 +50,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ResultComparison:
     """All results of one computation.
 
     Attributes:
@@ -81,7 +81,7 @@ class Comparison:
         return not self.deviations and (not self.problem or self.is_refusal)
 
 
-def compare(results: Iterable[Computed]) -> list[Comparison]:
+def compare(results: Iterable[Computed]) -> list[ResultComparison]:
     """A comparison for each computation, in the order of their first results."""
     by_key: dict[tuple[str, str], list[Computed]] = {}
     for result in results:
@@ -89,7 +89,7 @@ def compare(results: Iterable[Computed]) -> list[Comparison]:
     return [_compare(group, what, found) for (group, what), found in by_key.items()]
 
 
-def _compare(group: str, what: str, results: list[Computed]) -> Comparison:
+def _compare(group: str, what: str, results: list[Computed]) -> ResultComparison:
     # A device that computes more often than the others has no more votes.
     votes = Counter(bits for _, bits in {(result.device, result.bits()) for result in results})
     counts = Counter(result.bits() for result in results)
@@ -104,7 +104,7 @@ def _compare(group: str, what: str, results: list[Computed]) -> Comparison:
         if others:
             place = Deviation(device, process, len(others), len(found), tuple(sorted(leaves)))
             deviations.append(place)
-    return Comparison(
+    return ResultComparison(
         group,
         what,
         len(results),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perdure.doctor.comparison import Comparison, Computed, compare
+from perdure.doctor.comparison import Computed, ResultComparison, compare
 from perdure.doctor.kernel import AS_IT_IS, DETERMINISTIC, ONE_THREAD
 
 FRAMEWORKS = {"jax": "perdure.doctor.jax_kernels", "torch": "perdure.doctor.torch_kernels"}
@@ -44,7 +44,7 @@ class FrameworkResult:
 
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[ResultComparison] = field(default_factory=list)
     by_threads: tuple[str, ...] | None = None
 
 
@@ -75,7 +75,7 @@ def check_framework(
     conditions = CONDITIONS if conditions is None else conditions
     result = FrameworkResult(name)
     computed: list[Computed] = []
-    problems: list[Comparison] = []
+    problems: list[ResultComparison] = []
     for number, condition in enumerate(conditions, 1):
         progress(f"{name}, {condition} (process {number} of {len(conditions)})")
         request = {"module": FRAMEWORKS[name], "condition": condition, "repeats": repeats}
@@ -90,10 +90,12 @@ def check_framework(
             elif event["e"] in ("refused", "failed"):
                 text = f"{event['e']}: {event['text']}"
                 is_refusal = event["e"] == "refused"
-                row = Comparison(group, event["what"], problem=text, is_refusal=is_refusal)
+                row = ResultComparison(group, event["what"], problem=text, is_refusal=is_refusal)
                 problems += [row] if row not in problems else []
         if problem:
-            problems.append(Comparison(f"{name}, {condition}", "the process", problem=problem))
+            problems.append(
+                ResultComparison(f"{name}, {condition}", "the process", problem=problem)
+            )
     result.comparisons = [*compare(computed), *problems]
     result.by_threads = _by_threads(computed)
     return result

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from perdure.doctor.comparison import Comparison, Computed, compare
+from perdure.doctor.comparison import Computed, ResultComparison, compare
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, read_manifest
 from perdure.drill.fault_injection import COPIES
 from perdure.drill.stretch import make_copy, run_copy
@@ -46,7 +46,7 @@ def check_program(
     options: ProgramOptions,
     directory: Path,
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Comparison]:
+) -> list[ResultComparison]:
     """Run the first steps of a program twice from its beginning, and compare the bits.
 
     A program that calls `strategy.step(grad, update)` is ended in its first step, after contributions,
@@ -75,13 +75,13 @@ def _check(
     options: ProgramOptions,
     directory: Path,
     progress: Callable[[str], None],
-) -> list[Comparison]:
+) -> list[ResultComparison]:
     read_only = tuple(str(Path(path).resolve()) for path in options.read_only)
     working = WorkingDirectory(Path.cwd(), [directory], read_only)
     # Without a shared compilation cache: the second process compiles again, and may choose otherwise.
     program = DrilledProgram(tuple(command), working, options.workers, read_only=read_only)
     computed: list[Computed] = []
-    problems: list[Comparison] = []
+    problems: list[ResultComparison] = []
     for number in range(1, PROCESSES + 1):
         progress(f"the program, started for the {('first', 'second')[number - 1]} time")
         place = directory / f"process-{number}"
@@ -95,7 +95,7 @@ def _check(
 
 def _run(
     program: DrilledProgram, options: ProgramOptions, directory: Path, number: int
-) -> list[Computed | Comparison]:
+) -> list[Computed | ResultComparison]:
     root = make_copy(program, directory)
     end = {"id": "end", "act": "exit", "worker": 0, "point": "recorded", "nth": options.steps}
     plan = {"faults": [end], "doctor": True}
@@ -117,27 +117,27 @@ def _run(
     )
 
 
-def _checked(event: dict[str, Any], _: Path, number: int) -> list[Computed | Comparison]:
+def _checked(event: dict[str, Any], _: Path, number: int) -> list[Computed | ResultComparison]:
     worker = f"worker {event['w']}, " if event["w"] else ""
-    results: list[Computed | Comparison] = []
+    results: list[Computed | ResultComparison] = []
     for result in event["results"]:
         what = result["what"]
         if "problem" in result:
-            results.append(Comparison(FIRST_STEP, what, problem=result["problem"]))
+            results.append(ResultComparison(FIRST_STEP, what, problem=result["problem"]))
         else:
             device = worker + result["device"]
             results.append(Computed(FIRST_STEP, what, device, number, result["leaves"]))
     return results
 
 
-def _states(event: dict[str, Any], _: Path, number: int) -> list[Computed | Comparison]:
+def _states(event: dict[str, Any], _: Path, number: int) -> list[Computed | ResultComparison]:
     group = f"states of {_shown(event['run'])}"
     return [Computed(group, f"step {event['step']}", "", number, event["leaves"])]
 
 
 def _checkpoints(
     event: dict[str, Any], directory: Path, number: int
-) -> list[Computed | Comparison]:
+) -> list[Computed | ResultComparison]:
     step = event["step"]
     manifest = read_manifest(str(directory / COPIES / event["copy"]), step)
     leaves = {leaf.path: f"{leaf.dtype} {leaf.shape} {leaf.hashes()}" for leaf in manifest.leaves}
@@ -151,7 +151,7 @@ def _shown(run: str) -> str:
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
-def _in_all_processes(comparison: Comparison) -> Comparison:
+def _in_all_processes(comparison: ResultComparison) -> ResultComparison:
     if comparison.processes == PROCESSES:
         return comparison
     text = f"expected in both runs of the program, found in {comparison.processes} of them"

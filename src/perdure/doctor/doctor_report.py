@@ -1,4 +1,4 @@
-"""`Diagnosis`: all that the doctor found, as one document."""
+"""`DoctorReport`: all that the doctor found, as one document."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perdure.doctor.comparison import Comparison
+from perdure.doctor.comparison import ResultComparison
 from perdure.doctor.file_system import FileSystemCheck
 from perdure.doctor.frameworks import FrameworkResult
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class DoctorReport:
     """All that was found.
 
     Attributes:
@@ -25,10 +25,10 @@ class Diagnosis:
     machine: Mapping[str, str]
     file_system: Sequence[FileSystemCheck] = ()
     frameworks: Sequence[FrameworkResult] = ()
-    program: Sequence[Comparison] = field(default=())
+    program: Sequence[ResultComparison] = field(default=())
 
     @property
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[ResultComparison]:
         """Those of the frameworks and of the program."""
         kernels = [found for result in self.frameworks for found in result.comparisons]
         return [*kernels, *self.program]

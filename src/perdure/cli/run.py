@@ -118,7 +118,6 @@ def command(
     when they saved and exited after SIGTERM or Ctrl-C, and 1 when they failed too often.
     """
     from perdure.supervise import Limits, RunOptions, Supervisor
-    from perdure.supervise.cache import default_cache
     from perdure.supervise.console import Console
     from perdure.supervise.record import timestamp
 
@@ -135,11 +134,7 @@ def command(
         grace=grace,
         warm=warm,
         environment=_allowed(allow) | _audit(audit, on_corruption),
-        compilation_cache=default_cache()
-        if compilation_cache is None
-        else None
-        if str(compilation_cache) == "off"
-        else compilation_cache.absolute(),
+        compilation_cache=_cache(compilation_cache),
     )
     _open_standard_streams()
     if os.getpid() == 1:
@@ -195,6 +190,14 @@ def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
     from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
 
     return {ALLOW: ",".join(sorted(allowed(fields)))}
+
+
+def _cache(named: Path | None) -> Path | None:
+    from perdure.supervise.cache import default_cache
+
+    if named is None:
+        return default_cache()
+    return None if str(named) == "off" else named.absolute()
 
 
 def _audit(rate: float | None, on_corruption: str | None) -> dict[str, str]:

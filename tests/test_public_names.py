@@ -137,6 +137,8 @@ def test_every_package_for_users_is_frozen() -> None:
     inner = {
         "cli",
         "demo",
+        "doctor",
+        "excluded_devices",
         "framework_group",
         "heartbeats",
         "host_generators",

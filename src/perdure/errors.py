@@ -19,6 +19,7 @@ PerdureError
 ├── NonFiniteError                a logical replica computed NaN or infinity
 ├── RecipeMismatchError           checkpoint and run, or the processes of a group, differ in recipe
 ├── JournalMismatchError          a repeated step has other bits than the journal recorded
+├── SilentCorruptionError         two devices computed other bits for one logical replica
 ├── TopologyError                 replicas, devices, processes or batch do not fit
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
@@ -30,6 +31,8 @@ PerdureError
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 
 class PerdureError(Exception):
@@ -122,6 +125,45 @@ class JournalMismatchError(PerdureError):
     ) -> None:
         super().__init__(text)
         self.step, self.what, self.expected, self.found = step, what, expected, found
+
+
+class CorruptDevice(NamedTuple):
+    """A device that an audit suspects: its host, its process, its number there, and its name."""
+
+    host: str
+    process: int
+    device: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"device {self.device} ({self.name}) of process {self.process} on {self.host}"
+
+
+class SilentCorruptionError(PerdureError):
+    """Devices computed other bits for the same logical replica; the state has not changed.
+
+    Attributes:
+        step: The step, which is not in the state.
+        replica: The logical replica.
+        devices: The devices that were wrong; all that computed, if no majority decided.
+        is_decided: Whether a majority named the devices that were wrong.
+        leaf: Path of the first leaf that differs, in the contribution.
+        bits: How many bits of this leaf differ.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        step: int = -1,
+        replica: int = -1,
+        devices: tuple[CorruptDevice, ...] = (),
+        is_decided: bool = False,
+        leaf: str = "",
+        bits: int = 0,
+    ) -> None:
+        super().__init__(text)
+        self.step, self.replica, self.devices = step, replica, devices
+        self.is_decided, self.leaf, self.bits = is_decided, leaf, bits
 
 
 class TopologyError(PerdureError):

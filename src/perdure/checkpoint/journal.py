@@ -20,7 +20,12 @@ from perdure.checkpoint.arguments import metric_numbers, step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import run_in_chief
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.state_digest import combined_digest, state_digest
+from perdure.checkpoint.state_digest import (
+    combined_digest,
+    share_digests,
+    show_doctor,
+    state_digest,
+)
 from perdure.checkpoint.step_trace import is_tracing, trace_recorded
 from perdure.errors import (
     JournalMismatchError,
@@ -110,6 +115,7 @@ class Journal:
         """
         step = step_number(step)
         beat("step", step)
+        show_doctor(self._run.where, step, state, self._processes)
         self._require_local()
         self._is_used = True
         self.record_step(step, state, batch, metrics)
@@ -118,6 +124,7 @@ class Journal:
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
+        show_doctor(self._run.where, step, state, self._processes)
         if self._every is not None:
             self.record_step(step, state, None, metrics)
 
@@ -138,7 +145,7 @@ class Journal:
                 self._raise_failure()
                 entry = self._entry(step, state, batch, metrics, noted)
                 self._keep(entry)
-                trace_recorded(step, "state", state)
+                trace_recorded(step, "state", state, self._processes)
                 if batch is not None:
                     trace_recorded(step, "batch", batch)
             except PerdureError as error:
@@ -153,7 +160,7 @@ class Journal:
         self._noted = {} if devices is None else {"devices": devices}
         digests = []
         with suppress(UnsupportedLeafError):  # a batch may be anything
-            digests = [state_digest(share) for share in shares]
+            digests = share_digests(shares)
         sent = "".join(digests).encode()
         parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
         if all(parts):

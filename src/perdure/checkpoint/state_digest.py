@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
 
-from perdure.digests import combined, digests_of_leaves, leaf_digests
+from perdure.digests import (
+    Digest,
+    combined,
+    digests_of_leaves,
+    leaf_digests,
+    leaf_digests_of_each,
+)
 from perdure.errors import UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
+from perdure.store.drill_hook import drill_hook
 
 DIGITS = 32
 
@@ -27,11 +35,33 @@ def state_digest(tree: Any, processes: Processes | None = None) -> str:
     Raises:
         UnsupportedLeafError: A value has no exact form, or an array is sharded over processes.
     """
-    group = processes or SingleProcess()
+    leaves = digests_by_path(tree, processes or SingleProcess())
+    return combined(leaves).hex
+
+
+def digests_by_path(tree: Any, group: Processes) -> dict[str, Digest]:
+    """The digest of each leaf, without members in `PerRank`; errors as `state_digest`."""
     with rank_context(group.index, group.count, _refuse_sharded) as rank:
         # The chief digests alone, so that nothing here may wait for other processes.
         leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(flatten(tree))
-        return combined({path: leaves[path] for path in leaves if not rank.owns(path)}).hex
+        return {path: leaves[path] for path in leaves if not rank.owns(path)}
+
+
+def show_doctor(where: str, step: int, tree: Any, group: Processes) -> None:
+    """Under `perdure doctor`, show it a state that the program saves or records."""
+    hook = drill_hook()
+    if hook is not None and hook.is_doctor and group.is_chief:
+        leaves = digests_by_path(tree, group)
+        hook.recorded(where, step, {path: digest.hex for path, digest in leaves.items()})
+
+
+def share_digests(shares: Sequence[Any]) -> list[str]:
+    """`state_digest` of each share of a batch, all in one pass."""
+    with rank_context(0, 1, _refuse_sharded) as rank:
+        return [
+            combined({path: leaves[path] for path in leaves if not rank.owns(f"{n}/{path}")}).hex
+            for n, leaves in enumerate(leaf_digests_of_each(shares))
+        ]
 
 
 def combined_digest(digests: list[str]) -> str:

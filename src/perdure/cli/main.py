@@ -19,6 +19,7 @@ COMMANDS = (
     "copy",
     "demo",
     "diff",
+    "doctor",
     "drill",
     "export",
     "fork",

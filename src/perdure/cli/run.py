@@ -75,6 +75,16 @@ if TYPE_CHECKING:
     help="Keep a warm process beside each worker that has imported MODULE; costs its memory.",
 )
 @click.option(
+    "--audit",
+    type=click.FloatRange(0, 1),
+    help="Share of the steps of a strategy in which a contribution is computed again and compared.",
+)
+@click.option(
+    "--on-corruption",
+    type=click.Choice(["raise", "exclude"]),
+    help="After wrong numbers: end as after any error, or continue without the device.",
+)
+@click.option(
     "--allow",
     metavar="FIELD",
     multiple=True,
@@ -96,6 +106,8 @@ def command(
     timestamps: bool,
     compilation_cache: Path | None,
     warm: tuple[str, ...],
+    audit: float | None,
+    on_corruption: str | None,
     allow: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
@@ -106,7 +118,6 @@ def command(
     when they saved and exited after SIGTERM or Ctrl-C, and 1 when they failed too often.
     """
     from perdure.supervise import Limits, RunOptions, Supervisor
-    from perdure.supervise.cache import default_cache
     from perdure.supervise.console import Console
     from perdure.supervise.record import timestamp
 
@@ -122,12 +133,8 @@ def command(
         limits=Limits(**_limits(limits)),
         grace=grace,
         warm=warm,
-        environment=_allowed(allow),
-        compilation_cache=default_cache()
-        if compilation_cache is None
-        else None
-        if str(compilation_cache) == "off"
-        else compilation_cache.absolute(),
+        environment=_allowed(allow) | _audit(audit, on_corruption),
+        compilation_cache=_cache(compilation_cache),
     )
     _open_standard_streams()
     if os.getpid() == 1:
@@ -183,6 +190,21 @@ def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
     from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
 
     return {ALLOW: ",".join(sorted(allowed(fields)))}
+
+
+def _cache(named: Path | None) -> Path | None:
+    from perdure.supervise.cache import default_cache
+
+    if named is None:
+        return default_cache()
+    return None if str(named) == "off" else named.absolute()
+
+
+def _audit(rate: float | None, on_corruption: str | None) -> dict[str, str]:
+    from perdure.excluded_devices import AUDIT, ON_CORRUPTION
+
+    variables = {AUDIT: rate, ON_CORRUPTION: on_corruption}
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _elastic(text: str | None) -> tuple[int, int] | None:

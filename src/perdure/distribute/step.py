@@ -11,9 +11,11 @@ from typing import Any
 
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
+from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
+from perdure.distribute.step_check import step_check
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.process_group import Processes
@@ -25,10 +27,16 @@ class TrainStep:
 
     Attributes:
         journal: Gets the digests of batch and total of each step that it records.
+        audit_options: What `set_audit` was given.
     """
 
     def __init__(
-        self, plan: Plan, seed: int, grad: Grad, update: Update, journal: Journal | None = None
+        self,
+        plan: Plan,
+        seed: int,
+        grad: Grad,
+        update: Update,
+        journal: Journal | None = None,
     ) -> None:
         self.journal = journal
         self._plan = plan
@@ -38,6 +46,13 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._step_check = step_check(plan, seed, (grad, update), self._fused)
+        self.set_audit(AuditOptions())
+
+    def set_audit(self, options: AuditOptions) -> None:
+        """Compute a contribution of some of the steps that follow a second time, and compare."""
+        self.audit_options = options
+        self._audit = Audit(self._plan, self._seed, options) if options.rate else None
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
         """Train on one global batch.
@@ -50,35 +65,30 @@ class TrainStep:
             The state after the step, and the logs that `update` returned.
 
         Raises:
+            SilentCorruptionError: An audited contribution was computed with other bits.
             StateError: Replicas contribute different structures, or, at the first step, the processes
                 of the group have different states.
             TopologyError: The batch was not made by this strategy.
         """
         plan, engine = self._plan, self._plan.engine
         step = self._step_of(batch)
+        if self._step_check is not None:  # `perdure doctor`
+            self._step_check(state, batch)
         if not self._checked and engine.processes.count > 1:
             _require_same_state(engine.processes, state)
         journal = self.journal if self.journal and self.journal.wants(step + 1) else None
         if journal is not None:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
-        if self._fused and (result := self._fused(state, batch.values, step)) is not None:
+        audit = self._audit and self._audit.of_step(step)
+        # In one fused program there is no contribution to compare.
+        if (
+            not audit
+            and self._fused
+            and (result := self._fused(state, batch.values, step)) is not None
+        ):
             return result
         states = engine.place(state)
-        reduction = plan.reduction()
-
-        def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
-            reduction.begin(device)
-            for replica in range(*plan.local[device]):
-                share = engine.put(batch.values[replica - plan.first], engine.devices[device])
-                stream = Stream(self._seed, step, replica)
-                value = engine.grad(self._grad, placed, share, stream)
-                reduction.push(device, replica, value)
-                yield replica, value
-                del value  # not alive beside the next one
-
-        self._run(contribute, states)
-        total = reduction.total(check=not self._checked)
-        self._checked = True
+        total = self._total(states, batch, step, audit)
         if journal is not None:
             journal.note_total(total)
         stream = Stream(self._seed, step, plan.replicas)
@@ -105,6 +115,34 @@ class TrainStep:
         if not all_logs:
             raise TopologyError("many: expected at least one batch, found none")
         return state, stack(self._plan.engine.trees, all_logs)
+
+    def _total(
+        self, states: list[Any], batch: PerReplica, step: int, audit: AuditedStep | None
+    ) -> Any:
+        """The sum of the contributions of all replicas of the group."""
+        plan, engine = self._plan, self._plan.engine
+        reduction = plan.reduction()
+
+        def compute(device: int, placed: Any, replica: int, share: Any) -> Any:
+            share = engine.put(share, engine.devices[device])
+            return engine.grad(self._grad, placed, share, Stream(self._seed, step, replica))
+
+        def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
+            reduction.begin(device)
+            for replica in range(*plan.local[device]):
+                value = compute(device, placed, replica, batch.values[replica - plan.first])
+                if audit:
+                    audit.keep(replica, value)
+                reduction.push(device, replica, value)
+                yield replica, value
+                del value  # not alive beside the next one
+
+        self._run(contribute, states)
+        if audit:
+            audit.check(self._run, compute, states, batch.values)
+        total = reduction.total(check=not self._checked)
+        self._checked = True
+        return total
 
     def _step_of(self, batch: PerReplica) -> int:
         if not isinstance(batch, PerReplica) or batch.step is None:

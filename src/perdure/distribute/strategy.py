@@ -17,6 +17,7 @@ from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, inputs, keras_calls
+from perdure.distribute.audit import OnCorruption, audit_options
 from perdure.distribute.cluster import Cluster
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
 from perdure.distribute.finite import FiniteEngine
@@ -70,6 +71,7 @@ class Strategy:
             )
         self._engine = engine
         self._seed = int(seed)
+        self._follows_devices = replicas is None
         self._replicas = int(sum(engine.devices_per_process) if replicas is None else replicas)
         if note := check_group(engine.processes, self.recipe(), allowed()):
             warnings.warn(note, stacklevel=3)
@@ -193,6 +195,8 @@ class Strategy:
         *,
         check_finite: bool = False,
         journal: Journal | None = None,
+        audit: float | None = None,
+        on_corruption: OnCorruption | None = None,
     ) -> TrainStep:
         """A training step, to be called as `state, logs = train_step(state, batch)`.
 
@@ -206,19 +210,37 @@ class Strategy:
                 a contribution is not finite. Every contribution is then read once more.
             journal: `manager.journal`, whose lines then have digests of the batch, and of the total
                 unless a step on JAX runs as one program, in which there is none.
+            audit: The share of the steps, 0 to 1, in which the contribution of one replica is computed
+                again on another device and compared, before `update` (docs/AUDIT.md). None for what
+                `perdure run --audit` says, or no audit. It changes no bit.
+            on_corruption: "raise" SilentCorruptionError in every process (by default); "exclude" also
+                has `perdure run` restart without the device that was wrong.
+
+        Raises:
+            TopologyError: `audit` or `on_corruption` has another value, or devices are to be excluded
+                and the number of replicas follows the number of devices.
         """
+        audited = audit_options(audit, on_corruption)
+        if audited.excludes and self._follows_devices:
+            raise TopologyError(
+                "on_corruption='exclude': expected a strategy with replicas of its own, found one with "
+                "as many as it has devices, whose result would change with a device less. Give it "
+                f"replicas={self._replicas}"
+            )
         note_strategy_in_use(self)
         engine = traced_engine(self._engine)
         if check_finite:
             engine = cast(Engine, FiniteEngine(engine))
         plan = self._plan if engine is self._engine else Plan(engine, self._replicas)
-        return TrainStep(
+        train_step = TrainStep(
             plan,
             self._seed,
             ReplicaFunction(grad, self._replicas, "grad"),
             ReplicaFunction(update, self._replicas, "update"),
             journal,
         )
+        train_step.set_audit(audited)
+        return train_step
 
     def run(
         self,

@@ -18,6 +18,7 @@ A fault happens at a *point*, a named place that a process reaches:
 | `pack.sync`, `manifest.sync` | before the directory is synced after the link of such a file |
 | `directory.sync` | before a directory is synced otherwise |
 | `restoring`, `restored`, `step`, `save`, `end` | at a heartbeat of the loop (`_BEATS`) |
+| `recorded` | when a state is saved or recorded, once for each step, under `perdure doctor` |
 
 OPERATION is what `LocalStorage` announces (`open`, `write`, `fsync`, `link`, `rename`, `mkdir`); a
 removal is `delete`, and `tidy` for a temporary file (see `_point`).
@@ -82,8 +83,8 @@ class FaultInjector:
     named the run directory `opened`), `act` happens: "kill",
     "term", "stop" (a signal to itself), "full", "io" (the operation fails), "torn" (the file written
     last loses its end and the process is killed), "clock" (the clock jumps by `value` seconds). "exit",
-    the end of a replay, happens at each such point: `SystemExit` in the program, so that a save under
-    way is finished.
+    the end of a replay, happens at each such point from the first on: `SystemExit` in the program, so
+    that a save under way is finished.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,6 +93,8 @@ class FaultInjector:
         self.attempt: int = plan["attempt"]
         self._faults: list[dict[str, Any]] = plan["faults"]
         self._read_only = set(plan.get("read_only", ()))
+        self.is_doctor: bool = plan.get("doctor", False)
+        self._recorded: set[int] = set()
         self._traced: int | None = plan.get("traced")
         self._finished = -2  # the last step that was reported
         self._states: dict[str, str] = {}  # of the random generators
@@ -155,6 +158,18 @@ class FaultInjector:
         if not any("." in point or point == "read" for point in self._seen):  # before any change
             self._seen["read"] += 1
             self._record("read")
+
+    def recorded(self, where: str, step: int, leaves: Mapping[str, str]) -> None:
+        """Record the digests of a state by leaf."""
+        self._record("state", run=self._name_of(where), step=step, leaves=dict(leaves))
+        if step > 0 and step not in self._recorded:  # a fresh state may be saved as step 0
+            self._recorded.add(step)
+            self._reach("recorded", step)
+
+    def checked_step(self, results: list[dict[str, Any]]) -> None:
+        """Record what was computed for a check of the first step, and end the program."""
+        self._record("checked", results=results)
+        self._act({"act": "exit"}, "")
 
     def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
         """Record by which metric a run directory keeps its best checkpoints."""
@@ -266,7 +281,8 @@ class FaultInjector:
             return False
         if (wanted := fault.get("step")) is not None:
             return step is not None and step >= wanted
-        return self._seen[point] == fault.get("nth", 1)
+        nth = fault.get("nth", 1)
+        return self._seen[point] >= nth if fault["act"] == "exit" else self._seen[point] == nth
 
     def _mark_fired(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
         """Whether no process carried out this fault before; it is durably recorded as fired now."""

@@ -84,26 +84,17 @@ def recompute(
         LaunchError: The program fails before the end of the stretch, or does not open the run.
         StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
     """
-    with writable(directory):
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError as error:
-            raise LaunchError(
-                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
-                f"remove that one."
-            ) from error
-        root = program.working.make(directory)
+    root = make_copy(program, directory)
     named = named or run.where
     named = named if "://" in named else os.path.realpath(named)
     name, place = redirected(directory, named)
     if stretch.start is not None:
         fork_run(run.storage, stretch.start, place)
-    _write_plan(directory, stretch, named, program.read_only)
-    command = program.working.command(root, program.command)
-    summary = _run(program, command, directory, devices)
-    if summary.signal is not None:
-        raise KeyboardInterrupt
-    events = _events(directory / EVENTS)
+    # The step itself is complete when the next one is reported. Only the chief writes the journal.
+    fault = {"id": "end", "act": "exit", "worker": 0, "opened": named}
+    fault |= {"point": "step", "step": stretch.stop + 1}
+    plan = {"faults": [fault], "traced": stretch.traced}
+    summary, events = run_copy(program, root, plan, devices)
     opened = [event["name"] for event in events if event["e"] == "open"]
     has_stopped = any(event["e"] == "fired" for event in events)
     if summary.status != 0 and not has_stopped:
@@ -122,17 +113,36 @@ def recompute(
     return _recomputed(directory, name, place, events, stretch)
 
 
-def _write_plan(directory: Path, stretch: Stretch, named: str, read_only: tuple[str, ...]) -> None:
-    """The program ends when it reports the step after the last: then that one is complete."""
-    fault = {"id": "end", "act": "exit", "point": "step", "step": stretch.stop + 1}
-    fault |= {"worker": 0, "opened": named}  # only the chief writes the journal
-    plan = {"attempt": 1, "faults": [fault], "read_only": read_only, "traced": stretch.traced}
+def make_copy(program: DrilledProgram, directory: Path) -> Path:
+    """Create `directory` with a copy of the working directory; returns the root of the copy."""
+    with writable(directory):
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise LaunchError(
+                f"{directory}: it holds an earlier replay. Name another place with --directory, or "
+                f"remove that one."
+            ) from error
+        return program.working.make(directory)
+
+
+def run_copy(
+    program: DrilledProgram, root: Path, plan: Mapping[str, Any], devices: int | None
+) -> tuple[Summary, list[dict[str, Any]]]:
+    """Run `program` once, without a restart, in the copy below `root`.
+
+    Args:
+        program: What to run.
+        root: What `make_copy` returned.
+        plan: What the fault injector has to do, besides what is in every plan.
+        devices: Devices of each worker; None leaves them to the framework.
+
+    Returns:
+        How it ended, and the events of its processes.
+    """
+    directory = root.parent
+    plan = {"attempt": 1, "read_only": program.read_only, **plan}
     (directory / PLAN).write_text(json.dumps(plan))
-
-
-def _run(
-    program: DrilledProgram, command: tuple[str, ...], directory: Path, devices: int | None
-) -> Summary:
     options = RunOptions(
         workers=program.workers,
         devices_per_worker=devices,
@@ -142,7 +152,13 @@ def _run(
     )
     quiet = Console(io.StringIO(), io.StringIO())
     variables = {**program.environment, DRILL: str(directory)}
-    return Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
+    command = program.working.command(root, program.command)
+    summary = Supervisor(command, options, console=quiet, observer=_Environment(variables)).run()
+    if summary.signal is not None:
+        raise KeyboardInterrupt
+    path = directory / EVENTS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return summary, [json.loads(line) for line in lines]
 
 
 def allow_other_recipe(run: Run, step: int | None) -> dict[str, str]:
@@ -176,10 +192,6 @@ def _recomputed(
         elif kind == "step":
             found.last = max(event["step"], found.last or 0)
     return found
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 class _Environment(Observer):

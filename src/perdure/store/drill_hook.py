@@ -52,6 +52,19 @@ class DrillHook(Protocol):
         """Is called with the digests of the leaves of a part, of a logical replica if it is one's."""
         ...
 
+    @property
+    def is_doctor(self) -> bool:
+        """Whether the two calls below are wanted."""
+        ...
+
+    def recorded(self, where: str, step: int, leaves: Mapping[str, str]) -> None:
+        """Is called with the digests of the leaves of a state that a program saves or records."""
+        ...
+
+    def checked_step(self, results: list[dict[str, Any]]) -> None:
+        """Is called with all that was computed for a check of the first step; ends the program."""
+        ...
+
 
 def drill_hook() -> DrillHook | None:
     """The fault injector of this process; None, and nothing is imported, outside of a drill."""

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from perdure.excluded_devices import CorruptionReport
 from perdure.heartbeats import Beat
 from perdure.ports import is_taken
 from perdure.supervise.history import AttemptRecord, Kind
@@ -44,6 +45,7 @@ class AttemptEnd:
     kind: Kind
     cause: str
     worker: Worker | None = None
+    corruption: CorruptionReport | None = None
 
 
 class Attempt:
@@ -164,7 +166,9 @@ class Attempt:
             seconds=now - began,
             last_step=newest if end.worker is None else self._steps.get(end.worker, (None,))[0],
             made_progress=end.worker in self._firsts,
-            last_line=end.worker.last_line() if end.worker else "",
+            last_line=end.worker.last_line() if end.worker and end.corruption is None else "",
+            corrupt_devices=() if end.corruption is None else end.corruption.devices,
+            devices_left=None if end.corruption is None else end.corruption.left,
         )
 
     # ---------------------------------------------------------------- watching
@@ -234,6 +238,8 @@ class Attempt:
             for worker, status in zip(self.workers, statuses, strict=True)
             if status not in (None, 0, PREEMPTED)
         ]
+        if failed and (corrupt := self._corrupt()):
+            return corrupt
         if failed and not exiting:
             # The first cause is a signal from outside: workers that lose a member fail a moment later.
             return self._failed(*min(failed, key=lambda failure: not _is_outside(failure[1])))
@@ -248,6 +254,15 @@ class Attempt:
         if self._deadline is not None and self._now >= self._deadline:
             return self._late(statuses, passed)
         return self._find_silent()
+
+    def _corrupt(self) -> AttemptEnd | None:
+        """The end of an attempt in which a worker reported a device that computes wrong numbers."""
+        for worker in self.workers:
+            if (report := worker.corruption()) is not None:
+                return AttemptEnd(
+                    "corrupt", f"worker {worker.index}: {report.text}", worker, report
+                )
+        return None
 
     def _late(self, statuses: list[int | None], passed: int | None) -> AttemptEnd:
         name = "ended" if passed is not None else "preempted"

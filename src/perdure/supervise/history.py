@@ -10,10 +10,20 @@ from itertools import pairwise
 from typing import Any, Literal
 
 Kind = Literal[
-    "done", "preempted", "failed", "full", "killed", "hung", "stopped", "port", "resized", "ended"
+    "done",
+    "preempted",
+    "failed",
+    "full",
+    "killed",
+    "hung",
+    "stopped",
+    "port",
+    "corrupt",
+    "resized",
+    "ended",
 ]
 # The kinds that count against max_restarts.
-FAILURES = ("failed", "full", "killed", "hung", "stopped", "port")
+FAILURES = ("failed", "full", "killed", "hung", "stopped", "port", "corrupt")
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,8 @@ class AttemptRecord:
     Attributes:
         number: Counts from 1.
         workers: How many workers there were.
-        kind: How the attempt ended; "full" is a failure for lack of space on a disk.
+        kind: How the attempt ended; "full" is a failure for lack of space on a disk, and "corrupt" one
+            of a device that an audit found to compute wrong numbers.
         cause: The same for people.
         place: The place of the worker that failed first; None if no single worker did.
         statuses: Exit status of each worker, -n for one that signal n ended.
@@ -42,6 +53,8 @@ class AttemptRecord:
         made_progress: Whether the worker that failed first finished a step.
         last_line: The last line that this worker wrote.
         first_step: The new step that a heartbeat reported first.
+        corrupt_devices: Numbers of the devices of its worker that compute wrong numbers.
+        devices_left: How many other devices this worker has; None if no device is wrong.
     """
 
     number: int
@@ -61,6 +74,8 @@ class AttemptRecord:
     made_progress: bool = False
     last_line: str = ""
     first_step: int | None = None
+    corrupt_devices: tuple[int, ...] = ()
+    devices_left: int | None = None
 
     @property
     def stepped(self) -> bool:

@@ -24,7 +24,7 @@ class MemoryLimit:
         count = self._count() - self._kills
         if count < 1:
             return ""
-        limit = self._limit()
+        limit = self.limit()
         size = "" if limit is None else f", limit {limit / 2**20:,.0f} MiB"
         processes = "a process" if count == 1 else f"{count} processes"
         return f"out of memory: the kernel killed {processes} of its cgroup{size}"
@@ -37,7 +37,8 @@ class MemoryLimit:
                     return int(value)
         return 0
 
-    def _limit(self) -> int | None:
+    def limit(self) -> int | None:
+        """The most bytes that the cgroup may have; None for no limit."""
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = self._read(name).strip()
             if text.isdecimal() and int(text) < UNLIMITED:

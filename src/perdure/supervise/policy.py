@@ -74,6 +74,34 @@ def decide(
     return Decision(True, _wait(history))
 
 
+def decide_exclusion(
+    history: Sequence[AttemptRecord], max_restarts: int, places: int, changes_group: bool
+) -> Decision:
+    """What follows an attempt in which a device was found to compute wrong numbers.
+
+    Args:
+        history: All attempts so far.
+        max_restarts: How many failures may be followed by a restart.
+        places: For how many workers there are devices left.
+        changes_group: Whether a worker is lost of a group on several machines.
+    """
+    found = history[-1].cause
+    if not places:
+        return Decision(False, status=1, reason=f"no device is left ({found})")
+    if changes_group:
+        return Decision(
+            False,
+            status=1,
+            reason=f"the number of workers cannot change on several machines ({found})",
+        )
+    failures = sum(attempt.failure for attempt in history)
+    if failures > max_restarts:
+        return Decision(
+            False, status=1, reason=f"{failures} failures, and {max_restarts} restarts are allowed"
+        )
+    return Decision(True)
+
+
 def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
     """The place whose worker failed twice in a row before it finished a step."""
     recent = [a for a in history[-2:] if a.kind != "full"]

@@ -33,7 +33,7 @@ from perdure.supervise.console import Console
 from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import RunOptions
 from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
-from perdure.supervise.policy import Decision, cannot_come_back, decide
+from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
 from perdure.supervise.record import (
     RECORD,
     RecordedRun,
@@ -49,6 +49,7 @@ from perdure.supervise.worker_environment import (
     ATTEMPT,
     DESCRIPTIONS,
     device_variables,
+    excluded_variables,
     worker_variables,
 )
 
@@ -143,6 +144,7 @@ class Supervisor:
         self._history: list[AttemptRecord] = []
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
+        self._excluded: dict[int, set[int]] = {}  # by place, the devices that compute wrong numbers
         self._return_at: float | None = None
         self._returns = 0
 
@@ -256,6 +258,7 @@ class Supervisor:
             "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
             **worker_variables(index, count, ports, options.nodes),
             **device_variables(place, options.devices_per_worker, _accelerators()),
+            **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
@@ -269,6 +272,8 @@ class Supervisor:
     def _decide(self) -> Decision:
         if self._signal is not None:
             return self._decide_end()
+        if self._history[-1].kind == "corrupt":
+            return self._exclude(self._history[-1])
         elastic = self._options.elastic
         may_shrink = elastic is not None and len(self._places) > elastic[0]
         # If all workers fail at once, a smaller group would fail, too.
@@ -286,6 +291,23 @@ class Supervisor:
                     f"{len(self._places)} of {len(self._all_places)}"
                 )
         return decision
+
+    def _exclude(self, attempt: AttemptRecord) -> Decision:
+        """Continue without the devices that an audit found to compute wrong numbers."""
+        place = attempt.place
+        assert place is not None
+        self._excluded.setdefault(place, set()).update(attempt.corrupt_devices)
+        if not attempt.devices_left:
+            self._all_places.remove(place)
+            self._places = [kept for kept in self._places if kept != place]
+            self._message(f"continuing without the worker in place {place}: it has no other device")
+        else:
+            numbers = ", ".join(map(str, attempt.corrupt_devices))
+            self._message(f"the worker in place {place} continues without its device {numbers}")
+        changes_group = self._options.nodes is not None and not attempt.devices_left
+        return decide_exclusion(
+            self._history, self._options.max_restarts, len(self._places), changes_group
+        )
 
     def _decide_end(self) -> Decision:
         name = signal.Signals(self._first_signal or self._signal or 0).name

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from perdure import heartbeats
+from perdure.excluded_devices import CorruptionReport, read_report
 from perdure.heartbeats import Beat
 from perdure.process_stat import SESSION, STATE, TIMES, stat_fields
 from perdure.supervise.memory_limit import MemoryLimit
@@ -103,6 +104,10 @@ class Worker:
         """Read the heartbeat; True if there is a new one."""
         before, self.beat = self.beat, heartbeats.read(self._heartbeat) or self.beat
         return self.beat is not None and self.beat != before
+
+    def corruption(self) -> CorruptionReport | None:
+        """What it reported of its devices that compute wrong numbers."""
+        return read_report(self._heartbeat)
 
     def stopped(self) -> bool:
         """Whether SIGSTOP or a debugger has stopped it."""

@@ -7,9 +7,11 @@ ports differ, because each belongs to a service of its own.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from perdure.errors import LaunchError
+from perdure.excluded_devices import EXCLUDED, excluded_devices
 from perdure.ports import HOST
 
 ATTEMPT = "PERDURE_ATTEMPT"
@@ -134,3 +136,9 @@ def device_variables(
             )
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     return variables
+
+
+def excluded_variables(devices: Collection[int]) -> dict[str, str]:
+    """The variable by which a worker leaves out these devices and those that the environment names."""
+    numbers = sorted({*devices, *excluded_devices()}) if devices else []
+    return {EXCLUDED: ",".join(map(str, numbers))} if numbers else {}

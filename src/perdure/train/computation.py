@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from perdure.checkpoint import Processes, SingleProcess
@@ -54,6 +55,20 @@ class Computation:
         self._notes_itself = hasattr(self._step_fn, "journal")  # a step of a strategy
         if self._notes_itself:
             self._step_fn.journal = journal  # type: ignore[attr-defined]
+
+    def audit(self, rate: float) -> None:
+        """Audit this share of the steps.
+
+        Raises:
+            TrainError: The step function is not one of a strategy.
+        """
+        if not hasattr(self._step_fn, "set_audit"):
+            raise TrainError(
+                "audit: expected a step_fn made by strategy.step(grad, update), of which a part can be "
+                f"computed again, found {type(self._step_fn).__name__}."
+            )
+        step: Any = self._step_fn
+        step.set_audit(replace(step.audit_options, rate=rate))
 
     def _note(self, batch: Any, step: int) -> None:
         if not self._notes_itself:

@@ -92,6 +92,8 @@ class RunConfig:
         journal_every: Record digests of the state and the batch in the journal of the run after every
             so many steps, and compare the steps that a resumed run repeats
             (`ManagerOptions.journal_every`). Of an execution of several steps, the last one counts.
+        audit: Share of the steps of a strategy, 0 to 1, in which the contribution of one replica is
+            computed again and compared (`Strategy.step`). None for what the step itself says.
         checkpoint: The other options of the checkpoints.
         output: Where summaries and progress go.
         clock: Returns seconds; for tests.
@@ -110,6 +112,7 @@ class RunConfig:
     seed: int | None = None
     steps_per_execution: int = 1
     journal_every: int | None = None
+    audit: float | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     clock: Callable[[], float] = time.monotonic
@@ -159,6 +162,10 @@ class RunConfig:
         if hours is not None and not _is_positive(hours):
             raise TrainError(
                 f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
+            )
+        if self.audit not in (None, 0) and not (_is_positive(self.audit) and self.audit <= 1):
+            raise TrainError(
+                f"audit: expected None or a share of the steps from 0 to 1, found {self.audit!r}."
             )
         _require_type("checkpoint", self.checkpoint, CheckpointConfig, "a CheckpointConfig")
         _require_type("output", self.output, OutputConfig, "an OutputConfig")

@@ -108,6 +108,8 @@ class Trainer(TrainingState):
         self.hooks = _checked(hooks)
         self.strategy = strategy
         self._computation = Computation(step_fn, eval_fn, strategy)
+        if config.audit is not None:
+            self._computation.audit(config.audit)
         self.processes = self._computation.processes
         self._source = open_source(data, strategy)
         if isinstance(self._source, IteratorBatchSource) and (strategy or self.processes.count > 1):

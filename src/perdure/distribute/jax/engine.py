@@ -43,6 +43,7 @@ from perdure.distribute.jax.programs import (
 )
 from perdure.distribute.jax.trees import JaxTrees
 from perdure.errors import TopologyError
+from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
 
 Devices = int | Sequence[Any] | None
@@ -55,7 +56,7 @@ class JaxEngine:
         self.processes = processes
         self.trees = JaxTrees()
         asked = ask_for_determinism()
-        self.devices = _choose(devices)
+        self.devices = without_excluded(_choose(devices))
         self._deterministic = check_determinism(asked, self.devices[0].platform)
         self.devices_per_process = tuple(
             int(count) for count in processes.gather(str(len(self.devices)).encode())

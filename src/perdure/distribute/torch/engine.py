@@ -37,6 +37,7 @@ from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.random_streams import make_generator, seeded
 from perdure.distribute.torch.trees import TorchTrees
 from perdure.errors import StateError, TopologyError
+from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
 
 # Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
@@ -60,7 +61,7 @@ class TorchEngine:
             raise TopologyError(f"threads must be at least 1, got {threads}")
         self.processes = processes
         self.trees = TorchTrees()
-        self.devices = _choose(devices)
+        self.devices = without_excluded(_choose(devices))
         self.devices_per_process = tuple(
             int(count) for count in processes.gather(str(len(self.devices)).encode())
         )

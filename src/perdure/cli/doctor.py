@@ -1,0 +1,200 @@
+"""`perdure doctor [-- python train.py]`: which bits this machine, or a program on it, gives again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from perdure.cli.output import (
+    document,
+    json_option,
+    kept_or_temporary,
+    printable,
+    table,
+    workers_option,
+)
+
+if TYPE_CHECKING:
+    from perdure.doctor.comparison import ResultComparison
+    from perdure.doctor.doctor_report import DoctorReport
+
+_MOST_LEAVES = 8
+_MOST_LINES = 40
+
+
+@click.command("doctor")
+@click.option(
+    "--directory",
+    "run",
+    metavar="RUN",
+    type=click.Path(path_type=str),
+    help="Also try the file system of a run directory; it is not changed.",
+)
+@click.option(
+    "--framework",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="jax or torch; by default all that are installed. May be repeated.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(2),
+    default=5,
+    show_default=True,
+    help="Results of each kernel on each device of each process.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="End COMMAND once it has saved or recorded so many steps.",
+)
+@workers_option
+@click.option("--devices", type=click.IntRange(1), help="Devices of each worker of COMMAND.")
+@click.option(
+    "--read-only",
+    multiple=True,
+    type=click.Path(path_type=str),
+    help="A run directory that COMMAND only reads.",
+)
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    run: str | None,
+    names: tuple[str, ...],
+    repeats: int,
+    steps: int,
+    workers: int,
+    devices: int | None,
+    read_only: tuple[str, ...],
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Compute things several times, and compare the bits: on each device, and in several processes.
+
+    Without COMMAND these are small kernels of each installed framework. With `-- COMMAND` it is the
+    first training step of that program, which needs no change and runs in a copy of the working
+    directory. The exit status is 0 if all is equal, 1 if something differs or fails, 2 for a mistake in
+    the arguments.
+    """
+    from perdure.doctor.doctor_report import DoctorReport
+    from perdure.doctor.file_system import check_file_system
+    from perdure.doctor.frameworks import check_framework
+    from perdure.doctor.machine import describe_machine
+    from perdure.doctor.program_check import ProgramOptions, check_program
+
+    chosen = _chosen(names, needed=not command and run is None)
+    _refuse_meaningless(ctx, bool(command))
+
+    def progress(text: str) -> None:
+        click.echo(f"{text} ...", err=True)
+
+    machine = describe_machine()
+    files = check_file_system(run) if run is not None else ()
+    if command:
+        options = ProgramOptions(steps, workers, devices, read_only)
+        with kept_or_temporary(None, "doctor") as work:
+            found = check_program(command, options, work, progress)
+        diagnosis = DoctorReport(machine, files, program=found)
+    else:
+        results = [check_framework(name, repeats, progress=progress) for name in chosen]
+        diagnosis = DoctorReport(machine, files, results)
+    if as_json:
+        document(diagnosis.document())
+    else:
+        _print(diagnosis)
+    ctx.exit(0 if diagnosis.is_equal else 1)
+
+
+def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
+    from perdure.doctor.frameworks import FRAMEWORKS, installed_frameworks
+
+    installed = installed_frameworks()
+    for name in names:
+        if name not in FRAMEWORKS:
+            raise click.UsageError(
+                f"--framework: expected {' or '.join(FRAMEWORKS)}, found {name!r}."
+            )
+        if name not in installed:
+            raise click.UsageError(f"--framework: {name} is not installed here.")
+    if not installed and needed:
+        raise click.UsageError(
+            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute."
+        )
+    return list(dict.fromkeys(names)) or installed
+
+
+def _refuse_meaningless(ctx: click.Context, has_command: bool) -> None:
+    """Raise for an option that would do nothing."""
+    kernels, program = ("names", "repeats"), ("steps", "workers", "devices", "read_only")
+    where = "only without -- COMMAND" if has_command else "only with -- COMMAND"
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source is click.core.ParameterSource.COMMANDLINE and (
+            parameter.name in (kernels if has_command else program)
+        ):
+            raise click.UsageError(f"{parameter.opts[0]}: has a meaning {where}.")
+
+
+def _print(diagnosis: DoctorReport) -> None:
+    _section("machine", diagnosis.machine)
+    for result in diagnosis.frameworks:
+        _section(result.name, result.settings)
+    files = diagnosis.file_system
+    _section("file system", {f.name: f.found if f.is_right else f"WRONG: {f.found}" for f in files})
+    _print_comparisons(diagnosis.comparisons)
+    for result in diagnosis.frameworks:
+        if result.by_threads is not None:
+            names = ", ".join(result.by_threads) or "none"
+            click.echo(f"{result.name}: with one thread other bits in: {names}")
+    click.echo("equal" if diagnosis.is_equal else "differs")
+
+
+def _section(title: str, found: Mapping[str, str]) -> None:
+    """Names and values, which are text: a table would align some of them to the right."""
+    if found:
+        click.echo(title)
+        width = max(map(len, found))
+        for name, value in found.items():
+            click.echo(f"  {name:<{width}}  {printable(value)}")
+        click.echo()
+
+
+def _print_comparisons(comparisons: list[ResultComparison]) -> None:
+    groups: dict[str, list[ResultComparison]] = {}
+    for comparison in comparisons:
+        groups.setdefault(comparison.group, []).append(comparison)
+    rows = []
+    for group, found in groups.items():
+        places = {device for comparison in found for device in comparison.devices}
+        processes = max(comparison.processes for comparison in found)
+        wrong = sum(not comparison.is_equal for comparison in found)
+        counts = (len(found), sum(comparison.results for comparison in found), len(places))
+        rows.append((group, *counts, processes, f"different: {wrong}" if wrong else "equal"))
+    table(("computed", "things", "results", "places", "processes", ""), rows)
+    lines = [line for comparison in comparisons for line in _details(comparison)]
+    for line in lines[:_MOST_LINES]:
+        click.echo(printable(line))
+    if len(lines) > _MOST_LINES:
+        click.echo(f"and {len(lines) - _MOST_LINES} more lines; --json has all")
+
+
+def _details(comparison: ResultComparison) -> Iterator[str]:
+    name = f"{comparison.group}: {comparison.what}"
+    if comparison.problem:
+        yield f"{name}: {comparison.problem}"
+    for place in comparison.deviations:
+        leaves = ", ".join(place.leaves[:_MOST_LEAVES])
+        more = len(place.leaves) - _MOST_LEAVES
+        leaves += f" and {more} more" if more > 0 else ""
+        device = f" on {place.device}" if place.device else ""
+        yield (
+            f"{name}: other bits in {place.count} of {place.of} results{device}, process "
+            f"{place.process}: {leaves}"
+        )

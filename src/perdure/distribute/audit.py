@@ -1,0 +1,350 @@
+"""The audit: in some steps contributions of logical replicas are computed a second time.
+
+Another device computes them if there is one. The bits of the two have to agree before `update` changes
+the state. If they differ, further computations decide which device was wrong; two alone cannot tell.
+What is audited is a function of (seed, step), so that every process knows it and no bit changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from blake3 import blake3
+
+from perdure.distribute.audit_vote import Computed, Draw, draw, further, judge
+from perdure.distribute.engine import Engine, Work
+from perdure.distribute.leaf_message import pack_leaves, unpack_leaves
+from perdure.distribute.reduction import Plan
+from perdure.errors import (
+    CorruptDevice,
+    MismatchError,
+    SilentCorruptionError,
+    StateError,
+    TopologyError,
+)
+from perdure.excluded_devices import AUDIT, ON_CORRUPTION, report_corruption
+from perdure.process_group import Processes
+from perdure.state import flatten, restore
+from perdure.store.leaf import Leaf
+
+OnCorruption = Literal["raise", "exclude"]
+
+# compute(local device, state, replica, share) -> contribution
+Compute = Callable[[int, Any, int, Any], Any]
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What share of the steps is audited, and what follows a difference.
+
+    Attributes:
+        rate: From 0 to 1.
+        excludes: Whether the device is reported to `perdure run` before the error is raised.
+    """
+
+    rate: float = 0.0
+    excludes: bool = False
+
+
+def audit_options(rate: Any, on_corruption: Any) -> AuditOptions:
+    """The options of a step; None leaves them to the variables that `perdure run --audit` sets.
+
+    Raises:
+        TopologyError: A value cannot be used.
+    """
+    name = "audit"
+    if rate is None and (text := os.environ.get(AUDIT)):
+        name = AUDIT
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = text
+    rate = 0 if rate is None else rate
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+        raise TopologyError(f"{name}: expected a share of the steps from 0 to 1, found {rate!r}")
+    name = "on_corruption"
+    if on_corruption is None and (text := os.environ.get(ON_CORRUPTION)):
+        name, on_corruption = ON_CORRUPTION, text
+    if on_corruption not in (None, *get_args(OnCorruption)):
+        raise TopologyError(f"{name}: expected 'raise' or 'exclude', found {on_corruption!r}")
+    return AuditOptions(float(rate), on_corruption == "exclude")
+
+
+class Audit:
+    """Chooses the steps; one for each `TrainStep` that is audited.
+
+    Args:
+        plan: The replicas and devices.
+        seed: That of the strategy.
+        options: The share of the steps, and what follows a difference.
+    """
+
+    def __init__(self, plan: Plan, seed: int, options: AuditOptions) -> None:
+        self.plan = plan
+        self.excludes = options.excludes
+        self._seed = seed
+        self._rate = options.rate
+        # Devices are numbered through the processes.
+        self.places = [
+            (process, device)
+            for process, count in enumerate(plan.engine.devices_per_process)
+            for device in range(count)
+        ]
+
+    def of_step(self, step: int) -> AuditedStep | None:
+        """The audit of a step; None for a step that is not audited."""
+        drawn = draw(self._seed, step, self._rate, self.plan.parts)
+        return AuditedStep(self, step, drawn) if drawn else None
+
+
+class _Case:
+    """One contribution that is computed several times.
+
+    Attributes:
+        replica: The logical replica.
+        devices: Those of the draw.
+        pair: The device that runs the replica, and the first that is asked; of a single device, both.
+        share: The share of the replica, where it is known.
+        sent: The share as a message, in all processes once one of them needs it.
+        computed: What all processes know.
+        kept: The arrays of the local computations, by the number of the computation.
+        leaves: The same on the host.
+    """
+
+    def __init__(self, drawn: Draw) -> None:
+        self.replica, self.devices = drawn
+        self.pair = (*drawn.devices, drawn.devices[0])[:2]
+        self.share: Any = None
+        self.sent = b""
+        self.computed: list[Computed] = []
+        self.kept: dict[int, list[Any]] = {}
+        self.leaves: dict[int, list[Leaf]] = {}
+
+
+class AuditedStep:
+    """The audit of one step. In a group every process makes the same calls."""
+
+    def __init__(self, audit: Audit, step: int, drawn: Sequence[Draw]) -> None:
+        self._audit = audit
+        self._engine: Engine = audit.plan.engine
+        self._processes: Processes = self._engine.processes.channel("audit")
+        self._step = step
+        self._cases = {draw.replica: _Case(draw) for draw in drawn}
+        self._names: list[str] = []
+        self._shares: Sequence[Any] = ()
+
+    def keep(self, replica: int, value: Any) -> None:
+        """Keep a contribution that is about to be added, if it is computed again."""
+        if replica in self._cases:
+            self._keep(self._cases[replica], 0, value)
+
+    def check(
+        self,
+        run: Callable[[Work, list[Any]], None],
+        compute: Compute,
+        states: list[Any],
+        shares: Sequence[Any],
+    ) -> None:
+        """Compute again, and compare, before anything of the step reaches the state. A collective.
+
+        Args:
+            run: Runs work on all local devices, as in `Engine.runner`.
+            compute: Computes one contribution.
+            states: The state before the step, as `Engine.place` returned it.
+            shares: Those of the local replicas.
+
+        Raises:
+            SilentCorruptionError: The bits differ. Raised in every process.
+            StateError: A contribution could not be computed again. Raised in every process.
+        """
+        self._shares = shares
+        cases = list(self._cases.values())
+
+        def again(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
+            for case in cases:
+                if self._local(case.pair[1]) == device:
+                    value = compute(device, placed, case.replica, self._share(case))
+                    self._keep(case, 1, value)
+                    yield case.replica, value
+
+        for case in cases:
+            self._send_share(case, case.pair)
+        self._tell([(case, case.pair) for case in cases], lambda: run(again, states))
+        case = next((case for case in cases if len({c.hashes for c in case.computed}) > 1), None)
+        if case is not None:
+            self._decide(case, compute, states)
+            self._report(case)
+
+    def _decide(self, case: _Case, compute: Compute, states: list[Any]) -> None:
+        devices = further(case.devices)
+
+        def more() -> None:
+            for number, device in enumerate(devices, len(case.computed)):
+                if (local := self._local(device)) is not None:
+                    placed = states[local % len(states)]
+                    value = compute(local, placed, case.replica, self._share(case))
+                    self._keep(case, number, value)
+
+        self._send_share(case, devices)
+        self._tell([(case, devices)], more)
+
+    def _tell(
+        self, asked: Sequence[tuple[_Case, Sequence[int]]], compute: Callable[[], None]
+    ) -> None:
+        """Compute, and tell every process the hashes of what `asked` of the devices."""
+        failure: Exception | None = None
+        told: dict[str, Any] = {}
+        try:
+            compute()
+            for case, devices in asked:
+                told |= self._to_tell(case, len(case.computed), len(devices))
+        except Exception as error:  # noqa: BLE001 (raised when the other processes know it)
+            failure, told = error, {"failure": f"{type(error).__name__}: {error}"}
+        found: dict[str, Any] = {}
+        for text in self._processes.gather(json.dumps(told).encode()):
+            found |= json.loads(text)
+        if failure is not None:
+            raise failure
+        if "failure" in found:
+            raise StateError(
+                f"step {self._step}: a contribution could not be computed again in another process: "
+                f"{found['failure']}"
+            )
+        for case, devices in asked:
+            for number, device in enumerate(devices, len(case.computed)):
+                if (hashes := found.get(f"{case.replica}/{number}")) is not None:
+                    case.computed.append(Computed(device, tuple(hashes)))
+
+    def _to_tell(self, case: _Case, start: int, count: int) -> dict[str, list[str]]:
+        """The hashes of the local computations; nothing if both are here and agree."""
+        local = {number: self._hashes(case, number) for number in case.kept if number >= start}
+        if start == 0 and len(local) == count and local[0] == local[1]:
+            return {}
+        return {f"{case.replica}/{number}": hashes for number, hashes in local.items()}
+
+    def _local(self, device: int) -> int | None:
+        """The number of a device of the group in this process; None in another one."""
+        process, local = self._audit.places[device]
+        return local if process == self._processes.index else None
+
+    def _send_share(self, case: _Case, devices: Sequence[int]) -> None:
+        """Give the share of the replica to all processes, if another one computes with it."""
+        owner = self._audit.places[case.devices[0]][0]
+        is_owner = owner == self._processes.index
+        if is_owner:
+            case.share = self._shares[case.replica - self._audit.plan.first]
+        if case.sent or all(self._audit.places[device][0] == owner for device in devices):
+            return
+        data = pack_leaves(flatten(case.share)) if is_owner else b""
+        case.sent = self._processes.gather(data)[owner]
+
+    def _share(self, case: _Case) -> Any:
+        if case.share is None:
+            try:
+                case.share = restore(self._shares[0], unpack_leaves(case.sent))
+            except MismatchError as error:
+                raise StateError(
+                    f"step {self._step}: the share of logical replica {case.replica} has another form "
+                    f"than those of process {self._processes.index}, which audits it: {error} Give "
+                    "all replicas shares of one shape, or train without audit."
+                ) from error
+        return case.share
+
+    def _keep(self, case: _Case, number: int, value: Any) -> None:
+        """Copies, where the arrays are: what is added may be overwritten, and nothing waits here."""
+        leaves, _ = self._engine.trees.flatten(value)
+        if not self._names:
+            self._names = self._engine.trees.paths(value)
+        case.kept[number] = [
+            leaf.detach().clone() if hasattr(leaf, "detach") else leaf.copy() for leaf in leaves
+        ]
+
+    def _hashes(self, case: _Case, number: int) -> list[str]:
+        found = flatten(case.kept[number])
+        case.leaves[number] = [found[str(i)] for i in range(len(case.kept[number]))]
+        return [_hash(leaf) for leaf in case.leaves[number]]
+
+    def _report(self, case: _Case) -> None:
+        """Name what was wrong, and raise the same error in every process."""
+        computed = case.computed
+        wrong, right, other = judge(computed)
+        pairs = zip(computed[right].hashes, computed[other].hashes, strict=True)
+        differing = [number for number, (one, two) in enumerate(pairs) if one != two]
+        name, bits, where = self._compare(case, right, other, differing[0])
+        devices = sorted({c.device for c in computed})
+        suspects = self._describe(wrong or devices)
+        others = self._describe([device for device in devices if device not in wrong])
+        verdict = _verdict(suspects, others if wrong else None)
+        more = f", and {len(differing) - 1} more leaves differ" if len(differing) > 1 else ""
+        text = (
+            f"step {self._step}, logical replica {case.replica}: {verdict} {name}: "
+            f"{bits} {'bit differs' if bits == 1 else 'bits differ'}{where}{more}. The state has not "
+            "changed, and nothing of this step is saved. `perdure doctor` looks at the devices."
+        )
+        if wrong and self._audit.excludes:
+            self._exclude(wrong, text)
+        self._processes.barrier()  # the report is there before a process ends
+        raise SilentCorruptionError(
+            text, self._step, case.replica, tuple(suspects), bool(wrong), name, bits
+        )
+
+    def _exclude(self, wrong: Sequence[int], text: str) -> None:
+        found = [self._local(device) for device in wrong]
+        if local := [device for device in found if device is not None]:
+            report_corruption(local, len(self._engine.devices), text)
+
+    def _describe(self, devices: Sequence[int]) -> list[CorruptDevice]:
+        """Names of devices, those of other processes too. A collective."""
+        mine = [socket.gethostname(), [str(device) for device in self._engine.devices]]
+        told = [json.loads(text) for text in self._processes.gather(json.dumps(mine).encode())]
+        places = [self._audit.places[device] for device in devices]
+        return [CorruptDevice(told[p][0], p, d, told[p][1][d]) for p, d in places]
+
+    def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[str, int, str]:
+        """Of leaf `at` of two computations: its path, how many bits differ, and the first element."""
+        numbers = [number for number in (right, other) if number in case.leaves]
+        leaves = {str(number): case.leaves[number][at] for number in numbers}
+        names = self._names[at : at + 1]
+        found: dict[str, Leaf] = {}
+        for data in self._processes.gather(json.dumps(names).encode()):
+            names = names or json.loads(data)
+        for data in self._processes.gather(pack_leaves(leaves)):
+            found |= unpack_leaves(data)
+        return names[0], *_difference(found[str(right)], found[str(other)])
+
+
+def _verdict(suspects: Sequence[CorruptDevice], others: Sequence[CorruptDevice] | None) -> str:
+    named = " and ".join(map(str, suspects))
+    if others is None:
+        return f"the computations of {named} differ, and no majority says which is wrong."
+    if not others:  # the only device: two of its three computations agree
+        return f"{named} computed other bits than in two other computations."
+    return f"{named} computed other bits than {' and '.join(map(str, others))}."
+
+
+def _hash(leaf: Leaf) -> str:
+    form = f"{leaf.dtype} {leaf.shape} ".encode()
+    return blake3(form).update(leaf.data).hexdigest(16)
+
+
+def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
+    """How many bits differ, and in words the first element that does: what was found for what."""
+    if (right.dtype, right.shape) != (other.dtype, other.shape):
+        return 0, f" {right.dtype}{list(right.shape)} and {other.dtype}{list(other.shape)}"
+    one, two = (np.frombuffer(leaf.data, np.uint8) for leaf in (right, other))
+    changed = np.flatnonzero(one != two)
+    bits = int(np.bitwise_count(one[changed] ^ two[changed]).sum())
+    size = max(1, right.nbytes // max(1, math.prod(right.shape)))
+    first = int(changed[0]) // size
+    index = tuple(int(i) for i in np.unravel_index(first, right.shape or (1,)))
+    span = slice(first * size, (first + 1) * size)
+    values = [bytes(leaf.data[span])[::-1].hex() for leaf in (right, other)]
+    where = "" if right.shape == () else f" first in element {list(index)},"
+    return bits, f",{where} 0x{values[1]} for 0x{values[0]}"

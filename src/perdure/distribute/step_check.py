@@ -1,0 +1,140 @@
+"""`perdure doctor -- python train.py`: the first training step computed several times, on every device.
+
+Only digests leave this module; the doctor compares them. The program is ended afterwards, so that
+nothing of it is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from perdure.digests import leaf_digests
+from perdure.distribute.engine import FusedStep, Grad, Stream, Update
+from perdure.distribute.reduction import Plan
+from perdure.distribute.values import PerReplica
+from perdure.errors import StateError
+from perdure.state import restore, snapshot
+from perdure.store.drill_hook import drill_hook
+
+_TIMES = 2
+
+
+def step_check(
+    plan: Plan, seed: int, functions: tuple[Grad, Update], fused: FusedStep | None
+) -> Callable[[Any, PerReplica], None] | None:
+    """What is called with the state and the batch of the first step; None outside of the doctor."""
+    hook = drill_hook()
+    if hook is None or not hook.is_doctor:
+        return None
+    return lambda state, batch: hook.checked_step(
+        _StepCheck(plan, seed, functions, fused).results(state, batch)
+    )
+
+
+class _Again:
+    """A value as it was, as often as it is asked for: functions of PyTorch may change arguments.
+
+    Raises:
+        StateError: The value has no exact form.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._leaves = snapshot(value)
+
+    def __call__(self) -> Any:
+        self._value = restore(self._value, self._leaves)
+        return self._value
+
+
+def _share(value: Any) -> Callable[[], Any]:
+    """A share of a batch, which may be anything; without an exact form it is the same object again."""
+    try:
+        return _Again(value)
+    except StateError:
+        return lambda: value
+
+
+class _StepCheck:
+    def __init__(
+        self, plan: Plan, seed: int, functions: tuple[Grad, Update], fused: FusedStep | None
+    ) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._grad, self._update = functions
+        self._fused = fused
+        self._results: list[dict[str, Any]] = []
+
+    def results(self, state: Any, batch: PerReplica) -> list[dict[str, Any]]:
+        """`{what, device, leaves}` of each result, or `{what, device, problem}`."""
+        step = batch.step
+        assert step is not None
+        engine = self._plan.engine
+        # Devices that share their memory compute with the same object: they count as one.
+        states = engine.place(state)
+        places = list(zip(states, engine.devices, strict=False))
+        total = self._total(places, batch, step)
+        self._note("the sum of the replicas", engine.devices[0], {"sum": total})
+        try:
+            self._updates(places, total, step)
+        except StateError as error:
+            problem = f"it cannot be computed twice: {error}"
+            self._results.append({"what": "update", "device": "", "problem": problem})
+        self._fused_steps(state, batch, step)
+        return self._results
+
+    def _total(self, places: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
+        plan, engine = self._plan, self._plan.engine
+        reduction = plan.reduction()
+        for number, (first, stop) in enumerate(plan.local):
+            reduction.begin(number)
+            # The device that has the replica comes first: its value is the one that is added.
+            own = number % len(places)
+            order = [places[own], *places[:own], *places[own + 1 :]]
+            for replica in range(first, stop):
+                share = _share(batch.values[replica - plan.first])
+                stream = Stream(self._seed, step, replica)
+                value = None
+                for place, (placed, device) in enumerate(order):
+                    for _ in range(_TIMES if place == 0 else 1):
+                        moved = engine.put(share(), device)
+                        result = engine.grad(self._grad, placed, moved, stream)
+                        self._note(f"replica {replica}", device, {"contribution": result})
+                        value = result if value is None else value
+                        del result
+                reduction.push(number, replica, value)
+        return reduction.total(check=True)
+
+    def _updates(self, places: list[tuple[Any, Any]], total: Any, step: int) -> None:
+        engine = self._plan.engine
+        stream = Stream(self._seed, step, self._plan.replicas)
+        whole = _Again(total)
+        for placed, device in places:
+            before = _Again(placed)
+            for number in range(_TIMES):
+                moved = engine.put(whole(), device)
+                old = placed if number == 0 else before()
+                new, logs = engine.update(self._update, old, moved, stream)
+                self._note("update", device, {"state": new, "logs": logs})
+
+    def _fused_steps(self, state: Any, batch: PerReplica, step: int) -> None:
+        engine = self._plan.engine
+        for _ in range(_TIMES if self._fused is not None else 0):
+            assert self._fused is not None
+            result = self._fused(state, batch.values, step)
+            if result is None:
+                return
+            new, logs = result
+            for placed, device in zip(engine.place(new), engine.devices, strict=False):
+                name = f"{device}, as one program"
+                self._note("update", name, {"state": placed, "logs": logs})
+
+    def _note(self, what: str, device: Any, value: dict[str, Any]) -> None:
+        try:
+            digests = leaf_digests(value)
+        except StateError:  # logs may be anything
+            value.pop("logs", None)
+            digests = leaf_digests(value)
+        leaves = {path: digest.hex for path, digest in digests.items()}
+        self._results.append({"what": what, "device": str(device), "leaves": leaves})

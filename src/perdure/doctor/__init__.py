@@ -1,0 +1,1 @@
+"""The doctor: which promises a machine, its frameworks and a program can keep, found by computing."""

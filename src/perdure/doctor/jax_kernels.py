@@ -1,0 +1,117 @@
+"""The kernels of the doctor on JAX; see `perdure.doctor.kernel.Framework`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from perdure.distribute.hardware import xla_flags
+from perdure.distribute.jax.flags import FLAG, ask_for_determinism
+from perdure.distribute.jax.threads import VARIABLE, pin
+from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, listed
+
+
+def prepare(condition: str) -> None:
+    # A GPU may be in use; how much memory is taken at once changes no bit.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if condition == DETERMINISTIC:
+        ask_for_determinism()
+        pin()
+    elif condition == ONE_THREAD:
+        os.environ[VARIABLE] = "1"
+
+
+def describe() -> dict[str, str]:
+    config: Any = jax.config
+    client = jax.local_devices()[0].client
+    on_gpu = client.platform != "cpu"
+    flag = xla_flags(os.environ).get(FLAG)
+    return {
+        "version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
+        **({"libraries": " ".join(client.platform_version.split())} if on_gpu else {}),
+        "devices": listed(devices()),
+        "deterministic operations": f"{FLAG}={flag or 'not set'}" if on_gpu else "a flag of GPUs",
+        "threads": os.environ.get(VARIABLE, f"as many as cores, {VARIABLE} is not set"),
+        "matmul precision": str(config.jax_default_matmul_precision or "default"),
+        "x64": str(bool(config.jax_enable_x64)),
+        "threefry partitionable": str(bool(config.jax_threefry_partitionable)),
+        "compilation cache": str(config.jax_compilation_cache_dir or "none"),
+    }
+
+
+def devices() -> dict[str, tuple[str, Any]]:
+    local = jax.local_devices()
+    with suppress(RuntimeError):  # JAX_PLATFORMS may leave the CPU out
+        local += [d for d in jax.local_devices(backend="cpu") if d not in local]
+    return {str(device): (device.device_kind, device) for device in local}
+
+
+def place(array: Any, dtype: str, device: Any) -> Any:
+    if array.dtype == np.float32:
+        array = array.astype(jnp.dtype(dtype))
+    return jax.device_put(array, device)
+
+
+def program(compute: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(lambda *inputs: compute(*inputs))
+
+
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and its gradients by all arguments under weights that differ."""
+
+    def compute(*inputs: Any) -> dict[str, Any]:
+        result, pull = jax.vjp(function, *inputs)
+        weights = jnp.cos(jnp.arange(result.size)).astype(result.dtype).reshape(result.shape)
+        return {"result": result, "gradient": dict(enumerate(pull(weights)))}
+
+    return compute
+
+
+def _result(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: {"result": function(*inputs)}
+
+
+def _pool(x: Any) -> Any:
+    shape, steps = (1, 1, 2, 2), (1, 1, 2, 2)
+    return lax.reduce_window(x.reshape(4, 8, 30, 30), -jnp.inf, lax.max, shape, steps, "VALID")
+
+
+def _layer_norm(x: Any, scale: Any, bias: Any) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def _embedding(table: Any, rows: Any, weights: Any) -> dict[str, Any]:
+    result, pull = jax.vjp(lambda table: table[rows], table)
+    return {"result": result, "gradient": pull(weights)[0]}
+
+
+def _sort(x: Any) -> dict[str, Any]:
+    return {"result": jnp.sort(x, stable=False), "order": jnp.argsort(x, stable=False)}
+
+
+_COMPUTE: dict[str, Callable[..., Any]] = {
+    "matmul": _with_gradients(jnp.matmul),
+    "matmul of one row": _result(jnp.matmul),
+    "convolution": _with_gradients(lambda x, w: lax.conv(x, w, (1, 1), "SAME")),
+    "max pooling": _with_gradients(_pool),
+    "sum": _result(jnp.sum),
+    "cumulative sum": _result(jnp.cumsum),
+    "scatter-add": _result(lambda start, rows, values: start.at[rows].add(values)),
+    "embedding": _embedding,
+    "attention": _with_gradients(jax.nn.dot_product_attention),
+    "layer norm": _with_gradients(_layer_norm),
+    "sort with ties": _sort,
+    "exp, tanh, erf": lambda x: {"exp": jnp.exp(x), "tanh": jnp.tanh(x), "erf": lax.erf(x)},
+}
+KERNELS: Mapping[str, Kernel] = {
+    name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()
+}

@@ -1,0 +1,151 @@
+"""The kernels of the doctor on PyTorch; see `perdure.doctor.kernel.Framework`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from perdure.distribute.torch.engine import CUBLAS, THREADS, fix_cublas
+from perdure.distribute.torch.environment import environment
+from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, Refused, listed
+
+
+def prepare(condition: str) -> None:
+    if condition == DETERMINISTIC:  # as perdure.distribute.torch.engine sets it
+        fix_cublas(os.environ, started=False)
+        torch.set_num_threads(THREADS)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.backends.cudnn.benchmark = False
+    elif condition == ONE_THREAD:
+        torch.set_num_threads(1)
+
+
+def describe() -> dict[str, str]:
+    found = devices()
+    _, first = next(iter(found.values()))
+    fields = environment(first)
+    on_gpu = first.type == "cuda"
+    gpu = {
+        CUBLAS: os.environ.get(CUBLAS, "not set"),
+        "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
+        "cuDNN TF32": str(fields.get("cudnn_tf32")),
+    }
+    inductor = os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "not set")
+    return {
+        "version": str(fields["engine_version"]),
+        "devices": listed(found),
+        "deterministic algorithms": _deterministic(),
+        **(gpu if on_gpu else {}),
+        "TORCHINDUCTOR_DETERMINISTIC": inductor,
+        "threads": f"{torch.get_num_threads()}, between operations {torch.get_num_interop_threads()}",
+        "matmul precision": str(fields["matmul_precision"]),
+        "oneDNN": str(fields["mkldnn"]),
+        "other settings": str(fields["settings"]) or "none",
+    }
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def devices() -> dict[str, tuple[str, Any]]:
+    found: dict[str, tuple[str, Any]] = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        found[str(device)] = (torch.cuda.get_device_name(device), device)
+    found["cpu"] = ("cpu", torch.device("cpu"))
+    return found
+
+
+def place(array: Any, dtype: str, device: Any) -> Any:
+    tensor = torch.from_numpy(array).to(device)
+    return tensor.to(getattr(torch, dtype)) if array.dtype == np.float32 else tensor
+
+
+def program(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        try:
+            return compute(*inputs)
+        except RuntimeError as error:
+            if "deterministic" in str(error) and torch.are_deterministic_algorithms_enabled():
+                raise Refused(str(error)) from error
+            raise
+
+    return call
+
+
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and its gradients by all arguments under weights that differ."""
+
+    def compute(*inputs: Any) -> dict[str, Any]:
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        result = function(*inputs)
+        weights = torch.cos(torch.arange(result.numel(), device=result.device))
+        weights = weights.to(result.dtype).reshape(result.shape)
+        gradients = torch.autograd.grad(result, inputs, weights)
+        return {"result": result.detach(), "gradient": dict(enumerate(gradients))}
+
+    return compute
+
+
+def _result(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: {"result": function(*inputs)}
+
+
+def _embedding(table: Any, rows: Any, weights: Any) -> dict[str, Any]:
+    table = table.detach().requires_grad_()
+    result = functional.embedding(rows, table)
+    (gradient,) = torch.autograd.grad(result, table, weights)
+    return {"result": result.detach(), "gradient": gradient}
+
+
+def _scatter_add(start: Any, rows: Any, values: Any) -> Any:
+    return start.scatter_add(0, rows.long()[:, None].expand_as(values), values)
+
+
+def _index_put(start: Any, rows: Any, values: Any) -> Any:
+    return start.index_put((rows.long(),), values, accumulate=True)
+
+
+def _sort(x: Any) -> dict[str, Any]:
+    result, order = torch.sort(x)
+    return {"result": result, "order": order}
+
+
+def _attention(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v).contiguous()
+
+
+_COMPUTE: dict[str, Callable[..., Any]] = {
+    "matmul": _with_gradients(torch.matmul),
+    "matmul of one row": _result(torch.matmul),
+    "convolution": _with_gradients(lambda x, w: functional.conv2d(x, w, padding=1)),
+    "max pooling": _with_gradients(lambda x: functional.max_pool2d(x.reshape(4, 8, 30, 30), 2)),
+    "sum": _result(torch.sum),
+    "cumulative sum": _result(lambda x: torch.cumsum(x, 0)),
+    "scatter-add": _result(_scatter_add),
+    "embedding": _embedding,
+    "attention": _with_gradients(_attention),
+    "layer norm": _with_gradients(
+        lambda x, scale, bias: functional.layer_norm(x, (129,), scale, bias)
+    ),
+    "sort with ties": _sort,
+    "exp, tanh, erf": lambda x: {"exp": x.exp(), "tanh": x.tanh(), "erf": x.erf()},
+}
+_OTHER_SCATTERS: dict[str, Callable[..., Any]] = {
+    "index_add": _result(lambda start, rows, values: start.index_add(0, rows, values)),
+    "index_put": _result(_index_put),
+}
+KERNELS: Mapping[str, Kernel] = {
+    **{name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()},
+    **{name: Kernel(made, *INPUTS["scatter-add"]) for name, made in _OTHER_SCATTERS.items()},
+}

@@ -1,0 +1,106 @@
+"""What `perdure run` and the audit of its workers tell each other.
+
+PERDURE_AUDIT and PERDURE_ON_CORRUPTION are options of `perdure run`. PERDURE_EXCLUDED_DEVICES ("0,3")
+names the devices that a process leaves out, because an audit found that they compute wrong numbers, in
+the order in which the program names its devices. `perdure run` sets it from the report that a process
+writes beside its heartbeat.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from perdure import heartbeats
+from perdure.errors import TopologyError
+
+AUDIT = "PERDURE_AUDIT"
+ON_CORRUPTION = "PERDURE_ON_CORRUPTION"
+EXCLUDED = "PERDURE_EXCLUDED_DEVICES"
+
+Device = TypeVar("Device")
+
+
+@dataclass(frozen=True)
+class CorruptionReport:
+    """What a process reports to `perdure run`.
+
+    Attributes:
+        devices: Numbers of the devices that were wrong, among all that the program names.
+        left: How many devices the process still has.
+        text: The message of the error.
+    """
+
+    devices: tuple[int, ...]
+    left: int
+    text: str
+
+
+def excluded_devices() -> frozenset[int]:
+    """The numbers in PERDURE_EXCLUDED_DEVICES.
+
+    Raises:
+        TopologyError: The variable holds something else.
+    """
+    text = os.environ.get(EXCLUDED, "")
+    words = [word for word in text.split(",") if word.strip()]
+    if not all(word.strip().isdecimal() for word in words):
+        raise TopologyError(f"{EXCLUDED}: expected numbers of devices, such as 0,3; found {text!r}")
+    return frozenset(int(word) for word in words)
+
+
+def without_excluded(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that are not excluded.
+
+    Raises:
+        TopologyError: None is left.
+    """
+    excluded = excluded_devices()
+    left = tuple(device for number, device in enumerate(devices) if number not in excluded)
+    if not left:
+        raise TopologyError(
+            f"{EXCLUDED}={os.environ[EXCLUDED]} excludes all of {list(devices)}; expected at least one "
+            "device that computes right. Take the variable away, or use another machine"
+        )
+    return left
+
+
+def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
+    """Tell `perdure run` which devices of this process were wrong; False outside of it.
+
+    Args:
+        local: Their numbers among the `count` devices in use.
+        count: How many devices the process uses.
+        text: The message of the error.
+    """
+    path = os.environ.get(heartbeats.VARIABLE)
+    if not path:
+        return False
+    excluded = excluded_devices()
+    used = [number for number in range(count + len(excluded)) if number not in excluded]
+    report = {
+        "devices": [used[device] for device in local],
+        "left": count - len(local),
+        "text": text,
+    }
+    new = _report_path(path).with_suffix(".new")
+    new.write_text(json.dumps(report))
+    new.replace(_report_path(path))
+    return True
+
+
+def read_report(heartbeat: str) -> CorruptionReport | None:
+    """The report of the process with this heartbeat file; None if it wrote none."""
+    try:
+        found = json.loads(_report_path(heartbeat).read_text())
+    except FileNotFoundError:
+        return None
+    return CorruptionReport(tuple(found["devices"]), found["left"], found["text"])
+
+
+def _report_path(heartbeat: str) -> Path:
+    return Path(f"{heartbeat}.corrupt-device")

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ class Training:
             self._number += 1
             if recorded:
                 self._journal.record(self._number, self._state, None, {"loss": loss})
-        per_step = 1e3 / count
-        return per_step * (time.perf_counter() - start), per_step * self._journal.seconds
+        whole = time.perf_counter() - start
+        return 1e3 * whole / count, 1e3 * self._journal.seconds / count
 
 
 def measure(engine: str, model: str, *numbers: str) -> list[tuple[float, float, float]]:
@@ -150,11 +151,9 @@ def written_journal(where: Path, same: Path | None = None) -> None:
         if same is not None:
             state, first = "f", PARTED
             with open(same / JOURNAL, "rb") as other:
-                line = b""
-                for _ in range(1, PARTED):
-                    line = other.readline()
-                    file.write(line)
-            previous = json.loads(line)["hash"]
+                lines = list(islice(other, PARTED - 1))
+            file.writelines(lines)
+            previous = json.loads(lines[-1])["hash"]
         for step in range(first, LINES + 1):
             entry = JournalEntry(
                 step=step,

@@ -94,6 +94,7 @@ def test_only_recorded_steps_are_digested(tmp_path: Path, monkeypatch: pytest.Mo
         return "0" * 32
 
     monkeypatch.setattr(module, "state_digest", counted)
+    monkeypatch.setattr(module, "share_digests", lambda shares: [counted(one) for one in shares])
     train(tmp_path, 1, 6, every=3)
     assert len(digested) == 2 * (V + 1 + 1)  # shares, total, state
 

@@ -7,13 +7,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from perdure.digests import (
-    Digest,
-    combined,
-    digests_of_leaves,
-    leaf_digests,
-    leaf_digests_of_each,
-)
+from perdure.digests import Digest, combined, digests_of_leaves, leaf_digests
+from perdure.digests.digest import leaf_digests_of_each
 from perdure.errors import UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten

@@ -61,8 +61,10 @@ class Journal:
         self._run = run
         self._processes = processes
         # `perdure bisect` needs a line for each step, of programs without a journal too.
-        self._is_forced = options.journal_every is None and is_tracing()
-        self._every = 1 if is_tracing() else options.journal_every
+        is_forced = is_tracing() and isinstance(run.storage, LocalStorage)
+        self._every = 1 if is_forced else options.journal_every
+        # What cannot be digested has no line then, as without the replay.
+        self._may_lack = is_forced and options.journal_every is None
         self._tolerates = options.on_error == "continue"
         self._guard = threading.RLock()
         self._writer: JournalWriter | None = None
@@ -149,7 +151,7 @@ class Journal:
                 if batch is not None:
                     trace_recorded(step, "batch", batch)
             except PerdureError as error:
-                if self._is_forced and isinstance(error, UnsupportedLeafError):
+                if self._may_lack and isinstance(error, UnsupportedLeafError):
                     return
                 if self._processes.count == 1 or isinstance(error, WorkerLostError):
                     raise

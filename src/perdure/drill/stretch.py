@@ -187,7 +187,7 @@ def _recomputed(
             found.manifests[step] = decode_manifest(copy.read_bytes(), str(copy), step)
         elif kind == "recipe" and event["run"] == name:
             found.recipe = event["recipe"]
-        elif kind == "trace":
+        elif kind == "trace" and (event["w"] == 0 or "number" in event):
             found.parts.setdefault((event["part"], event.get("number")), event["leaves"])
         elif kind == "step":
             found.last = max(event["step"], found.last or 0)

@@ -149,7 +149,8 @@ def test_the_first_part_is_that_of_the_computation_and_not_of_the_alphabet() -> 
 
 
 def test_generators_count_where_both_draw_and_no_strategy_has_keys() -> None:
-    drawn, other = {("generators", 0): {"numpy": "1"}}, {("generators", 0): {"numpy": "2"}}
+    drawn: Parts = {("generators", 0): {"numpy": "1"}}
+    other: Parts = {("generators", 0): {"numpy": "2"}}
     found = first_different_part(drawn, other)
     assert found is not None
     assert found.part == "generators"

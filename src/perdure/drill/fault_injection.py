@@ -195,16 +195,20 @@ class FaultInjector:
         return step == self._traced
 
     def is_computing_traced(self, step: int) -> bool:
-        """Whether the step that is computed now is that step.
+        """Whether the step that is computed now is, or may be, that step.
 
-        It is the first one after the step before was reported. In a program that did not report that
+        It is the first one after the step before was reported. In a program that does not report that
         one, it is the one that the strategy counts as `step`.
         """
         return self._traced is not None and self._traced in (step, self._finished + 1)
 
     def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:
-        """Record the digests of the leaves of one part of the traced step. The first time counts."""
-        self._record("trace", part=part, number=number, leaves=dict(digests))
+        """Record the digests of the leaves of one part of the traced step.
+
+        What counts is the first time after the step before was reported, or otherwise the first time.
+        """
+        is_after = self._finished + 1 == self._traced
+        self._record("trace", part=part, number=number, leaves=dict(digests), is_after=is_after)
 
     def _trace_generators(self, point: str, step: int | None) -> None:
         """Record the states before and after the traced step, of the generators it drew from."""

@@ -187,11 +187,20 @@ def _recomputed(
             found.manifests[step] = decode_manifest(copy.read_bytes(), str(copy), step)
         elif kind == "recipe" and event["run"] == name:
             found.recipe = event["recipe"]
-        elif kind == "trace" and (event["w"] == 0 or "number" in event):
-            found.parts.setdefault((event["part"], event.get("number")), event["leaves"])
         elif kind == "step":
             found.last = max(event["step"], found.last or 0)
+    found.parts = _parts(events)
     return found
+
+
+def _parts(events: list[dict[str, Any]]) -> dict[Part, Mapping[str, str]]:
+    """The parts of the traced step. Of what belongs to no replica, those of the chief."""
+    parts: dict[Part, Mapping[str, str]] = {}
+    traced = [event for event in events if event["e"] == "trace"]
+    for event in sorted(traced, key=lambda event: not event["is_after"]):
+        if event["w"] == 0 or "number" in event:
+            parts.setdefault((event["part"], event.get("number")), event["leaves"])
+    return parts
 
 
 class _Environment(Observer):

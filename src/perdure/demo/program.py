@@ -69,7 +69,9 @@ def _train(program: DemoProgram, options: argparse.Namespace) -> None:
         for step in range(start, options.steps):
             state, loss = train_step(state, strategy.batch(train, step - origin))
             is_last = step + 1 == options.steps
-            is_due = is_last or manager.should_save(step + 1)  # to read the loss waits for the device
+            is_due = is_last or manager.should_save(
+                step + 1
+            )  # to read the loss waits for the device
             manager.save(step + 1, state, _metrics(loss) if is_due else None, force=is_last)
             _report("step", step=step + 1)
             if manager.reached_preemption(step + 1):

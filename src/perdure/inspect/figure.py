@@ -90,9 +90,9 @@ def _draw(axes: Any, panel: Panel) -> None:
     unit = _LARGE if any(abs(value) > _LARGE for value in values) else 1.0
     if unit != 1.0:
         axes.set_ylabel(f"in units of {unit:.0e}")
+    handles = [_line(axes, line, unit) for line in panel.lines]
     if panel.logarithmic:
         _scale(axes, [value / unit for value in values])
-    handles = [_line(axes, line, unit) for line in panel.lines]
     left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
     runs = {id(line.attempts): line.attempts for line in panel.lines}
     for attempts in runs.values():
@@ -123,6 +123,7 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
         axes.set_yscale("log")
     else:
         axes.set_yscale("symlog", linthresh=min(positive))
+        axes.set_ylim(bottom=-min(positive) / 2)  # no value is below zero
 
 
 def _line(axes: Any, line: PlotLine, unit: float) -> Any:

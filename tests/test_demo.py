@@ -22,6 +22,7 @@ from perdure.demo.driver import ENDS, DemoOptions
 from perdure.demo.driver import _steps as steps_of
 from perdure.demo.phases import SAVE_EVERY, plan
 from perdure.errors import ClusterError
+from perdure.store import Run
 from perdure.supervise import WorkerGroup
 
 EPOCHS = "2"
@@ -64,6 +65,11 @@ def test_a_run_that_is_killed_and_moved_ends_with_the_same_bits(
     assert finished["resumed_from"] == resumed["to"]
     assert result["accuracy"][0] == result["accuracy"][1] > 0.5
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "faulted"}
+    losses = {}
+    for name in ("plain", "faulted"):
+        manifests = Run(tmp_path / name).contents().manifests
+        losses[name] = {step: manifest.metrics["loss"] for step, manifest in manifests.items()}
+    assert losses["plain"][result["steps"]] == losses["faulted"][result["steps"]] > 0
 
 
 # `make proof-foundation` takes each guard out on both engines; that an all-reduce in place of the tree

@@ -133,6 +133,11 @@ def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> Non
     [
         (("tree", "{run}@14"), 2, "the nearest is step 10"),
         (("tree", "{run}x"), 2, "run directory"),
+        (("tree", "@3"), 2, "run directory"),
+        (("stats", "@best"), 2, "run directory"),
+        (("ls", ""), 2, "an empty string"),
+        (("average", "{run}@10,20", "-o", "{run}"), 2, "apart from"),
+        (("average", "{run}@10,20", "-o", ""), 2, "an empty string"),
         (("tree", "{run}@best"), 2, "@best:max:METRIC"),
         (("tree", "{run}", "--leaves", "modell"), 2, "no leaf matches 'modell'"),
         (("stats", "{run}", "--leaves", ""), 2, "leaves"),

@@ -57,6 +57,16 @@ def test_a_directory_that_looks_like_a_step_is_a_directory(tmp_path: Path) -> No
     assert open_checkpoint(tmp_path / "run@11").step == 11
 
 
+def test_a_mistyped_best_does_not_blame_the_retention(tmp_path: Path) -> None:
+    write(tmp_path)
+    for which in ("best:MIN:loss", "best:min", "best:min:"):
+        with pytest.raises((ArgumentError, NotARunError)) as caught:
+            open_checkpoint(f"{tmp_path}@{which}")
+        assert "retention.json" not in str(caught.value), which
+    with pytest.raises(ArgumentError, match=r"retention\.json"):
+        open_checkpoint(f"{tmp_path}@best")
+
+
 def test_several_checkpoints(tmp_path: Path) -> None:
     write(tmp_path)
     assert [each.step for each in open_checkpoints(f"{tmp_path}@30,10")] == [30, 10]

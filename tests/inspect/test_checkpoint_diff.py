@@ -283,6 +283,26 @@ def test_recipe_metrics_and_environment() -> None:
     assert result.equal  # of the states
 
 
+def test_the_origin_is_no_random_generator() -> None:
+    def text(**first: str) -> str:
+        a, b = MemoryStorage(), MemoryStorage()
+        for storage, notes in ((a, first), (b, {})):
+            with Run(storage, create=True) as run:
+                leaves = {path: scalar_leaf(note) for path, note in notes.items()}
+                run.save(1, {"w": scalar_leaf(1)}, process_leaves=leaves)
+        result = diff(Run(a), Run(b))
+        assert result.equal
+        assert result.process_leaves == tuple(sorted(first))
+        return str(result)
+
+    assert "generators" not in text(origin="{}")
+    assert "made from (average, import) differs" in text(origin="{}")
+    both = text(origin="{}", random="1")
+    assert "1 leaf of single processes (random generators) differ" in both
+    assert "made from" in both
+    assert "made from" not in text(random="1")
+
+
 def test_two_runs_are_compared_at_the_first_common_step_that_differs(tmp_path: Path) -> None:
     runs = [tmp_path / "a", tmp_path / "b"]
     for number, run in enumerate(runs):

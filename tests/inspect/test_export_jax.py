@@ -1,11 +1,17 @@
-"""Exports whose consumers need JAX, in a fork of a process that has it: Keras, `jax.export`, Orbax."""
+"""Exports of a model, and those whose consumers need JAX, in a fork of a process that has it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from forked import run_forked
+from perdure.errors import ArgumentError
+from perdure.inspect import export
+from perdure.state.leaf_values import scalar_leaf
+from perdure.store import Run
 
 WORKER = Path(__file__).with_name("jax_export_worker.py")
 
@@ -35,3 +41,24 @@ def test_keras_jax_and_orbax_load_the_bits(tmp_path: Path) -> None:
     assert orbax["changed"], "the bytes could not be held"
     assert orbax["standard"] == [["train/params/w", "bfloat16", [4, 2]]]
     assert orbax["no such"] == "DataError"
+
+
+def test_a_function_that_makes_no_model_is_named(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", create=True) as saved:
+        saved.save(1, {"model/w": scalar_leaf(1)})
+
+    def needy(x: int) -> int:
+        return x
+
+    program = tmp_path / "k.py"
+    program.write_text("def a(x): return x\ndef b(): return 3\n")
+    for model, phrase in (
+        (f"{program}:a", f"{program}:a needs an argument"),
+        (needy, "needy needs an argument"),
+        (f"{program}:b", f"{program}:b returned int, expected a built Keras model"),
+        (dict, "dict returned dict, expected a built Keras model"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            export(tmp_path / "run", "jax_export", tmp_path / "out", model=model)
+        assert phrase in str(caught.value)
+        assert not (tmp_path / "out").exists()

@@ -203,7 +203,9 @@ def test_arrays_that_are_no_leaf_are_named(tmp_path: Path, dtype: str) -> None:
     if dtype == "float128" and np.dtype(np.longdouble).itemsize != 16:
         pytest.skip("longdouble is no float128 on this machine")
     np.savez(tmp_path / "a.npz", good=ONE, bad=NO_LEAVES[dtype]())
-    refused(tmp_path / "a.npz", str(tmp_path / "a.npz"), "'bad.npy'", dtype)
+    text = refused(tmp_path / "a.npz", str(tmp_path / "a.npz"), "'bad.npy'", dtype)
+    if dtype in ("object", "[('x', '<i4'), ('y', '<f4')]"):
+        assert f"an array of dtype {dtype} cannot be a leaf" in text
 
 
 HOSTILE = {
@@ -302,8 +304,59 @@ def test_what_is_refused_in_torch_files_has_safe_advice(tmp_path: Path) -> None:
     assert "weights_only" not in text
     torch.save({"w": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
     refused(tmp_path / "sparse.pt", "sparse.pt", "w: ", "to_dense()")
-    (tmp_path / "text.pt").write_bytes(b"nothing of torch")
-    assert "weights_only" not in refused(tmp_path / "text.pt", "text.pt")
+    for text in (b"nothing of torch", b"epoch 1\nloss 2\n", b""):
+        (tmp_path / "text.pt").write_bytes(text)
+        found = refused(tmp_path / "text.pt", "text.pt", "of torch.save")
+        assert "weights_only" not in found
+        assert ": 101" not in found
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
+        for member in ("data.pkl", "code/__torch__.py", "constants.pkl", "version"):
+            file.writestr(f"script/{member}", b"")
+    assert "weights_only" not in refused(tmp_path / "script.pt", "TorchScript", "state_dict()")
+    torch.save({"w": torch.ones(2), "call": Call()}, tmp_path / "call.pt")
+    refused(tmp_path / "call.pt", f"found {os.system.__module__}.system", "run any code")
+
+
+class Call:
+    """A pickle that would call a function."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("exit 1",)
+
+
+def test_complex32_goes_out_to_torch(tmp_path: Path) -> None:
+    half = Leaf("complex32", (2,), memoryview(bytes(range(8))))
+    fingerprint = saved(tmp_path / "run", Leaves({"w": half}))
+    export(tmp_path / "run", "torch", tmp_path / "w.pt")
+    for to in ("npz", "safetensors"):
+        with pytest.raises(UnsupportedLeafError, match="; torch can"):
+            export(tmp_path / "run", to, tmp_path / "w")
+    pytest.importorskip("torch")
+    assert import_run(tmp_path / "w.pt", tmp_path / "again").fingerprint == fingerprint
+
+
+@pytest.mark.parametrize("branch", ["a//b", "/x", "a/", "/"])
+def test_a_branch_with_an_empty_part_is_refused(tmp_path: Path, branch: str) -> None:
+    np.savez(tmp_path / "a.npz", w=ONE)
+    text = refused(tmp_path / "a.npz", "branch: ", repr(branch), error=ArgumentError, branch=branch)
+    assert "--names" not in text
+
+
+def test_what_is_wrong_usage_of_import(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=ONE)
+    out = str(tmp_path / "out")
+
+    def status(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(main, ["import", *arguments])
+        return done.exit_code, done.output
+
+    assert status(str(tmp_path / "none.pt"), out)[0] == 2
+    assert status(str(tmp_path / "a.npz"), out)[0] == 0
+    found = status(str(tmp_path / "a.npz"), out)
+    assert found[0] == 2
+    assert "expected an empty or missing directory" in found[1]
+    (tmp_path / "bad.npz").write_bytes(b"bad")
+    assert status(str(tmp_path / "bad.npz"), f"{out}2")[0] == 1
 
 
 def test_a_shard_alone_is_refused(tmp_path: Path) -> None:

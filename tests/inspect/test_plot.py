@@ -14,7 +14,7 @@ from reported import KILLED, Counting, flip, record, save, states
 
 from perdure.cli import main
 from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
-from perdure.inspect import plot
+from perdure.inspect import plot, report, stats
 from perdure.inspect.figure import draw_figure, figure_bytes
 from perdure.inspect.plot_panels import Panel, PlotLine, PlottedAttempt
 from perdure.inspect.run_plot import plot_panels, save_plot
@@ -104,6 +104,115 @@ def test_norms_of_a_damaged_leaf_are_refused_or_left_out(killed: Path) -> None:
         plot_panels(killed, norms=True)
     norm, _ = plot_panels(killed, leaves="model/moving")
     assert [len(line.points) for line in norm.lines] == [3]
+
+
+def test_a_damaged_leaf_that_changed_lacks_its_point_alone(killed: Path) -> None:
+    assert run_plot(killed, "--norms").exit_code == 0
+    flip(killed, 20, "model/moving")
+    done = run_plot(killed, "--norms", "--json")
+    assert done.exit_code == 1
+    assert f"{killed}: step 20 is damaged: " in done.stderr
+    norm, _ = json.loads(done.stdout)["panels"]
+    lines = {line["label"]: [step for step, _ in line["points"]] for line in norm["lines"]}
+    assert lines == {"model/moving": [10, 30], "model/frozen": [10, 20, 30]}
+    text = run_plot(killed, "--leaves", "model/moving").stdout
+    assert "no value that can be read" in text
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    with pytest.warns(UserWarning, match="step 20 is damaged"):
+        plot(killed, norms=True)
+
+
+def test_a_chunk_that_several_checkpoints_share_is_damaged_in_each(tmp_path: Path) -> None:
+    one, two = np.ones(100), np.full(100, 2.0)
+    save(tmp_path / "run", {1: {"a": one}, 2: {"a": one}, 3: {"a": two}, 4: {"a": two}})
+    flip(tmp_path / "run", 1, "a")
+    done = run_plot(tmp_path / "run", "--norms", "--json")
+    assert done.exit_code == 1
+    assert [f"step {step} is damaged" in done.stderr for step in (1, 2, 3, 4)] == [
+        *[True] * 2,
+        *[False] * 2,
+    ]
+    [line] = json.loads(done.stdout)["panels"][0]["lines"]
+    assert line["points"] == [[3, 20.0], [4, 20.0]]
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e200])
+def test_norms_neither_overflow_nor_vanish(tmp_path: Path, size: float) -> None:
+    first = np.array([1.0, -1.0, 1.0, -1.0]) * size
+    save(tmp_path / "run", {1: {"w": first}, 2: {"w": 1.5 * first}, 3: {"w": -1.5 * first}})
+    norm, change = plot_panels(tmp_path / "run", norms=True)
+    figures = [stats(f"{tmp_path / 'run'}@{step}").rows[0].norm for step in (1, 2, 3)]
+    assert norm.lines[0].points == list(zip((1, 2, 3), figures, strict=True))
+    assert change.lines[0].points == [(2, 0.5), (3, 2.0)]
+    [layer] = report(tmp_path / "run").document["runs"][0]["changes"]["layers"]
+    assert layer["changes"] == [0.5, 2.0]
+
+
+def test_the_distance_may_be_above_the_largest_number(tmp_path: Path) -> None:
+    first = np.array([1.5e308, 1.0])
+    values = {1: {"w": first}, 2: {"w": -first}, 3: {"w": np.array([np.inf, 1.0])}}
+    save(tmp_path / "run", values)
+    norm, change = plot_panels(tmp_path / "run", norms=True)
+    assert [value for _, value in norm.lines[0].points] == [1.5e308, 1.5e308, None]
+    assert change.lines[0].points == [(2, 2.0), (3, None)]
+    assert "no finite value" not in run_plot(tmp_path / "run", "--norms").stdout
+
+
+def test_the_line_of_a_run_has_its_name_and_its_colour(killed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save(other, states((1, 2)), metrics={1: {"only": 1.0}, 2: {"only": 2.0}})
+    panels = plot_panels(killed, other)
+    [panel] = [panel for panel in panels if panel.title == "only"]
+    assert [(line.label, line.colour) for line in panel.lines] == [("other", 1)]
+    assert [line.split()[0] for line in sparklines([panel], 80)] == ["only,", "other"]
+    assert sparklines(plot_panels(other), 80)[0].startswith("only "), "a single run needs no name"
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    [axes] = draw_figure([panel]).axes
+    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["other"]
+    [both, _] = draw_figure(plot_panels(killed, other, metrics=["loss", "only"])).axes
+    assert axes.get_lines()[0].get_color() != both.get_lines()[0].get_color()
+
+
+def test_the_lines_of_a_metric_share_their_steps_and_their_scale() -> None:
+    long, short = [(step, step / 10) for step in range(11)], [(5, 0.0), (10, 0.1)]
+    panel = Panel("loss", [PlotLine("a", long), PlotLine("b", short, colour=1)], named=True)
+    title, *lines = sparklines([panel], 80)
+    assert title == "loss, steps 0 to 10"
+    graphs = [line[len("  a ") + 11 :] for line in lines]
+    assert graphs[0] == "".join(BLOCKS[min(7, int(n / 10 * 8))] for n in range(11)) + " 1"
+    assert graphs[1] == " " * 5 + BLOCKS[0] * 6 + " 0.1"
+    apart = Panel("norm", panel.lines, scale_of_each=True)
+    assert sparklines([apart], 80)[2].endswith(f"{' ' * 5}{BLOCKS[0] * 5}{BLOCKS[7]} 0.1")
+    early = Panel("loss", [PlotLine("a", long), PlotLine("b", [(2, 1.0), (3, 1.0)])])
+    assert sparklines([early], 80)[2].endswith(f"{' ' * 2}{BLOCKS[7] * 2}{' ' * 7} 1")
+
+
+def test_a_norm_of_zero_and_a_leaf_that_did_not_change(tmp_path: Path) -> None:
+    values = {step: {"bias": np.full(2, step - 1.0), "same": np.ones(2)} for step in (1, 2, 3)}
+    save(tmp_path / "run", values)
+    done = run_plot(tmp_path / "run", "--norms")
+    assert [line.split() for line in done.stdout.splitlines()][-1] == ["same", "no", "change"]
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    panels = plot_panels(tmp_path / "run", norms=True)
+    norm, change = draw_figure(panels).axes
+    assert (norm.get_yscale(), change.get_yscale()) == ("symlog", "log")
+    zero, least = norm.transData.transform([(1, 0.0), (1, 2**0.5)])[:, 1]
+    assert zero < least
+    assert norm.get_ylim()[0] <= 0
+    for axes in (norm, change):
+        assert all(float(step).is_integer() for step in axes.get_xticks())
+        assert figure_bytes(axes.figure, "png")
+
+
+def test_a_run_without_a_checkpoint_does_not_hide_the_others(killed: Path, tmp_path: Path) -> None:
+    with Run(tmp_path / "new", create=True) as run:
+        run.begin_writing()
+    done = run_plot(tmp_path / "new", killed, "--norms", "--json")
+    assert done.exit_code == 0
+    assert f"{tmp_path / 'new'}: nothing is drawn of it" in done.stderr
+    assert [panel["title"][:5] for panel in json.loads(done.stdout)["panels"]] == ["run: "] * 2
+    done = run_plot(tmp_path / "new", killed)
+    assert (done.exit_code, f"{tmp_path / 'new'}: nothing is drawn" in done.stderr) == (0, True)
 
 
 def test_what_cannot_be_drawn_is_said(killed: Path, tmp_path: Path) -> None:
@@ -199,8 +308,8 @@ def test_a_damaged_checkpoint_is_named(killed: Path, tmp_path: Path) -> None:
         assert done.exit_code == 1
         assert f"{killed}: step 20 is damaged" in done.stderr
         assert done.stdout, "the other checkpoints are drawn"
-    report = CliRunner().invoke(main, ["report", str(killed), "-o", str(tmp_path / "page.html")])
-    assert (report.exit_code, report.stderr.splitlines()[1:]) == (1, done.stderr.splitlines())
+    page = CliRunner().invoke(main, ["report", str(killed), "-o", str(tmp_path / "page.html")])
+    assert (page.exit_code, page.stderr.splitlines()[1:]) == (1, done.stderr.splitlines())
     pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
     with pytest.warns(UserWarning, match="step 20 is damaged"):
         plot(killed)

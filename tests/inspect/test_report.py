@@ -295,6 +295,21 @@ def test_two_runs_stand_side_by_side(killed: Path, tmp_path: Path) -> None:
     assert text.index("Side by side") < text.index("Metrics") < text.index("Its life")
 
 
+def test_the_keys_of_a_legend_have_the_dashes_of_their_lines(tmp_path: Path) -> None:
+    for n in range(8):
+        save(tmp_path / f"r{n}", states((1, 2)), metrics={1: {"loss": 1.0}, 2: {"loss": 2.0 + n}})
+    page = report(*(tmp_path / f"r{n}" for n in range(8))).html
+    require_alone(page)
+    legend = page.split('class="legend"')[1].split("</div>")[0]
+    keys = legend.split("<span>")[1:]
+    lines = page.split("<polyline")[1:9]
+    for key, line in zip(keys, lines, strict=True):
+        dashes = [part.split("stroke-dasharray=")[1:] for part in (key, line)]
+        assert [bool(part) for part in dashes] == [len(dashes[0]) > 0] * 2
+        assert [part[0][:5] for part in dashes if part] in ([], ['"6 3"'] * 2)
+    assert sum("stroke-dasharray" in key for key in keys) == 2
+
+
 def test_two_runs_without_a_common_step(killed: Path, tmp_path: Path) -> None:
     save(tmp_path / "other", states((5, 15)))
     done = report(killed, tmp_path / "other")

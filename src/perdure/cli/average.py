@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.output import document, json_option
-from perdure.errors import ArgumentError, StepExistsError
+from perdure.cli.output import document, json_option, new_run_argument
 from perdure.inspect import average, origin
 from perdure.inspect.average_weights import SCHEDULES
 
@@ -53,7 +52,7 @@ def command(
     of the newest of the checkpoints, or of --like. OUT has the step of that one, and its manifest
     says what it was made from.
     """
-    try:
+    with new_run_argument():
         made = average(
             checkpoints,
             out,
@@ -63,8 +62,6 @@ def command(
             leaves=leaves or None,
             like=like,
         )
-    except StepExistsError as error:  # OUT is not empty: wrong usage, as if it held other files
-        raise ArgumentError(str(error)) from error
     manifest = made.manifest
     if as_json:
         document(

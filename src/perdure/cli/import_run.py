@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
-from perdure.cli.output import document, json_option, size_text
+from perdure.cli.output import document, json_option, new_run_argument, size_text
+from perdure.errors import ArgumentError
 from perdure.inspect import NameMap, import_run
 from perdure.inspect.foreign_files import READ_FORMATS
 
@@ -27,7 +30,10 @@ def command(
     with weights_only=True only, so that no code in them runs.
     """
     name_map = None if names is None else NameMap.read(names)
-    manifest = import_run(source, run, kind=kind, branch=branch, names=name_map)
+    if not os.path.lexists(source):
+        raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
+    with new_run_argument():
+        manifest = import_run(source, run, kind=kind, branch=branch, names=name_map)
     if as_json:
         leaves = [leaf.path for leaf in manifest.leaves]
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})

@@ -23,8 +23,8 @@ from perdure.store import Run
 def command(ctx: click.Context, run: str, as_json: bool) -> None:
     """List the checkpoints of the run directory RUN, oldest first.
 
-    "own" are the bytes that deleting this checkpoint alone frees, as `perdure prune` does it; "shared"
-    those of its chunks that stay then, because other checkpoints need them or others in the same pack.
+    "own" are the bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does it;
+    "shared" those of its chunks that stay then, because others need them or chunks in the same pack.
     "kept" says why a checkpoint is there, by the rules that the last manager recorded in the run
     directory. `perdure prune --dry-run` shows what other rules would keep.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from perdure.errors import ArgumentError, StepExistsError, StoreError
 from perdure.inspect.tables import Table
 from perdure.inspect.tables import printable as printable
 from perdure.inspect.tables import size_text as size_text
@@ -68,6 +69,17 @@ def kept_or_temporary(directory: Path | None, name: str) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix=f"perdure-{name}-") as temporary:
         yield Path(temporary)
+
+
+@contextmanager
+def new_run_argument() -> Iterator[None]:
+    """Count a new run directory that cannot be one, such as a run that exists, as wrong usage."""
+    try:
+        yield
+    except StoreError as error:
+        if type(error) not in (StoreError, StepExistsError):
+            raise
+        raise ArgumentError(str(error)) from error
 
 
 def discard_unwritten() -> None:

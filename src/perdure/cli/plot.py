@@ -50,11 +50,11 @@ def command(
     line of text. Pictures need matplotlib: pip install 'perdure[plot]'. Exits with 1 if a checkpoint
     is damaged or cannot be read; the others are drawn.
     """
-    from perdure.inspect.run_plot import checkpoint_problems, picture_kind, plot_panels, save_plot
+    from perdure.inspect.run_plot import picture_kind, plot_drawing, save_plot
 
     if output is not None:
         picture_kind(output)  # before anything is read
-    panels = plot_panels(
+    panels, problems, notes = plot_drawing(
         *runs, metrics=metric or None, logs=logs, norms=norms, leaves=leaves or None
     )
     if output is not None:
@@ -68,9 +68,8 @@ def command(
         click.echo(picture, nl=False)
     else:
         _print(panels)
-    problems = checkpoint_problems(*runs)
-    for problem in problems:
-        click.echo(printable(problem), err=True)
+    for sentence in (*problems, *notes):
+        click.echo(printable(sentence), err=True)
     ctx.exit(1 if problems else 0)
 
 

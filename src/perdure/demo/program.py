@@ -67,11 +67,15 @@ def _train(program: DemoProgram, options: argparse.Namespace) -> None:
         origin = start if options.without == "position" else 0
         _report("start", step=start)
         for step in range(start, options.steps):
-            state, _ = train_step(state, strategy.batch(train, step - origin))
-            manager.save(step + 1, state, force=step + 1 == options.steps)
+            state, loss = train_step(state, strategy.batch(train, step - origin))
+            is_last = step + 1 == options.steps
+            is_due = is_last or manager.should_save(
+                step + 1
+            )  # to read the loss waits for the device
+            manager.save(step + 1, state, _metrics(loss) if is_due else None, force=is_last)
             _report("step", step=step + 1)
             if manager.reached_preemption(step + 1):
-                manager.save_and_exit(step + 1, state)
+                manager.save_and_exit(step + 1, state, _metrics(loss))
     test = ArrayDataset(digits.test, BATCH, shuffle=False)
     right = weight = 0.0
     for step in range(test.steps_per_epoch):
@@ -79,6 +83,11 @@ def _train(program: DemoProgram, options: argparse.Namespace) -> None:
         total = strategy.reduce("sum", counts)
         right, weight = right + float(total["right"]), weight + float(total["weight"])
     _report("done", accuracy=right / weight, examples=int(weight))
+
+
+def _metrics(loss: Any) -> dict[str, float]:
+    """The mean loss of a step."""
+    return {"loss": float(loss["sum"]) / float(loss["weight"])}
 
 
 def _options() -> argparse.Namespace:

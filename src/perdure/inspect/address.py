@@ -153,6 +153,11 @@ def find_run(where: Where) -> Address:
         run = Run(where)
         return Address(run, run.where, None)
     text = os.fsdecode(os.fspath(where))
+    if not text:
+        raise NotARunError(
+            "expected the path or URL of a run directory, found an empty string. For the working "
+            "directory write '.'."
+        )
     readings: list[tuple[str, str | None]] = [(text, None)]
     if match := _BEST.fullmatch(text) or _STEPS.fullmatch(text):
         readings.insert(1 if os.path.isdir(text) else 0, (match["run"], match["which"]))
@@ -163,7 +168,7 @@ def find_run(where: Where) -> Address:
         except NotARunError as error:
             errors.append(error)
     run, at, which = text.rpartition("@")
-    if at and len(errors) == 1 and "/" not in which and _is_run(run):
+    if at and run and len(errors) == 1 and "/" not in which and _is_run(run):
         raise StepNotFoundError(f"{run}: expected {FORMS}, found @{which}.")
     raise errors[0]
 
@@ -211,13 +216,17 @@ def _best(run: Run, which: str) -> int:
     names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
     held = f"the metrics of this run are {', '.join(names)}" if names else "this run has no metrics"
     parts = which.split(":", 2)
-    rules = recorded_retention(run.storage)
-    if parts == ["best"] and rules is not None and rules.retention.best_metric is not None:
-        parts = ["best", rules.retention.best_mode, rules.retention.best_metric]
-    if len(parts) < 3 or parts[1] not in ("max", "min"):
+    without = ""
+    if parts == ["best"]:
+        rules = recorded_retention(run.storage)
+        if rules is not None and rules.retention.best_metric is not None:
+            parts = ["best", rules.retention.best_mode, rules.retention.best_metric]
+        else:
+            without = ", and its retention (retention.json) names no metric to keep the best of"
+    if len(parts) < 3 or parts[1] not in ("max", "min") or not parts[2]:
         raise ArgumentError(
-            f"{run.where}: expected @best:max:METRIC or @best:min:METRIC, found @{which}, and its "
-            f"retention (retention.json) names no metric to keep the best of; {held}."
+            f"{run.where}: expected @best:max:METRIC or @best:min:METRIC, found @{which}{without}; "
+            f"{held}."
         )
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.inspect.leaf_diff import LeafDiff
+from perdure.inspect.origins import ORIGIN
 from perdure.inspect.renames import Rename
 from perdure.inspect.tables import Shown, Table, counted, plain, printable, size_text
 
@@ -42,7 +43,7 @@ class CheckpointDiff(Shown):
         environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
         metrics: Metrics that differ.
         process_leaves: Paths of leaves that differ and belong to one process, such as its random
-            generators. They are no part of the state.
+            generators, and `origin`, the note of an average or import. They are no part of the state.
         containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
         read_nbytes: Bytes of chunks that were read, on both sides together.
         common: If runs were compared: their common steps, and how many before this one are equal.
@@ -112,9 +113,11 @@ class CheckpointDiff(Shown):
             ("metric", self.metrics),
         ):
             blocks += _fields(title, fields)
-        if self.process_leaves:
-            count = counted(len(self.process_leaves), "leaf", "leaves")
+        if generators := len(self.process_leaves) - self.process_leaves.count(ORIGIN):
+            count = counted(generators, "leaf", "leaves")
             blocks.append(f"{count} of single processes (random generators) differ")
+        if ORIGIN in self.process_leaves:
+            blocks.append("the note on what a checkpoint was made from (average, import) differs")
         if self.containers:
             blocks.append(f"containers differ at {', '.join(map(printable, self.containers[:5]))}")
         blocks.append("equal" if self.equal else "different")

@@ -247,9 +247,19 @@ def _dtypes(to: str) -> Iterable[str] | None:
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
     known = {other: _dtypes(other) for other in ARRAY_FORMATS}
     for leaf in arrays:
-        element_dtype(leaf.entry)  # raises for one that this NumPy does not know
         dtype = plain_dtype(leaf.entry)
-        can = [other for other, dtypes in known.items() if dtypes is None or dtype in dtypes]
+        has_numpy = True
+        try:
+            element_dtype(leaf.entry)
+        except UnsupportedLeafError:
+            if not any(dtype in dtypes for dtypes in known.values() if dtypes is not None):
+                raise
+            has_numpy = False  # complex32, which is PyTorch's alone
+        can = [
+            other
+            for other, dtypes in known.items()
+            if (has_numpy if dtypes is None else dtype in dtypes)
+        ]
         if to not in can:
             raise UnsupportedLeafError(
                 f"leaf {leaf.entry.path!r} has dtype {dtype}, which {to} files cannot hold; "

@@ -83,13 +83,16 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_title(visible(panel.title), parse_math=False)
     axes.set_xlabel("step")
     axes.grid(axis="x", visible=False)
-    if panel.logarithmic and any(value for line in panel.lines for _, value in line.points):
-        axes.set_yscale("log")
-    values = (value for line in panel.lines for _, value in line.points if value is not None)
+    axes.xaxis.get_major_locator().set_params(
+        integer=True, min_n_ticks=1
+    )  # there is no half of a step
+    values = [value for line in panel.lines for _, value in line.points if value is not None]
     unit = _LARGE if any(abs(value) > _LARGE for value in values) else 1.0
     if unit != 1.0:
         axes.set_ylabel(f"in units of {unit:.0e}")
-    handles = [_line(axes, line, number, unit) for number, line in enumerate(panel.lines)]
+    handles = [_line(axes, line, unit) for line in panel.lines]
+    if panel.logarithmic:
+        _scale(axes, [value / unit for value in values])
     left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
     runs = {id(line.attempts): line.attempts for line in panel.lines}
     for attempts in runs.values():
@@ -102,7 +105,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     if len(runs) == 1:
         _number(axes, panel.lines[0].attempts, left, right)
     axes.set_xlim(left, right)
-    if len(panel.lines) > 1:
+    if panel.has_names:
         # A name that begins with an underscore would be left out.
         names = [f" {visible(line.label)}" for line in panel.lines]
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(names) > 4 else {}
@@ -111,14 +114,26 @@ def _draw(axes: Any, panel: Panel) -> None:
             text.set_parse_math(False)
 
 
-def _line(axes: Any, line: PlotLine, number: int, unit: float) -> Any:
+def _scale(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic scale, which ends in zero below the least value if a value is zero."""
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return
+    if len(positive) == len(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_yscale("symlog", linthresh=min(positive))
+        axes.set_ylim(bottom=-min(positive) / 2)  # no value is below zero
+
+
+def _line(axes: Any, line: PlotLine, unit: float) -> Any:
     steps = [step for step, _ in line.points]
     values = [float("nan") if value is None else value / unit for _, value in line.points]
     return axes.plot(
         steps,
         values,
-        color=_COLOURS[number % len(_COLOURS)],
-        linestyle=_DASHES[number // len(_COLOURS) % len(_DASHES)],
+        color=_COLOURS[line.colour % len(_COLOURS)],
+        linestyle=_DASHES[line.colour // len(_COLOURS) % len(_DASHES)],
         linewidth=1.6,
         marker="o" if len(steps) <= 40 else None,
         markersize=3,

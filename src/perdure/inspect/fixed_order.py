@@ -7,7 +7,7 @@ and again, and its halves are added element by element; blocks are added in thei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,17 @@ class ScaledSum:
         if exponent % 2:
             value, exponent = 2 * value, exponent - 1
         return times_power(math.sqrt(value), exponent // 2)
+
+
+def added(sums: Iterable[ScaledSum]) -> ScaledSum:
+    """The sum of sums, rounded once, whatever their order."""
+    terms = [part for part in sums if part.value]
+    total = ScaledSum()
+    if terms:
+        most = max(part.exponent for part in terms)
+        value = math.fsum(math.ldexp(part.value, part.exponent - most) for part in terms)
+        total.merge(value, most)
+    return total
 
 
 def root_ratio(part: ScaledSum, whole: ScaledSum) -> float | None:

@@ -44,7 +44,7 @@ def import_run(
 
     Raises:
         ArgumentError: Two names would become one path, one path would lie below another, or `branch`
-            is of no use because `names` gives all paths.
+            is no path, or of no use because `names` gives all paths.
         DataError: `source` cannot be read, or holds what cannot be a leaf.
         MissingExtraError: The library of the format is not installed.
         NotARunError, StepExistsError: `out` holds something already.
@@ -53,6 +53,11 @@ def import_run(
     where = os.fspath(source)
     if kind is not None and kind not in READ_FORMATS:
         raise ArgumentError(f"kind: expected one of {', '.join(READ_FORMATS)}, found {kind!r}.")
+    if branch and not all(branch.split("/")):
+        raise ArgumentError(
+            f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "
+            f"an empty part."
+        )
     kind = kind or kind_of(where)
     leaves = _leaves_by_path(read_foreign(where, kind), where, branch, names)
     note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})

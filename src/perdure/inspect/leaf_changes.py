@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from perdure.errors import (
     ArgumentError,
@@ -20,12 +22,10 @@ from perdure.errors import (
     UnsupportedLeafError,
 )
 from perdure.inspect.address import StoredCheckpoint
+from perdure.inspect.fixed_order import ScaledSum, added, blocks, root_ratio
 from perdure.inspect.leaf_reader import element_dtype, read_elements, select_leaves
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.manifest import LeafEntry
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FLOATS = ("float", "bfloat", "complex")
 
@@ -34,6 +34,8 @@ SAME, NEW, DAMAGED, UNREAD, GONE = "same", "new", "damaged", "unread", "deleted"
 dtype; damaged; not readable; the checkpoint was deleted meanwhile."""
 
 
+UNREADABLE = (DAMAGED, UNREAD, GONE)
+
 Problems = dict[int, tuple[str, str]]
 """By step, `damaged` or `unread`, and the reason."""
 
@@ -41,9 +43,9 @@ Problems = dict[int, tuple[str, str]]
 class Change(NamedTuple):
     """Sums of squares of one leaf: its values before, its values after, and their differences."""
 
-    before: float
-    after: float
-    distance: float
+    before: ScaledSum
+    after: ScaledSum
+    distance: ScaledSum
 
 
 class LeafPair(NamedTuple):
@@ -129,14 +131,14 @@ def leaf_changes(
     return changes
 
 
-def squared_norms(checkpoint: StoredCheckpoint, entries: Iterable[LeafEntry]) -> dict[str, float]:
+def squared_norms(
+    checkpoint: StoredCheckpoint, entries: Iterable[LeafEntry]
+) -> dict[str, ScaledSum]:
     """The sum of the squares of each leaf; raises as `read_elements` does."""
-    sums: dict[str, float] = {}
     entries = list(entries)
-    for entry in entries:
-        sums[entry.path] = 0.0
+    sums = {entry.path: ScaledSum() for entry in entries}
     for part in read_elements(checkpoint, entries):
-        sums[part.entry.path] += _squares(_real(part.values))
+        _add_squares(sums[part.entry.path], _real(part.values))
     return sums
 
 
@@ -148,60 +150,85 @@ def change_ratio(changes: Iterable[Change | str]) -> float | str:
     """
     changes = list(changes)
     words = {change for change in changes if isinstance(change, str)}
-    for word in (DAMAGED, UNREAD, GONE):
+    for word in UNREADABLE:
         if word in words:
             return word
     numbers = [change for change in changes if isinstance(change, Change)]
     if not numbers:
         return NEW if NEW in words else SAME
-    distance = math.sqrt(math.fsum(change.distance for change in numbers))
-    before = math.sqrt(math.fsum(change.before for change in numbers))
-    if not (math.isfinite(distance) and math.isfinite(before)):
+    distance = added(change.distance for change in numbers)
+    before = added(change.before for change in numbers)
+    if not (math.isfinite(distance.value) and math.isfinite(before.value)):
         return "not finite"
-    return distance / before if before else "from zero"
+    ratio = root_ratio(distance, before) if before.value else None
+    return "from zero" if ratio is None else ratio
 
 
 def norm_history(
-    checkpoints: Sequence[StoredCheckpoint], leaves: str | Iterable[str] | None = None
-) -> tuple[list[dict[str, float]], list[dict[str, Change | str]]]:
+    checkpoints: Sequence[StoredCheckpoint],
+    leaves: str | Iterable[str] | None = None,
+    problems: Problems | None = None,
+) -> tuple[list[dict[str, ScaledSum]], list[dict[str, Change | str]]]:
     """The squared norms of the leaves of each checkpoint, and the changes from each to the next.
 
-    A leaf is read again only if it changed. Raises as `read_elements` does if a checkpoint that no
-    change needed is damaged; a leaf that is damaged otherwise has no norm there.
+    A leaf is read again only if it changed. Raises as `read_elements` does if a leaf that never changed
+    is damaged; one that is damaged and changed has no norm there.
+
+    Args:
+        checkpoints: Readable checkpoints of one run, oldest first.
+        leaves: A pattern, or several; all leaves by default.
+        problems: Gets the checkpoints that are found damaged or that cannot be read.
     """
+    problems = {} if problems is None else problems
     entries = float_leaves_of_each(checkpoints, leaves)
-    norms: list[dict[str, float]] = [{} for _ in checkpoints]
+    norms: list[dict[str, ScaledSum]] = [{} for _ in checkpoints]
     changes: list[dict[str, Change | str]] = []
     for number, (before, after) in enumerate(pairwise(checkpoints)):
-        found = leaf_changes(before, after, (entries[number], entries[number + 1]))
+        found = leaf_changes(before, after, (entries[number], entries[number + 1]), problems)
         changes.append(found)
         for path, change in found.items():
             if isinstance(change, Change):
                 norms[number][path], norms[number + 1][path] = change.before, change.after
     for number in reversed(range(len(changes))):  # equal leaves have equal norms
         _spread(norms[number + 1], norms[number], changes[number])
+    bad = {path for found in changes for path, change in found.items() if change in UNREADABLE}
     for number, checkpoint in enumerate(checkpoints):
         if number:
             _spread(norms[number - 1], norms[number], changes[number - 1])
-        missing = [
-            entry
-            for path, entry in entries[number].items()
-            if path not in norms[number] and not _is_bad(path, number, changes)
-        ]
-        norms[number].update(squared_norms(checkpoint, missing))
+        missing = [entry for path, entry in entries[number].items() if path not in norms[number]]
+        norms[number].update(
+            squared_norms(checkpoint, [entry for entry in missing if entry.path not in bad])
+        )
+        doubtful = [entry for entry in missing if entry.path in bad]
+        norms[number].update(_readable_norms(checkpoint, doubtful, problems))
     return norms, changes
 
 
-def _spread(known: dict[str, float], other: dict[str, float], changes: dict[str, Any]) -> None:
+def _readable_norms(
+    checkpoint: StoredCheckpoint, entries: Iterable[LeafEntry], problems: Problems
+) -> dict[str, ScaledSum]:
+    """`squared_norms` of the leaves that can be read, one by one; for the others, why they cannot."""
+    norms: dict[str, ScaledSum] = {}
+    for entry in entries:
+        try:
+            norms |= squared_norms(checkpoint, [entry])
+        except CorruptionError as error:
+            problems.setdefault(checkpoint.step, (DAMAGED, str(error)))
+        except UnreachableError as error:
+            problems.setdefault(checkpoint.step, (UNREAD, str(error)))
+            break  # a storage that does not answer is not asked for every leaf
+        except StepNotFoundError:  # deleted meanwhile
+            break
+    return norms
+
+
+def _spread(
+    known: dict[str, ScaledSum], other: dict[str, ScaledSum], changes: dict[str, Any]
+) -> None:
     """Take the norms of leaves that did not change from the checkpoint beside."""
     for path, change in changes.items():
         if change == SAME and path in known:
             other.setdefault(path, known[path])
-
-
-def _is_bad(path: str, number: int, changes: Sequence[dict[str, Change | str]]) -> bool:
-    beside = changes[max(0, number - 1) : number + 1]
-    return any(change.get(path) in (DAMAGED, UNREAD, GONE) for change in beside)
 
 
 def _compare_one(
@@ -242,18 +269,15 @@ def _compare(
         closing(_iterator(read_elements(after, [p.after for p in pairs], wanted))) as news,
     ):
         for pair in pairs:
-            sums = [0.0, 0.0, 0.0]
+            change = Change(ScaledSum(), ScaledSum(), ScaledSum())
             for number in range(counts[pair.before.path]):
-                old = _real(next(olds).values)
-                square = _squares(old)
-                sums[0] += square
+                old = new = _real(next(olds).values)
+                _add_squares(change.before, old)
                 if number in differing[pair.after.path]:
                     new = _real(next(news).values)
-                    sums[1] += _squares(new)
-                    sums[2] += _squares(new - old)
-                else:
-                    sums[1] += square
-            yield pair.after.path, Change(*sums)
+                    _add_distance(change.distance, old, new)
+                _add_squares(change.after, new)
+            yield pair.after.path, change
 
 
 def _iterator(elements: Iterator[Any]) -> Any:
@@ -268,13 +292,25 @@ def _real(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.astype("float64")
 
 
-def _squares(values: np.ndarray[Any, Any]) -> float:
-    import numpy as np
-
-    from perdure.inspect.fixed_order import block_sum, blocks
-
+def _add_squares(total: ScaledSum, values: np.ndarray[Any, Any]) -> None:
+    """Add the squares of numbers; NaN and infinities make the sum so."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return sum(block_sum(block * block) for (block,) in blocks(values))
+        for (block,) in blocks(values):
+            total.add(block, block)
+
+
+def _add_distance(total: ScaledSum, old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> None:
+    """Add the squares of the differences of numbers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for before, after in blocks(old, new):
+            distance, halvings = after - before, 0
+            if np.isinf(
+                distance
+            ).any():  # of two finite numbers it may be above the largest float64
+                distance, halvings = after / 2 - before / 2, 1
+            squares = ScaledSum()
+            squares.add(distance, distance)
+            total.merge(squares.value, squares.exponent + 2 * halvings)
 
 
 def _is_known(entry: LeafEntry) -> bool:

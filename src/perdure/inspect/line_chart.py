@@ -67,6 +67,15 @@ def line_chart(name: str, lines: Sequence[tuple[str, Series, Sequence[int]]]) ->
     return tag("figure", tag("figcaption", name, tag("span", " / ".join(newest))), drawing)
 
 
+def line_key(index: int) -> Html:
+    """The key of a line in a legend: its colour, and its dashes if it has some."""
+    dash = _dash(index)
+    if dash is None:
+        return tag("i", class_=f"key k{index % SERIES}")
+    line = tag("line", class_=f"s{index % SERIES}", x2=28, y1=3, y2=3, stroke_dasharray=dash)
+    return tag("svg", line, class_="key linekey", viewBox="0 0 28 6")
+
+
 def interruption_legend() -> Html:
     """The legend of the dashed lines."""
     return note("Dashed red lines: steps at which a run was interrupted.")
@@ -129,5 +138,8 @@ def _line(points: list[tuple[int, float]], index: int, x: object, y: object) -> 
             "circle", class_=colour, cx=f"{x(points[0][0]):.1f}", cy=f"{y(points[0][1]):.1f}", r=3
         )
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-    dash = _DASHES[index // SERIES % len(_DASHES)]
-    return tag("polyline", class_=colour, points=path, stroke_dasharray=dash)
+    return tag("polyline", class_=colour, points=path, stroke_dasharray=_dash(index))
+
+
+def _dash(index: int) -> str | None:
+    return _DASHES[index // SERIES % len(_DASHES)]

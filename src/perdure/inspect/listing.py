@@ -36,8 +36,8 @@ class ListedCheckpoint:
         age_s: Seconds since then by this machine's clock.
         leaves: Number of leaves.
         nbytes: Bytes of its leaves.
-        own_nbytes: Bytes on the storage that deleting this checkpoint alone frees, as `perdure prune`
-            does it.
+        own_nbytes: Bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does
+            and counts it: without the manifest.
         shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or
             others in the same pack.
         fingerprint: Equal fingerprints are equal bits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def write_model(
             f"verify: {to} files hold a program, in which no single array can be compared; leave it "
             f"out."
         )
-    built = load_function(model)() if isinstance(model, str) else model()
+    built = _built(model)
     from perdure.keras import model_export  # names the extra to install, if Keras is missing
 
     prefix = f"{branch}/"
@@ -58,6 +59,30 @@ def write_model(
     finally:
         if written != path and os.path.exists(written):
             os.remove(written)
+
+
+def _built(model: str | Callable[[], Any]) -> Any:
+    """The model that a function returns; raises `ArgumentError` if that is no built Keras model."""
+    function = load_function(model) if isinstance(model, str) else model
+    name = model if isinstance(model, str) else getattr(model, "__qualname__", repr(model))
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ArgumentError(
+            f"model: expected a function without arguments that returns the built Keras model, and "
+            f"{name} needs an argument: {error}."
+        ) from error
+    except ValueError:  # one of C, whose signature is not known
+        pass
+    built = function()
+    keras = sys.modules.get("keras")  # without it the function has made no model
+    if keras is None or not isinstance(built, keras.Model):
+        found = type(built).__name__
+    elif not built.built:
+        found = "one that is not built; call build() or give it an Input"
+    else:
+        return built
+    raise ArgumentError(f"model: {name} returned {found}, expected a built Keras model.")
 
 
 def load_function(text: str) -> Callable[[], Any]:

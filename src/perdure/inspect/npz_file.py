@@ -143,6 +143,8 @@ def _mapped(
         read = headers.read_array_header_1_0 if major == 1 else headers.read_array_header_2_0
         shape, fortran, dtype = read(member)
         begin = member.tell()
+    if dtype.hasobject:  # its bytes are a pickle, of any length
+        raise _no_leaf(dtype)
     if min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS:
         raise ValueError(
             f"it has the shape {shape}; expected at most {MAX_DIMENSIONS} lengths, none below 0"
@@ -177,15 +179,19 @@ def _leaf(
         text = np.frombuffer(content, dtype)[0] if dtype.itemsize else ""
         return scalar_leaf(str(text))
     if dtype.kind not in "biufcV" or dtype.names is not None or dtype.subdtype is not None:
-        raise ValueError(
-            f"an array of dtype {dtype} cannot be a leaf; expected booleans or numbers, or one string. "
-            f"Convert it, or write the archive without it"
-        )
+        raise _no_leaf(dtype)
     order = "F" if fortran else "C"
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, content, order=order)
     if note is None or not note.startswith("py:"):
         return array_leaf(array)
     return scalar_leaf(array.tobytes() if note == "py:bytes" else array.item())
+
+
+def _no_leaf(dtype: np.dtype[Any]) -> ValueError:
+    return ValueError(
+        f"an array of dtype {dtype} cannot be a leaf; expected booleans or numbers, or one string. "
+        f"Convert it, or write the archive without it"
+    )
 
 
 def _noted_dtype(raw: np.dtype[Any], note: str | None) -> np.dtype[Any]:

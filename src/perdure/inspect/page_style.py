@@ -129,6 +129,7 @@ td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space
   align-items: center }}
 .legend span {{ display: inline-flex; align-items: center; gap: .4rem; overflow-wrap: anywhere }}
 .key {{ display: inline-block; width: 1.2rem; height: .3rem; border-radius: 2px; flex: none }}
+svg.linekey {{ width: 1.75rem; height: .375rem; stroke-width: 3 }}
 .key.markkey {{ width: 3px; height: .9rem; background: var(--bad) }}
 .key.barkey {{ height: .8rem; background: var(--bar) }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr));

@@ -24,9 +24,8 @@ from perdure.inspect.html_page import (
 )
 from perdure.inspect.leaf_changes import DAMAGED
 from perdure.inspect.life_section import goodput, interruptions, life_part
-from perdure.inspect.line_chart import interruption_legend, line_chart
+from perdure.inspect.line_chart import interruption_legend, line_chart, line_key
 from perdure.inspect.natural_order import natural_key
-from perdure.inspect.page_style import SERIES
 from perdure.inspect.replay_section import replay_part
 from perdure.inspect.tables import size_text
 
@@ -196,9 +195,7 @@ def _metrics(runs: Sequence[_Document], names: Sequence[str]) -> Html:
 
 
 def _legend(names: Sequence[str]) -> Html:
-    keys = [
-        tag("span", tag("i", class_=f"key k{n % SERIES}"), name) for n, name in enumerate(names)
-    ]
+    keys = [tag("span", line_key(n), name) for n, name in enumerate(names)]
     return tag("div", *keys, class_="legend")
 
 
@@ -273,7 +270,7 @@ def _comparison(comparison: _Document, runs: Sequence[_Document], names: Sequenc
     shown = list(dict.fromkeys(name for figure in figures for name in figure))
     rows = [
         [
-            joined([tag("i", class_=f"key k{n % SERIES}"), " ", name]),
+            joined([line_key(n), " ", name]),
             *[f.get(c, "-") for c in shown],
         ]
         for n, (name, f) in enumerate(zip(names, figures, strict=True))

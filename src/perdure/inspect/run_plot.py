@@ -6,11 +6,12 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from perdure.errors import ArgumentError
 from perdure.inspect.address import Where, open_run
 from perdure.inspect.figure import FORMATS, draw_figure, figure_bytes
+from perdure.inspect.leaf_changes import Problems
 from perdure.inspect.output_file import write_output
 from perdure.inspect.plot_panels import Panel, metric_panels, norm_panels
 from perdure.inspect.report_page import labels
@@ -33,7 +34,7 @@ def plot(
 
     Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is
     found. A checkpoint that is damaged or cannot be read has no values of its own in the figure; a
-    warning names it.
+    warning names it, and a run of which nothing is drawn.
 
     Args:
         runs: Run directories; each is a line.
@@ -49,19 +50,25 @@ def plot(
         ArgumentError: No run is named, or there is nothing to draw.
         CorruptionError: A checkpoint whose norms are drawn is damaged.
     """
-    panels = plot_panels(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
-    for problem in checkpoint_problems(*runs):
-        warnings.warn(problem, stacklevel=2)
-    return draw_figure(panels)
+    drawing = plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
+    for sentence in (*drawing.problems, *drawing.notes):
+        warnings.warn(sentence, stacklevel=2)
+    return draw_figure(drawing.panels)
 
 
-def checkpoint_problems(*runs: Where) -> list[str]:
-    """A sentence on each checkpoint that is damaged or cannot be read, as far as its manifest tells."""
-    return [
-        f"{run.where}: step {step} is {state}: {why}"
-        for run in map(open_run, runs)
-        for step, (state, why) in sorted(contents_and_problems(run)[1].items())
-    ]
+class Drawing(NamedTuple):
+    """What `plot` draws, in plain values.
+
+    Attributes:
+        panels: What is drawn.
+        problems: A sentence on each checkpoint that is damaged or cannot be read, as far as manifests
+            and the leaves that were read tell.
+        notes: A sentence on each run of which nothing is drawn.
+    """
+
+    panels: list[Panel]
+    problems: list[str]
+    notes: list[str]
 
 
 def plot_panels(
@@ -71,18 +78,45 @@ def plot_panels(
     norms: bool = False,
     leaves: str | Iterable[str] | None = None,
 ) -> list[Panel]:
+    """The panels of `plot_drawing`."""
+    return plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves).panels
+
+
+def plot_drawing(
+    *runs: Where,
+    metrics: str | Iterable[str] | None = None,
+    logs: _Paths = (),
+    norms: bool = False,
+    leaves: str | Iterable[str] | None = None,
+) -> Drawing:
     """What `plot` draws, in plain values; needs no matplotlib. Arguments and errors as for `plot`."""
     if not runs:
         raise ArgumentError("plot: expected a run directory, found none.")
     opened = [open_run(where) for where in runs]
     named = list(zip(labels([run.where for run in opened]), opened, strict=True))
     paths = [Path(path) for path in logs]
-    if norms or leaves is not None:
+    found: dict[str, Problems] = {}
+    is_norms = norms or leaves is not None
+    if is_norms:
         if metrics is not None:
             raise ArgumentError("plot: expected metrics or the norms of leaves, found both.")
-        return norm_panels(named, leaves, paths)
-    patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
-    return metric_panels(named, patterns, paths)
+        panels = norm_panels(named, leaves, paths, found)
+    else:
+        patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
+        panels = metric_panels(named, patterns, paths)
+    problems: list[str] = []
+    notes: list[str] = []
+    for label, run in dict(named).items():
+        damage = {**found.get(run.where, {}), **contents_and_problems(run)[1]}
+        problems += [
+            f"{run.where}: step {step} is {state}: {why}"
+            for step, (state, why) in sorted(damage.items())
+        ]
+        if is_norms and not run.steps():
+            notes.append(f"{run.where}: nothing is drawn of it, because it has no checkpoint yet.")
+        elif not is_norms and label not in {line.label for panel in panels for line in panel.lines}:
+            notes.append(f"{run.where}: nothing is drawn of it, because it has no such metric.")
+    return Drawing(panels, problems, notes)
 
 
 def save_plot(panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from perdure.inspect.html_page import visible
 from perdure.inspect.plot_panels import Panel, PlotLine
@@ -25,16 +26,56 @@ def sparklines(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> lis
     """
     lines: list[str] = []
     for panel in panels:
-        several = len(panel.lines) > 1
+        axis = _axis(panel.lines)
+        several = panel.has_names
         if several:
-            lines.append(_name(panel.title))
+            lines.append(_name(panel.title) + (f", steps {axis[0]} to {axis[1]}" if axis else ""))
         names = [
             f"  {_name(line.label)}" if several else _name(panel.title) for line in panel.lines
         ]
         indent = max(map(len, names), default=0)
+        room = max(_LEAST_WIDTH, width - indent - 24)
+        every = [] if panel.scale_of_each else _values(panel.lines)
         for name, line in zip(names, panel.lines, strict=True):
-            lines += _line(name.ljust(indent), line, max(_LEAST_WIDTH, width - indent - 24), levels)
+            values = _values([line])
+            if axis is None or not values:
+                lines.append(f"{name.ljust(indent)}  {line.without_values}")
+                continue
+            graph = _Graph(*axis, min(every or values), max(every or values), room)
+            lines += _line(name.ljust(indent), line, values, graph, levels)
     return lines
+
+
+class _Graph(NamedTuple):
+    """The steps and the values between which a line is drawn, and the most columns."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+    room: int
+
+    @property
+    def width(self) -> int:
+        return min(self.room, max(1, self.last - self.first + 1))
+
+    def column(self, step: int) -> int:
+        return (step - self.first) * (self.width - 1) // max(1, self.last - self.first)
+
+    def level(self, value: float, levels: str) -> str:
+        low, high = self.low, self.high
+        share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+        return levels[min(len(levels) - 1, int(share * len(levels)))]
+
+
+def _axis(lines: Sequence[PlotLine]) -> tuple[int, int] | None:
+    """The first and the last step of all lines."""
+    steps = [step for line in lines for step, _ in line.points]
+    return (min(steps), max(steps)) if steps else None
+
+
+def _values(lines: Sequence[PlotLine]) -> list[float]:
+    return [value for line in lines for _, value in line.points if value is not None]
 
 
 def _name(text: str) -> str:
@@ -42,34 +83,33 @@ def _name(text: str) -> str:
     return shown if len(shown) <= _MOST_NAME else f"{shown[: _MOST_NAME - 3]}..."
 
 
-def _line(name: str, line: PlotLine, width: int, levels: str) -> list[str]:
-    values = [value for _, value in line.points if value is not None]
-    if not values:
-        return [f"{name}  no finite value"]
+def _line(
+    name: str, line: PlotLine, values: Sequence[float], graph: _Graph, levels: str
+) -> list[str]:
+    drawn = "".join(
+        " " if value is None else graph.level(value, levels) for value in _columns(line, graph)
+    )
+    lines = [f"{name} {values[0]:>10.4g} {drawn} {values[-1]:.4g}"]
     first, last = line.points[0][0], line.points[-1][0]
-    width = min(width, max(1, last - first + 1))
-    columns = _columns(line, width)
-    low, high = min(values), max(values)
-    drawn = "".join(" " if value is None else _level(value, low, high, levels) for value in columns)
-    ends = f"{values[0]:>10.4g} {drawn} {values[-1]:.4g}"
-    lines = [f"{name} {ends}"]
     cuts = sorted({a.end for a in line.attempts if a.interrupted and first <= a.end <= last})
     if cuts:
-        marks = [" "] * width
+        marks = [" "] * graph.width
         for step in cuts:
-            marks[_place(step, first, last, width)] = "^"
+            marks[graph.column(step)] = "^"
         said = ", ".join(map(str, cuts[:8])) + (" ..." if len(cuts) > 8 else "")
         lines.append(f"{' ' * len(name)} {' ' * 11}{''.join(marks)} interrupted at {said}")
     return lines
 
 
-def _columns(line: PlotLine, width: int) -> list[float | None]:
-    """The mean of the values in each column; a column without a value has the one before it."""
-    first, last = line.points[0][0], line.points[-1][0]
-    sums: list[list[float]] = [[] for _ in range(width)]
-    broken = [False] * width
+def _columns(line: PlotLine, graph: _Graph) -> list[float | None]:
+    """The mean of the values in each column; one without a value has that of the column before it.
+
+    Columns before the first step of the line and after its last one are empty.
+    """
+    sums: list[list[float]] = [[] for _ in range(graph.width)]
+    broken = [False] * graph.width
     for step, value in line.points:
-        place = _place(step, first, last, width)
+        place = graph.column(step)
         if value is None:
             broken[place] = True
         else:
@@ -80,13 +120,5 @@ def _columns(line: PlotLine, width: int) -> list[float | None]:
             columns.append(sum(value / len(values) for value in values))
         else:
             columns.append(None if is_broken or not columns else columns[-1])
-    return columns
-
-
-def _place(step: int, first: int, last: int, width: int) -> int:
-    return (step - first) * (width - 1) // max(1, last - first)
-
-
-def _level(value: float, low: float, high: float, levels: str) -> str:
-    share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
-    return levels[min(len(levels) - 1, int(share * len(levels)))]
+    last = graph.column(line.points[-1][0])
+    return [value if place <= last else None for place, value in enumerate(columns)]

@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,6 +50,7 @@ _UNTYPED = (
     "float8_e5m2",
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
+    "complex32",
 )
 DTYPES = (*_STORAGES, *_UNTYPED)
 _NOTES = "archive/perdure.json"
@@ -88,10 +90,15 @@ def read_torch(path: str) -> ForeignFile:
         torch: Any = import_module("torch")
     except ModuleNotFoundError as error:
         raise missing_extra("torch", error) from error
+    if _is_torchscript(path):
+        raise DataError(
+            f"{path}: expected tensors, Python scalars and containers, found a program of TorchScript. "
+            f"Where you trust the file, save `torch.jit.load(...).state_dict()` with torch.save."
+        )
     try:
         state = _load(torch, path)
     except pickle.UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))
         what = f"found {match[1]}" if match else "found something else, or no file of torch.save"
         raise DataError(
             f"{path}: expected tensors, Python scalars and containers, {what}. perdure loads nothing "
@@ -99,7 +106,7 @@ def read_torch(path: str) -> ForeignFile:
             f"that wrote it, and save `model.state_dict()` alone."
         ) from error
     except Exception as error:  # a file with any bytes
-        reason = str(error).rstrip(".") or type(error).__name__
+        reason = _reason(error)
         raise DataError(
             f"{path}: not a file of torch.save that PyTorch can load safely: {reason}. Where you trust "
             f"the file, load it with the PyTorch that wrote it, and save `model.state_dict()` again."
@@ -124,11 +131,29 @@ def read_torch(path: str) -> ForeignFile:
         raise DataError(f"{path}: cannot be imported: {error}.") from error
 
 
-def _load(torch: Any, path: str) -> Any:
+def _is_torchscript(path: str) -> bool:
+    """Whether a file is an archive of `torch.jit.save`, for which `torch.load` has its own warnings."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
+        return False  # the reader of PyTorch says what it is
+
+
+def _reason(error: Exception) -> str:
+    """What an error of PyTorch says; a file of other bytes makes its reader fail anywhere."""
+    if isinstance(error, (LookupError, EOFError)):  # its text is a number or nothing
+        return "its bytes are not those of torch.save"
+    return str(error).rstrip(".") or type(error).__name__
+
+
+def _load(torch: Any, path: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental, for one
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _read_notes(path: str) -> dict[str, LeafNote]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -151,10 +151,11 @@ class RecordedRun:
     def summary(self) -> Summary:
         """Its attempts that have ended, with the totals; the status is -1 if it has not ended."""
         names = {field.name for field in fields(AttemptRecord)}
+        required = {field.name for field in fields(AttemptRecord) if field.default is MISSING}
         attempts = tuple(
             AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
             for attempt in self.attempts
-            if names <= attempt.keys()  # all but those of another version of perdure
+            if required <= attempt.keys()  # all but those of another version of perdure
         )
         seconds = attempts[-1].began + attempts[-1].seconds - attempts[0].began if attempts else 0.0
         return Summary(

@@ -1,9 +1,10 @@
-"""What it costs to check a run: the digest of a state, beside a copy of the same memory.
+"""What it costs to check a run: digests, the journal at every step, a search in two journals, audits.
 
     make bench-audit        one table, and the same as JSON in build/bench-audit.json
 
-The state has 16 leaves of float32, 1 GiB in all, on the CPU. The rounds of all subjects alternate in
-one process, and the best of each counts. `--mib` takes another size.
+The large state has 16 leaves of float32, 1 GiB in all, on the CPU, and stands beside a copy of the
+same memory. The rounds of all subjects alternate in one process, and the best of each counts. `--mib`
+takes another size, and `--only digest,bisect` some of the parts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from audit_cost import audit_rows
+from audit_journal import bisect_rows, journal_rows
 from store_probe import MIB, spread
 from table import Row, compared, finish, row
 
@@ -26,6 +30,7 @@ from perdure.digests import digest
 from perdure.digests.jax_arrays import array_digest
 
 LEAVES = 16
+SMALL = 1000
 
 
 def digest_rows(size: int, rounds: int) -> Iterator[Row]:
@@ -66,13 +71,50 @@ def digest_rows(size: int, rounds: int) -> Iterator[Row]:
         yield what if name == "memcpy" else compared(what, "memcpy", best["memcpy"], least=0.4)
 
 
+def small_rows(rounds: int) -> Iterator[Row]:
+    """What each of many small leaves adds to a digest."""
+    leaves = {
+        f"layer{n}": {"kernel": np.full((8, 8), n, np.float32), "bias": np.zeros(8, np.float32)}
+        for n in range(SMALL // 2)
+    }
+    states = {
+        "NumPy": leaves,
+        "JAX": jax.tree.map(jnp.asarray, leaves),
+        "PyTorch": jax.tree.map(torch.from_numpy, leaves),
+    }
+    assert len({digest(state) for state in states.values()}) == 1
+    seconds: dict[str, list[float]] = {name: [] for name in states}
+    for _ in range(4 * rounds):
+        for name, state in states.items():
+            start = time.perf_counter()
+            digest(state)
+            seconds[name].append((time.perf_counter() - start) / SMALL * 1e6)
+    for name, series in seconds.items():
+        yield row(
+            f"digest of {SMALL:,} small leaves: {name}", min(series), "us/leaf", spread(series)
+        )
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "digest": lambda options: digest_rows(options.mib * MIB, options.rounds),
+    "small": lambda options: small_rows(options.rounds),
+    "journal": lambda options: journal_rows(options.blocks, options.steps),
+    "bisect": lambda options: bisect_rows(options.rounds),
+    "audit": lambda options: audit_rows(options.blocks, options.steps),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=20, help="of bare and of recorded steps")
+    parser.add_argument("--steps", type=int, default=10, help="in each block")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
     options = parser.parse_args()
-    return finish(digest_rows(options.mib * MIB, options.rounds), options.out)
+    parts = [PARTS[name](options) for name in options.only.split(",")]
+    return finish(chain.from_iterable(parts), options.out)
 
 
 if __name__ == "__main__":

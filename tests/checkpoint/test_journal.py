@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage
-from perdure.checkpoint.state_digest import state_digest
+from perdure.checkpoint import PerRank
+from perdure.checkpoint.state_digest import share_digests, state_digest
 from perdure.cli import main
 from perdure.errors import (
     CorruptionError,
@@ -134,6 +135,24 @@ def test_a_line_has_what_the_page_says(tmp_path: Path) -> None:
         "attempt": 1,
     }
     assert Run(tmp_path / "run").is_run_directory
+
+
+def test_shares_that_are_digested_in_one_pass_have_the_digests_of_each() -> None:
+    shares = [{"x": np.full(n, n), "y": [n, np.zeros((n, 700))]} for n in range(12)]
+    shares += [
+        np.arange(5),
+        7,
+        {"0": {"1": 2.0}},
+        (),
+        PerRank(np.ones(3)),
+        {"a": PerRank(1), "b": 2},
+    ]
+    digests = share_digests(shares)
+    assert digests == [state_digest(share) for share in shares]
+    assert len({*digests}) == len(shares) - 1, "the empty share and that of PerRank"
+    assert share_digests([]) == []
+    with pytest.raises(UnsupportedLeafError):
+        share_digests([1, object()])
 
 
 def test_every_nth_step_is_recorded_also_if_nothing_is_saved(tmp_path: Path) -> None:

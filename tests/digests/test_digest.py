@@ -16,8 +16,16 @@ import pytest
 from blake3 import blake3
 from golden_states import array, found, golden_state
 
-from perdure.digests import VERSION, Digest, combined, digest, leaf_digests
-from perdure.digests.memory_sums import byte_sums, region_sums
+from perdure.digests import (
+    VERSION,
+    Digest,
+    combined,
+    digest,
+    digests_of_leaves,
+    leaf_digests,
+    memory_sums,
+)
+from perdure.digests.memory_sums import SMALL_BYTES, byte_sums, region_sums
 from perdure.digests.position_keys import ROW_BYTES
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state import snapshot
@@ -59,6 +67,37 @@ def test_the_digest_is_the_formula_of_the_page() -> None:
         leaves.append(blake3(msgspec.json.encode(["leaf", VERSION, *fields])).hexdigest(16))
     whole = blake3(msgspec.json.encode(["state", VERSION, leaves])).hexdigest(16)
     assert str(digest(state)) == whole
+
+
+def digest_by_formula(path: str, data: np.ndarray) -> str:
+    fields = [path, data.dtype.name, data.shape, data.nbytes, *sums_by_formula(data.tobytes())]
+    return blake3(msgspec.json.encode(["leaf", VERSION, *fields])).hexdigest(16)
+
+
+def test_leaves_of_every_small_length_have_the_digests_of_the_formula() -> None:
+    """Lengths on both sides of those at which leaves are summed in another way, beside long ones."""
+    around = [bound + change for bound in (512, SMALL_BYTES, ROW_BYTES) for change in range(-9, 10)]
+    data = array(np.uint8, (2 * ROW_BYTES,))
+    state = {f"{n:06}": data[n : 2 * n] for n in [*range(75), *around]}
+    expected = {path: digest_by_formula(path, values) for path, values in state.items()}
+    assert {path: str(value) for path, value in leaf_digests(state).items()} == expected
+    backwards = dict(reversed(state.items()))
+    assert {path: str(value) for path, value in leaf_digests(backwards).items()} == expected
+    in_memory = digests_of_leaves(snapshot(state))
+    assert {path: str(value) for path, value in in_memory.items()} == expected
+
+
+def test_many_small_leaves_are_summed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    state = {str(n): rng.integers(0, 256, n % 5000, np.uint8) for n in range(0, 20_000, 7)}
+    small = [values for values in state.values() if values.nbytes <= SMALL_BYTES]
+    expected = {path: digest({path: values}) for path, values in state.items()}
+    calls = []
+    dots = memory_sums._dots
+    monkeypatch.setattr(memory_sums, "_dots", lambda *a: calls.append(a[0].nbytes) or dots(*a))
+    assert {path: combined({path: leaf}) for path, leaf in leaf_digests(state).items()} == expected
+    assert len(calls) < len(state) - 0.95 * len(small)
+    assert max(calls) <= 1 << 19, "no more than the cache of a core holds"
 
 
 def test_the_leaves_are_those_of_a_save() -> None:

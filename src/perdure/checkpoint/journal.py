@@ -20,7 +20,7 @@ from perdure.checkpoint.arguments import metric_numbers, step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import run_in_chief
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.state_digest import combined_digest, state_digest
+from perdure.checkpoint.state_digest import combined_digest, share_digests, state_digest
 from perdure.errors import (
     JournalMismatchError,
     PerdureError,
@@ -139,7 +139,7 @@ class Journal:
         self._noted = {} if devices is None else {"devices": devices}
         digests = []
         with suppress(UnsupportedLeafError):  # a batch may be anything
-            digests = [state_digest(share) for share in shares]
+            digests = share_digests(shares)
         sent = "".join(digests).encode()
         parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
         if all(parts):

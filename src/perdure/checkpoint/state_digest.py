@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
 
-from perdure.digests import combined, digests_of_leaves, leaf_digests
+from perdure.digests import combined, digests_of_leaves, leaf_digests, leaf_digests_of_each
 from perdure.errors import UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten
@@ -32,6 +33,15 @@ def state_digest(tree: Any, processes: Processes | None = None) -> str:
         # The chief digests alone, so that nothing here may wait for other processes.
         leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(flatten(tree))
         return combined({path: leaves[path] for path in leaves if not rank.owns(path)}).hex
+
+
+def share_digests(shares: Sequence[Any]) -> list[str]:
+    """`state_digest` of each share of a batch, all in one pass."""
+    with rank_context(0, 1, _refuse_sharded) as rank:
+        return [
+            combined({path: leaves[path] for path in leaves if not rank.owns(f"{n}/{path}")}).hex
+            for n, leaves in enumerate(leaf_digests_of_each(shares))
+        ]
 
 
 def combined_digest(digests: list[str]) -> str:

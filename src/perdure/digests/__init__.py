@@ -7,6 +7,15 @@ from perdure.digests.digest import (
     digest,
     digests_of_leaves,
     leaf_digests,
+    leaf_digests_of_each,
 )
 
-__all__ = ["VERSION", "Digest", "combined", "digest", "digests_of_leaves", "leaf_digests"]
+__all__ = [
+    "VERSION",
+    "Digest",
+    "combined",
+    "digest",
+    "digests_of_leaves",
+    "leaf_digests",
+    "leaf_digests_of_each",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -69,16 +70,16 @@ class JaxTaker(leaf_sums.ArrayTaker):
         self._partial: list[int] = []
 
     def take(self, value: Any) -> LeafSums | LaterSums | None:
-        if isinstance(value, ArrayDigest):
-            return _described(value)
-        if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        if not isinstance(value, jax.Array):
+            return _described(value) if isinstance(value, ArrayDigest) else None
+        if isinstance(value, jax.core.Tracer) or _is_in_memory(value.sharding):
             return None
-        if value.is_deleted() or _is_in_memory(value):
+        if value.is_deleted():
             return None
         array = numbers(value)
         number = len(self._sums)
         self._sums.append(np.zeros(2, np.uint64))
-        if _is_on_cpu(array):
+        if _is_on_cpu(array.sharding):
             self._sums[number] += _shard_sums(array)
             if not array.is_fully_addressable:
                 self._partial.append(number)
@@ -126,13 +127,15 @@ def _shard_sums(array: jax.Array) -> Sums:
     return total
 
 
-def _is_on_cpu(array: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in array.sharding.device_set)
+@lru_cache(256)
+def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _is_in_memory(array: jax.Array) -> bool:
-    """Whether NumPy can see the whole array without a copy."""
-    return _is_on_cpu(array) and (array.is_fully_replicated or len(array.sharding.device_set) == 1)
+@lru_cache(256)
+def _is_in_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Whether NumPy can see whole arrays of a sharding without a copy."""
+    return _is_on_cpu(sharding) and (sharding.is_fully_replicated or len(sharding.device_set) == 1)
 
 
 TAKER = JaxTaker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from perdure.digests.memory_sums import Sums, byte_sums
+from perdure.digests.memory_sums import SMALL_BYTES, Sums, byte_sums, small_sums
 from perdure.state.adapter import ADAPTERS, Adapter, Node, adapter
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.stateful import Stateful
@@ -20,7 +19,7 @@ from perdure.store.leaf import Leaf
 _FRAMEWORKS = {"jax": "perdure.digests.jax_arrays", "torch": "perdure.digests.torch_arrays"}
 """The modules whose `TAKER` takes arrays that are not in the memory of this process as a whole."""
 
-_RECORD = struct.Struct("<QQQ")
+_NOTHING = memoryview(b"")
 
 
 class LeafSums(NamedTuple):
@@ -52,32 +51,28 @@ class ArrayTaker:
         """Bring all sums here. Called once, after the last `take`, before any `receive`."""
 
 
+class _SummedLeaf(Leaf, frozen=True, gc=False, kw_only=True):
+    """A leaf whose bytes were summed already, and are not kept."""
+
+    sums: LeafSums | LaterSums
+
+
 class _SummingAdapter:
-    """An adapter whose leaves have 24 bytes: the number of bytes of the array and its two sums."""
+    """An adapter that keeps the bytes of small leaves only; the others are summed one by one."""
 
     def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:
         self._inner = inner
-        self._taker = taker
-        self._later: list[tuple[bytearray, LaterSums]] = []
+        self._take = taker.take
+        self.finish = taker.finish
 
     def leaf(self, value: Any) -> Leaf | None:
-        taken = self._taker.take(value)
+        taken = self._take(value)
         if taken is None:
             leaf = self._inner.leaf(value)
-            if leaf is None:
-                return None
-            taken = sums_of_leaf(leaf)
-        record = bytearray(_RECORD.size)
-        if isinstance(taken, LaterSums):
-            self._later.append((record, taken))
-        else:
-            _RECORD.pack_into(record, 0, taken.nbytes, *taken.sums)
-        return Leaf(taken.dtype, taken.shape, memoryview(record), frozen=True)
-
-    def finish(self) -> None:
-        self._taker.finish()
-        for record, later in self._later:
-            _RECORD.pack_into(record, 0, later.nbytes, *map(int, later.receive()))
+            if leaf is None or len(leaf.data) <= SMALL_BYTES:
+                return leaf
+            taken = _sums_of_leaf(leaf)
+        return _SummedLeaf(taken.dtype, taken.shape, _NOTHING, sums=taken)
 
     def spec(self, value: Any) -> LeafSpec | None:
         return self._inner.spec(value)
@@ -92,10 +87,25 @@ class _SummingAdapter:
         return self._inner.node(value, stored)
 
 
-def sums_of_leaf(leaf: Leaf) -> LeafSums:
-    """The sums of a leaf whose bytes are in memory."""
-    sums = byte_sums(np.frombuffer(leaf.data, np.uint8))
-    return LeafSums(leaf.dtype, leaf.shape, leaf.nbytes, (int(sums[0]), int(sums[1])))
+def sums_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, LeafSums]:
+    """The sums of leaves whose bytes are in memory, by path."""
+    sums, small = {}, []
+    for path, leaf in leaves.items():
+        if type(leaf) is _SummedLeaf:
+            taken = leaf.sums
+            if isinstance(taken, LaterSums):
+                first, second = taken.receive().tolist()
+                taken = LeafSums(taken.dtype, taken.shape, taken.nbytes, (first, second))
+            sums[path] = taken
+        elif len(leaf.data) <= SMALL_BYTES:
+            small.append(path)
+        else:
+            sums[path] = _sums_of_leaf(leaf)
+    both = small_sums([leaves[path].data for path in small])
+    for path, pair in zip(small, both, strict=True):
+        leaf = leaves[path]
+        sums[path] = LeafSums(leaf.dtype, leaf.shape, len(leaf.data), pair)
+    return sums
 
 
 def sums_by_path(tree: Any) -> dict[str, LeafSums]:
@@ -104,11 +114,12 @@ def sums_by_path(tree: Any) -> dict[str, LeafSums]:
     leaves = flatten(tree, adapters=adapters)
     for summing in adapters:
         summing.finish()
-    sums = {}
-    for path, leaf in leaves.items():
-        nbytes, *both = _RECORD.unpack(leaf.data)
-        sums[path] = LeafSums(leaf.dtype, leaf.shape, nbytes, (both[0], both[1]))
-    return sums
+    return sums_of_leaves(leaves)
+
+
+def _sums_of_leaf(leaf: Leaf) -> LeafSums:
+    first, second = byte_sums(np.frombuffer(leaf.data, np.uint8)).tolist()
+    return LeafSums(leaf.dtype, leaf.shape, leaf.nbytes, (first, second))
 
 
 def _summing_adapters() -> list[_SummingAdapter]:

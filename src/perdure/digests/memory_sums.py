@@ -6,7 +6,7 @@ The sums are linear: those of an array are the sums of its parts, added modulo 2
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +23,15 @@ Array = TypeVar("Array")
 THREADS = 2
 PART_ROWS = 64
 """Rows that a thread takes at a time."""
+BLOCK_ROWS = 4
+"""Rows whose words are reversed at a time: with their copy they fit into the cache of a core."""
 SLAB_BYTES = 1 << 20
+
+SMALL_BYTES = 4096
+"""So few bytes are summed together with those of other leaves: the calls would take longer."""
+_SMALL_WORDS = (64, SMALL_BYTES // 8)
+"""Small leaves are padded to the next of these lengths, in words."""
+_TOGETHER_BYTES = 1 << 18
 
 _NATIVE, _REVERSED = np.dtype("<u8"), np.dtype(">u8")
 _scratch = threading.local()
@@ -31,23 +39,48 @@ _scratch = threading.local()
 
 def byte_sums(octets: Octets, offset: int = 0) -> Sums:
     """The sums of contiguous bytes that begin at byte `offset` of their array."""
-    total = np.zeros(2, np.uint64)
     row, start = divmod(offset, ROW_BYTES)
-    if start or octets.size < ROW_BYTES:
+    total = np.zeros(2, np.uint64)
+    if start:
         head = octets[: ROW_BYTES - start]
         total += _part_of_row(head, row, start)
         octets, row = octets[head.size :], row + 1
-    count = octets.size // ROW_BYTES
-    words = octets[: count * ROW_BYTES].view(_NATIVE).reshape(count, LANES)
-    parts = [(words[n : n + PART_ROWS], row + n) for n in range(0, count, PART_ROWS)]
-    if len(parts) > 1:
-        for sums in map_ahead(pool("digest", THREADS), lambda part: _rows(*part), parts, THREADS):
-            total += sums
-    elif parts:
-        total += _rows(*parts[0])
-    if (tail := octets[count * ROW_BYTES :]).size:
-        total += _part_of_row(tail, row + count, 0)
+    if count := octets.size // ROW_BYTES:
+        words = octets[: count * ROW_BYTES].view(_NATIVE).reshape(count, LANES)
+        octets = octets[count * ROW_BYTES :]
+        parts = [(words[n : n + PART_ROWS], row + n) for n in range(0, count, PART_ROWS)]
+        row += count
+        if len(parts) == 1:
+            total += _rows(*parts[0])
+        else:
+            run = pool("digest", THREADS)
+            for sums in map_ahead(run, lambda part: _rows(*part), parts, THREADS):
+                total += sums
+    if octets.size:
+        total += _part_of_row(octets, row, 0)
     return total
+
+
+def small_sums(parts: Sequence[memoryview]) -> list[tuple[int, int]]:
+    """The sums of each of many arrays of at most `SMALL_BYTES`."""
+    sums = [(0, 0)] * len(parts)
+    shorter = -1
+    for count in _SMALL_WORDS:
+        width = 8 * count
+        members = [n for n, part in enumerate(parts) if shorter < len(part) <= width]
+        shorter = width
+        step = _TOGETHER_BYTES // width
+        for first in range(0, len(members), step):
+            together = members[first : first + step]
+            lines = bytearray(width * len(together))
+            for place, number in enumerate(together):
+                part = parts[number]
+                lines[place * width : place * width + len(part)] = part
+            words = np.frombuffer(lines, _NATIVE).reshape(-1, count)
+            both = _dots(words, lane_keys()) * row_keys(0, 1)
+            for number, *pair in zip(together, *both.tolist(), strict=True):
+                sums[number] = pair[0], pair[1]
+    return sums
 
 
 def region_sums(part: np.ndarray[Any, Any], region: Region, shape: tuple[int, ...]) -> Sums:
@@ -108,32 +141,34 @@ def sums_by_slabs(
 def _part_of_row(octets: Octets, row: int, start: int) -> Sums:
     """The sums of bytes that begin at byte `start` of a row and do not leave it."""
     first, shift = divmod(start, 8)
-    count = -(-(shift + octets.size) // 8)
-    padded = np.zeros(8 * count, np.uint8)
-    padded[shift : shift + octets.size] = octets
-    keys = lane_keys()[:, first : first + count]
-    in_order = (padded.view(_NATIVE) * keys[0]).sum(dtype=np.uint64)
-    reverse = (padded.view(_REVERSED).astype(np.uint64) * keys[1]).sum(dtype=np.uint64)
-    return np.stack([in_order, reverse]) * row_keys(row, 1)[:, 0]
+    if shift or octets.size % 8:
+        padded = np.zeros(-(-(shift + octets.size) // 8) * 8, np.uint8)
+        padded[shift : shift + octets.size] = octets
+        octets = padded
+    words = octets.view(_NATIVE).reshape(1, -1)
+    both = _dots(words, lane_keys()[:, first:])
+    return np.concatenate(both) * row_keys(row, 1)[:, 0]
 
 
 def _rows(words: np.ndarray[Any, Any], first: int) -> Sums:
     """The sums of whole rows, `[rows, LANES]`, from row `first`."""
-    lanes, product = _lanes()
-    lanes[:] = 0
-    keys = row_keys(first, len(words))
-    # Each operation goes over one row of 128 KiB, so that all operands stay in the cache.
-    for row, in_order_key, reverse_key in zip(words, *keys, strict=True):
-        np.multiply(row, in_order_key, out=product)
-        np.add(lanes[0], product, out=lanes[0])
-        np.copyto(product, row.view(_REVERSED))
-        np.multiply(product, reverse_key, out=product)
-        np.add(lanes[1], product, out=lanes[1])
-    return (lanes * lane_keys()).sum(axis=1, dtype=np.uint64)
+    sums = np.empty((2, len(words)), np.uint64)
+    for start in range(0, len(words), BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        sums[:, block] = _dots(words[block], lane_keys())
+    sums *= row_keys(first, len(words))
+    return np.add.reduce(sums, 1)
 
 
-def _lanes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Arrays of this thread that are used again, because touching new memory takes longer."""
-    if not hasattr(_scratch, "arrays"):
-        _scratch.arrays = np.empty((2, LANES), np.uint64), np.empty(LANES, np.uint64)
-    return _scratch.arrays
+def _dots(words: np.ndarray[Any, Any], keys: np.ndarray[Any, Any]) -> Any:
+    """Both sums of each line of words times the first of `keys`, without the row keys."""
+    count = words.shape[1]
+    if not hasattr(_scratch, "words"):  # touching new memory takes longer
+        _scratch.words = np.empty(BLOCK_ROWS * LANES, np.uint64)
+    swapped = _scratch.words[: words.size].reshape(words.shape)
+    swapped[...] = words.view(_REVERSED)
+    # `einsum` multiplies and adds in one pass; the loop of `dot` for integers is slower.
+    return (
+        np.einsum("ij,j->i", words, keys[0, :count]),
+        np.einsum("ij,j->i", swapped, keys[1, :count]),
+    )

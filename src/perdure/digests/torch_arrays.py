@@ -125,7 +125,7 @@ def _is_in_memory(value: torch.Tensor) -> bool:
     """Whether the adapter of PyTorch takes the tensor: the CPU has all of it, or it is refused."""
     if is_dtensor(value) and not has_all_elements(value):
         return any(placement.is_partial() for placement in value.placements)  # type: ignore[attr-defined]
-    return value.device.type in ("cpu", "meta")
+    return value.is_cpu or value.is_meta
 
 
 TAKER = TorchTaker

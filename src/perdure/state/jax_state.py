@@ -39,15 +39,15 @@ class JaxState(NoVariables):
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             return None
         if isinstance(value, jax.core.Tracer):
-            raise UnsupportedLeafError(
-                "a traced value; save outside of jit, where arrays are concrete."
-            )
+            raise _traced()
         name = _dtype_name(value.dtype)
         if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
             raise _truncated(name, value.shape)
         return LeafSpec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
+        if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+            return None
         try:
             return self._leaf(value)
         except RuntimeError:
@@ -79,16 +79,15 @@ class JaxState(NoVariables):
             dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
         return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=is_weak)
 
-    def _leaf(self, value: Any) -> Leaf | None:
-        spec = self.spec(value)
-        if spec is None:
-            return None
+    def _leaf(self, value: Any) -> Leaf:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise UnsupportedLeafError(
                 "an abstract array has no data; it can only be part of a target."
             )
-        dtype = leaf_dtype(value)
-        if not value.is_fully_addressable and not value.is_fully_replicated:
+        if isinstance(value, jax.core.Tracer):
+            raise _traced()
+        dtype, shape = leaf_dtype(value), tuple(value.shape)
+        if not value.is_fully_replicated and not value.is_fully_addressable:
             # Its shards are in several processes, which all have to call this.
             context = current_rank_context()
             context.agree()
@@ -97,14 +96,14 @@ class JaxState(NoVariables):
                 octets = array_bytes(np.asarray(numbers(value)))[0]
                 return own_chunks(
                     dtype,
-                    spec.shape,
+                    shape,
                     len(octets),
                     lambda *span: memoryview(bytes(octets[slice(*span)])),
                 )
         data = numbers(value)
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
-        return Leaf(dtype, spec.shape, array_bytes(np.asarray(data))[0], frozen=True)
+        return Leaf(dtype, shape, array_bytes(np.asarray(data))[0], frozen=True)
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if type(value) in _BUILTIN:
@@ -177,6 +176,10 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
             f"restored with its type: convert it before the save, with `x.astype(x.dtype)`."
         )
     return weak
+
+
+def _traced() -> UnsupportedLeafError:
+    return UnsupportedLeafError("a traced value; save outside of jit, where arrays are concrete.")
 
 
 def _truncated(dtype: str, shape: tuple[int, ...]) -> UnsupportedLeafError:

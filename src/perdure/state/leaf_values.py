@@ -110,6 +110,8 @@ def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, b
     is_copy = not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous)
     if is_copy:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))  # has one axis at least
+    elif array.dtype.isbuiltin == 1 and array.dtype.char in BUFFER_DTYPES:
+        return array.data.cast("B"), False
     return array.reshape(-1).view(np.uint8).data, is_copy
 
 

@@ -12,6 +12,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, LeafSpec
+from perdure.state.leaf_values import BUFFER_DTYPES
 from perdure.state.shards import gathers_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
@@ -31,6 +32,11 @@ from perdure.store.leaf import Leaf
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _ALIGNMENT = 64
+_BUFFER_DTYPES = {
+    dtype
+    for name in BUFFER_DTYPES.values()
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 _NO_DISPATCH = (
     torch.Tensor.__torch_dispatch__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_dispatch_impl,
@@ -81,9 +87,12 @@ class TorchState:
                 part = region(value)
             value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses it.
-        octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-        data = octets.data if octets.size else memoryview(b"")
+        if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
+            data = plain.numpy().data.cast("B")
+        else:
+            # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses.
+            octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+            data = octets.data if octets.size else memoryview(b"")
         return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
 
     def load(self, like: Any, leaf: Leaf) -> Any:

@@ -109,6 +109,14 @@ def test_a_digest_is_not_taken_of_what_has_no_bits() -> None:
         with pytest.raises(StateError) as refused:
             call()
         assert str(refused.value).startswith("w: "), name
+        assert ("array_digest(x) from the compiled step" in str(refused.value)) == (
+            name == "traced"
+        )
+    for value in (np.ones(3), 1.0, torch.ones(3)):
+        with pytest.raises(
+            StateError, match=r"expected an array of JAX, found .*`digest` takes other"
+        ):
+            array_digest(value)  # type: ignore[arg-type]
 
 
 def test_tensors_of_every_layout_and_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,13 +101,15 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     [  # proof_drill.py has wrong_iterator, wrong_metric and many more
         ("wrong_generator", "random generator", ["w"], "generator put back"),
         # The generator that its loop makes from a seed after the restore is left alone.
-        ("wrong_momentum", "unsaved state", ["w"], "velocity (float64[40]) put back"),
+        # Its journal, which would end the resumed run at the first difference, does not hide the cause.
+        ("wrong_momentum journal", "unsaved state", ["w"], "velocity (float64[40]) put back"),
     ],
 )
 def test_a_wrong_program_fails_for_its_reason(
     name: str, cause: str, leaves: list[str], named: str, tmp_path: Path
 ) -> None:
-    report = run_drill(command(name), FIRST_FAILURE, tmp_path / "drill")
+    program, *arguments = name.split()
+    report = run_drill([*command(program), *arguments], FIRST_FAILURE, tmp_path / "drill")
     (row,) = report.rows
     assert not report.passed
     assert row.verdict == "differs"

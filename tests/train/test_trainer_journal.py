@@ -56,12 +56,23 @@ def test_a_step_that_is_repeated_with_other_bits_ends_the_run(tmp_path: Path) ->
 
 def test_executions_of_several_steps_are_recorded_at_their_ends(tmp_path: Path) -> None:
     one, three = tmp_path / "one", tmp_path / "three"
-    trainer(one, journal_every=2).train(STEPS)
-    trainer(three, journal_every=2, steps_per_execution=3).train(STEPS)
+    trainer(one, journal_every=1).train(STEPS)
+    trainer(three, journal_every=4, steps_per_execution=3).train(STEPS)
     known = {step: entry for step, *entry in bits(one)}
     found = {step: entry for step, *entry in bits(three)}
-    assert found.keys() == {0, 6, 12}
+    assert found.keys() == {0, 6, 9, 12}, "4, 8 and 12 were passed"
     assert all(entry == known[step] for step, entry in found.items())
+
+
+def test_a_resumed_run_of_several_steps_at_a_time_records_the_same_steps(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    sizes = {"journal_every": 4, "steps_per_execution": 3}
+    trainer(whole, **sizes).train_and_evaluate(data(16), STEPS, every=3)
+    for stop in (6, 9):
+        with pytest.raises(RuntimeError, match="planned"):
+            trainer(parts, [Stop(stop)], **sizes).train_and_evaluate(data(16), STEPS, every=3)
+    trainer(parts, **sizes).train_and_evaluate(data(16), STEPS, every=3)
+    assert bits(parts) == bits(whole)
 
 
 def test_without_the_option_there_is_no_journal(tmp_path: Path) -> None:

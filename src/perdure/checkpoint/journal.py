@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, SupportsFloat
@@ -21,6 +22,7 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import run_in_chief
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import (
+    batch_digest,
     combined_digest,
     share_digests,
     show_doctor,
@@ -28,6 +30,7 @@ from perdure.checkpoint.state_digest import (
 )
 from perdure.checkpoint.step_trace import is_tracing, trace_recorded
 from perdure.errors import (
+    CorruptionError,
     JournalMismatchError,
     PerdureError,
     SaveError,
@@ -37,7 +40,8 @@ from perdure.errors import (
 )
 from perdure.heartbeats import beat
 from perdure.process_group import Processes
-from perdure.store import LocalStorage, Run
+from perdure.store import Leaf, LocalStorage, Run
+from perdure.store.drill_hook import drill_hook
 from perdure.store.journal_file import (
     FIRST_HASH,
     JOURNAL,
@@ -45,6 +49,13 @@ from perdure.store.journal_file import (
     JournalWriter,
     first_difference,
     read_journal,
+)
+from perdure.store.journal_reference import (
+    JOURNAL_LEAF,
+    LineReference,
+    checked_lines,
+    line_references,
+    reference_leaf,
 )
 from perdure.store.manifest import plain_metrics
 
@@ -71,9 +82,12 @@ class Journal:
         self._is_closed = False
         self._is_used = self._every is not None  # the same in all processes of a group
         self._after = -1  # the newest step whose state is certain
-        self._expected: dict[int, JournalEntry] = {}
+        self._ahead: deque[tuple[JournalEntry, str]] = deque()  # lines of steps that are repeated
+        self._last: tuple[JournalEntry, str] | None = None  # the line before those, with its hash
         self._newest = -1
-        self._recorded: int | None = None
+        self._recorded: int | None = None  # by a call of `record`
+        self._steps: tuple[int | None, int | None] = None, None  # the last two different ones
+        self._is_raised = False  # the failure, in all processes of a group
         self._attempt = 0
         self._noted: dict[str, Any] = {}
         self._failure: PerdureError | None = None
@@ -87,8 +101,19 @@ class Journal:
         return self._every is not None
 
     def wants(self, step: int) -> bool:
-        """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every`."""
-        return step % (self._every or 1) == 0
+        """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every` has been passed.
+
+        It has, if one lies between the step that the program made or restored last and this one, so
+        that a resumed run records the steps of an undisturbed one.
+        """
+        every = self._every or 1
+        before = self._steps[0] if step == self._steps[1] else self._steps[1]
+        return step % every == 0 or (before is not None and step // every > before // every)
+
+    def skip(self, step: int) -> None:
+        """The program has made a step that it does not record."""
+        if step != self._steps[1]:
+            self._steps = self._steps[1], step
 
     def record(
         self,
@@ -99,8 +124,8 @@ class Journal:
     ) -> None:
         """Record the step that led to `state`, or compare it with the line that it has already.
 
-        Steps that are no multiple of `ManagerOptions.journal_every` are skipped. In a group every
-        process calls this, and the next `save` that is due raises what went wrong.
+        Steps that pass no multiple of `ManagerOptions.journal_every` are skipped. In a group every
+        process calls this, and the next `save` that is due, or `close`, raises what went wrong.
 
         Args:
             step: How many steps `state` contains, as for `save`.
@@ -120,20 +145,21 @@ class Journal:
         show_doctor(self._run.where, step, state, self._processes)
         self._require_local()
         self._is_used = True
-        self.record_step(step, state, batch, metrics)
+        if self._record(step, state, batch, metrics):
+            self._recorded = step
 
     def record_saved(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
         show_doctor(self._run.where, step, state, self._processes)
-        if self._every is not None:
-            self.record_step(step, state, None, metrics)
+        if self._every is not None and step != self._recorded:
+            self._record(step, state, None, metrics)
 
-    def record_step(
+    def _record(
         self, step: int, state: Any, batch: Any, metrics: Mapping[str, SupportsFloat] | None
-    ) -> None:
-        """`record` of a step that was reported and checked."""
+    ) -> bool:
+        """`record` of a step that was reported and checked; False if it is skipped."""
         with self._guard:
             if self._is_closed:
                 raise StoreError(
@@ -141,8 +167,10 @@ class Journal:
                     f"Nothing was written. Record before `close`."
                 )
             noted, self._noted = self._noted, {}
-            if not self.wants(step) or not self._processes.is_chief or step == self._recorded:
-                return
+            is_wanted = self.wants(step)
+            self.skip(step)
+            if not is_wanted or not self._processes.is_chief:
+                return is_wanted
             try:
                 self._raise_failure()
                 entry = self._entry(step, state, batch, metrics, noted)
@@ -152,17 +180,22 @@ class Journal:
                     trace_recorded(step, "batch", batch)
             except PerdureError as error:
                 if self._may_lack and isinstance(error, UnsupportedLeafError):
-                    return
+                    return True
                 if self._processes.count == 1 or isinstance(error, WorkerLostError):
                     raise
                 self._failure = error  # raised where all processes can raise it
+            return True
 
     def note(self, shares: Sequence[Any], processes: Processes, devices: int | None = None) -> None:
         """Digest the local shares of a batch for the next line. In a group this is a collective."""
         self._noted = {} if devices is None else {"devices": devices}
         digests = []
-        with suppress(UnsupportedLeafError):  # a batch may be anything
+        try:
             digests = share_digests(shares)
+        except UnsupportedLeafError as error:  # a batch may be anything
+            if "batch" not in self._warned:
+                self._warned.add("batch")
+                warn_caller(f"{self._run.where}: the lines of {JOURNAL} lack the batch: {error}")
         sent = "".join(digests).encode()
         parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
         if all(parts):
@@ -177,17 +210,52 @@ class Journal:
         """The program continues from the checkpoint of `step`: later lines are what it repeats."""
         self.forget()
         self._after = step
+        self._steps = None, step
 
     def forget(self) -> None:
         """The history of the run may change: read the journal again at the next step."""
         with self._guard:
             self._close_file()
             self._after, self._recorded, self._failure = -1, None, None
+            self._steps, self._is_raised = (None, None), False
 
-    def require_agreement(self) -> None:
+    def reference(self, step: int) -> dict[str, Leaf]:
+        """The process leaf by which the checkpoint of `step` refers to the last line up to it."""
+        if not self._is_used or not self._processes.is_chief:
+            return {}
+        with self._guard:
+            with suppress(OSError, SaveError):  # a warning of `record`, or an error of the save
+                self._open()
+            self._advance(step)
+            if self._last is None:
+                return {}
+            entry, digest = self._last
+            return {JOURNAL_LEAF: reference_leaf(LineReference(entry.step, digest))}
+
+    def require_agreement(self, call: str = "save") -> None:
         """Raise what went wrong in the chief, in every process, before a save. A collective."""
         if self._is_used:
-            run_in_chief(self._processes, "save", self._raise_failure)
+            try:
+                run_in_chief(self._processes, call, self._raise_failure)
+            except PerdureError:
+                self._is_raised = True
+                raise
+
+    def finish(self, error: BaseException | None) -> None:
+        """Raise what no save has raised yet, in every process of a group. A collective without `error`.
+
+        Args:
+            error: What this process is raising. The others may wait for something else then, so that
+                it does not wait for them.
+        """
+        if self._processes.count == 1 or self._is_raised or not self._is_used or self._is_closed:
+            return
+        if error is None:
+            self.require_agreement("close")
+        elif self._failure is not None:
+            if isinstance(error, SystemExit) and not error.code:
+                raise self._failure
+            warn_caller(f"{self._failure}")
 
     def sync(self) -> str | None:
         """Make all lines durable; returns what to warn about if that fails."""
@@ -228,7 +296,7 @@ class Journal:
             step=step,
             state=state_digest(state, self._processes),
             total=noted.get("total"),
-            batch=noted.get("batch") if batch is None else state_digest(batch),
+            batch=noted.get("batch") if batch is None else batch_digest(batch),
             metrics=plain_metrics(metric_numbers({} if metrics is None else metrics)),
             attempt=0,  # known once the journal was read
             topology=topology,
@@ -238,11 +306,12 @@ class Journal:
         try:
             writer = self._open()
             entry = msgspec.structs.replace(entry, attempt=self._attempt)
-            before = self._expected.pop(entry.step, None)
-            if before is not None:
+            self._advance(entry.step)
+            before = None if self._last is None else self._last[0]
+            if before is not None and before.step == entry.step:
                 self._compare(before, entry)
             elif entry.step > self._newest:
-                writer.append(entry)
+                self._last = entry, writer.append(entry)
                 self._newest = entry.step
         except OSError as error:
             failure = SaveError(
@@ -256,7 +325,10 @@ class Journal:
             if not self._tolerates:
                 raise
             warn_caller(f"{error} Training continues without the line of step {entry.step}.")
-        self._recorded = entry.step
+
+    def _advance(self, step: int) -> None:
+        while self._ahead and self._ahead[0][0].step <= step:
+            self._last = self._ahead.popleft()
 
     def _open(self) -> JournalWriter:
         # The marker comes first: a directory that holds only a journal is no run directory.
@@ -265,32 +337,47 @@ class Journal:
             return self._writer
         storage = self._run.storage
         assert isinstance(storage, LocalStorage)
-        expected: dict[int, JournalEntry] = {}
+        ahead: deque[tuple[JournalEntry, str]] = deque()
+        last: tuple[JournalEntry, str] | None = None
         newest, last_hash, end, attempts = -1, FIRST_HASH, 0, 0
-        for line in read_journal(storage):
+        for line in checked_lines(read_journal(storage), self._run.where, self._references()):
             newest, last_hash, end = line.entry.step, line.hash, line.end
             attempts = max(attempts, line.entry.attempt)
             if newest >= self._after:
-                expected[newest] = line.entry
+                ahead.append((line.entry, line.hash))
+            else:
+                last = line.entry, line.hash
         self._writer = JournalWriter(storage, last_hash, end)
-        self._expected, self._newest = expected, newest
+        self._ahead, self._last, self._newest = ahead, last, newest
         if not self._attempt:
             stated = os.environ.get(_ATTEMPT, "")
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
         return self._writer
+
+    def _references(self) -> dict[int, LineReference]:
+        """What the newest readable checkpoint refers to; `perdure verify` looks at all of them."""
+        for step in reversed(self._run.steps()):
+            with suppress(CorruptionError):
+                return line_references([self._run.manifest(step)])
+        return {}
 
     def _close_file(self) -> str | None:
         note = self.sync()  # a save that is under way does not find the file any more
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        self._expected = {}
+        self._ahead, self._last = deque(), None
         return note
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
-        """Raise for the first digest that differs; warn about metrics that do."""
+        """Raise for the first digest that differs; warn about metrics that do.
+
+        `perdure drill` compares the runs itself, and looks for the cause in what they save.
+        """
+        if drill_hook() is not None:
+            return
         if (difference := first_difference(before, entry)) is not None:
-            text = self._describe(before, *difference)
+            text = self._describe(before, entry, *difference)
             self._failure = JournalMismatchError(text, entry.step, *difference)
             raise self._failure
         for name in sorted(before.metrics.keys() & entry.metrics.keys()):
@@ -302,7 +389,9 @@ class Journal:
                     f"{before.metrics[name]}, as in {JOURNAL}. It depends on more than the state."
                 )
 
-    def _describe(self, before: JournalEntry, what: str, expected: str, found: str) -> str:
+    def _describe(
+        self, before: JournalEntry, entry: JournalEntry, what: str, expected: str, found: str
+    ) -> str:
         where = self._run.where
         start = f"the checkpoint of step {self._after}" if self._after >= 0 else "the first step"
         cause = {
@@ -312,6 +401,8 @@ class Journal:
             "state": "The program, what it holds outside of the state, or the arithmetic of the device "
             "is not the same.",
         }[what]
+        if what == "state" and (before.batch is None or entry.batch is None):
+            cause = f"Its data may be others, too: no batch was compared. {cause}"
         ways = f"`perdure rollback {where} {max(self._after, 0)}` sets the lines after it aside"
         if self._after < 0:
             ways = f"remove {where}/{JOURNAL}"

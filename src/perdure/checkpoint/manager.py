@@ -41,8 +41,7 @@ class CheckpointManager(RunQueries):
 
     Every committed checkpoint survives a crash and a power loss. Threads may share a manager: their
     calls run one after the other. After `close`, and in a forked child, the calls that change something
-    and `restore` raise `StoreError`; `all_steps`, `latest_step` and the others that only read manifests
-    still work, and so does `perdure.load_checkpoint`.
+    and `restore` raise `StoreError`; `all_steps`, `latest_step` and others that read manifests work.
 
     In a group every process makes the same calls. A save is written by all and committed by the chief;
     an error in one process is raised in all of them.
@@ -312,8 +311,8 @@ class CheckpointManager(RunQueries):
     def reached_preemption(self, step: int) -> bool:
         """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
 
-        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): it no longer ends the
-        process, and the loop has to, by `save_and_exit`.
+        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): the loop has to end the
+        process, by `save_and_exit`.
         """
         beat("step", step_number(step))
         self.preemption.install()
@@ -350,6 +349,7 @@ class CheckpointManager(RunQueries):
     @exclusive
     def _exit_preempted(self) -> None:
         self._saver.settle(wait=True)
+        self.journal.finish(None)
         self._closed = True
         if self._mirror is not None:
             left = self.preemption.grace.seconds_left()
@@ -365,10 +365,7 @@ class CheckpointManager(RunQueries):
         """Become the writer now and not at the first save.
 
         The directory is a run directory on return, so that more may be put into it. In a group every
-        process calls this, and the chief becomes the writer.
-
-        Raises:
-            LockedError: There is another writer.
+        process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
         """
         run_in_chief(self._processes, "claim()", self._run.begin_writing)
         self._managed.update_mirror()
@@ -377,10 +374,9 @@ class CheckpointManager(RunQueries):
     def rollback(self, step: int) -> list[int]:
         """Go back to the checkpoint of `step` for good: newer ones are set aside.
 
-        They can be brought back by `perdure rollback RUN --undo` until something newer is saved, and
-        are removed by `perdure prune RUN --rolled-back`. The live state does not change: restore it
-        afterwards. Durable on return; after a crash the call can be repeated. In a group every process
-        calls this.
+        `perdure rollback RUN --undo` brings them back until something newer is saved; `perdure prune
+        RUN --rolled-back` removes them. The live state does not change: restore it afterwards. Durable
+        on return; after a crash the call can be repeated. In a group every process calls this.
 
         Args:
             step: A committed step, whose checkpoint is read and verified first.
@@ -390,7 +386,7 @@ class CheckpointManager(RunQueries):
 
         Raises:
             StepNotFoundError: `step` is not committed.
-            CorruptionError: Its checkpoint is damaged.
+            CorruptionError: Its checkpoint, or a line of the journal up to it, is damaged.
             HistoryError: A newer step is pinned.
             LockedError: Another process writes there.
         """
@@ -424,21 +420,25 @@ class CheckpointManager(RunQueries):
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
-        Then it waits for the mirror, `ManagerOptions.mirror_wait` seconds at most, and warns with the
-        steps that the mirror still lacks. A closed manager stays closed: calls that change something
-        raise `StoreError`. May be called twice; in a forked child it does nothing. While a
-        `WorkerLostError` is being raised it does not wait: the save would wait for the lost process.
+        In a group every process calls this: all raise a `JournalMismatchError` that no save has raised,
+        unless another error is being raised. Then it waits for the mirror, `ManagerOptions.mirror_wait`
+        seconds at most, and warns with the steps that the mirror lacks. A closed manager stays closed.
+        May be called twice; in a forked child it does nothing. With a lost worker it does not wait.
         """
+        self._close(sys.exception())
+
+    def _close(self, raising: BaseException | None) -> None:
         if self.in_forked_child:
             return
         self.require_no_call("close")
         beat("end")
-        is_lost = isinstance(sys.exception(), WorkerLostError)
+        is_lost = isinstance(raising, WorkerLostError)
         with self._turn:
             self._closed = True
             try:
                 if not (is_lost and self._saver.busy):
                     self._saver.settle(wait=True)
+                self.journal.finish(raising)
             finally:
                 self.preemption.remove()
                 try:
@@ -465,7 +465,7 @@ class CheckpointManager(RunQueries):
             newest = describe_newest(self._run)
             report(f"a data worker ended by the signal that preempts the run. {newest}")
             self.preemption.exit_process()
-        self.close()
+        self._close(error)
 
     @exclusive
     def _begin_training(self) -> None:

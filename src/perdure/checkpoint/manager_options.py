@@ -83,7 +83,7 @@ class ManagerOptions:
         preemption_signals: Names of the signals that ask for a save: "SIGTERM", "SIGINT" (Ctrl-C; a
             second one raises `KeyboardInterrupt`) and "SIGUSR1" (which Slurm can be told to send).
         journal_every: Record a digest of the state in the journal of the run at each call of `save`
-            with a multiple of this step, also at those that save nothing; a resumed run compares the
+            that passes a multiple of this, also at those that save nothing; a resumed run compares the
             steps that it repeats (`manager.journal`). None records only what the program records
             itself. The run directory must be local.
 

@@ -146,6 +146,7 @@ class BackgroundSaver:
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
+            reference = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
             with rank_context(index, count, agreement.reach) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
@@ -158,7 +159,7 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators)
+        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators, reference)
         self._background.submit(self._grace.timed(job))
 
     def wait(self) -> None:
@@ -207,6 +208,7 @@ class BackgroundSaver:
         metrics: Mapping[str, float],
         rank: RankContext,
         generators: Mapping[str, Any] | None,
+        reference: Mapping[str, Leaf] | None = None,
     ) -> None:
         """Commit a snapshot and apply the retention; durable on return."""
         saving(step)
@@ -215,9 +217,9 @@ class BackgroundSaver:
         if note := self._journal.sync():  # so that every step up to a checkpoint has its line
             self._notes.append(note)
         try:
-            process_leaves: Mapping[str, Leaf] = {}
+            process_leaves = dict(reference or {})
             if self.random and generators is not None:
-                process_leaves = self.random.leaves(generators, rank.index)
+                process_leaves |= self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
                 self._save_in_group(step, leaves, metrics, rank, process_leaves)
                 return

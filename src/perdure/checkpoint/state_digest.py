@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
 from perdure.digests import Digest, combined, digests_of_leaves, leaf_digests
@@ -50,18 +51,63 @@ def show_doctor(where: str, step: int, tree: Any, group: Processes) -> None:
         hook.recorded(where, step, {path: digest.hex for path, digest in leaves.items()})
 
 
+def batch_digest(batch: Any) -> str:
+    """`state_digest` of a batch, which need not come back: any array counts by its bytes.
+
+    Raises:
+        UnsupportedLeafError: A value is neither an array nor anything that a checkpoint takes.
+    """
+    try:
+        return state_digest(_by_bytes(batch))
+    except UnsupportedLeafError as error:
+        raise _no_batch(error) from error
+
+
 def share_digests(shares: Sequence[Any]) -> list[str]:
-    """`state_digest` of each share of a batch, all in one pass."""
+    """`batch_digest` of each share of a batch, all in one pass."""
     with rank_context(0, 1, _refuse_sharded) as rank:
-        return [
-            combined({path: leaves[path] for path in leaves if not rank.owns(f"{n}/{path}")}).hex
-            for n, leaves in enumerate(leaf_digests_of_each(shares))
-        ]
+        try:
+            return [
+                combined(
+                    {path: leaves[path] for path in leaves if not rank.owns(f"{n}/{path}")}
+                ).hex
+                for n, leaves in enumerate(leaf_digests_of_each(_by_bytes(list(shares))))
+            ]
+        except UnsupportedLeafError as error:
+            raise _no_batch(error) from error
 
 
 def combined_digest(digests: list[str]) -> str:
     """One digest of several, in their order."""
     return blake3("".join(digests).encode()).hexdigest()[:DIGITS]
+
+
+def _by_bytes(value: Any) -> Any:
+    """`value`, with dtype, shape and bytes in place of each array that no checkpoint takes."""
+    if isinstance(value, dict):
+        return {key: _by_bytes(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_by_bytes, value))
+    if type(value) in (list, tuple):
+        return [_by_bytes(item) for item in value]
+    if isinstance(value, np.memmap):
+        value = value.view(np.ndarray)
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return value
+    kind = value.dtype
+    if kind.hasobject:
+        return _by_bytes(value.tolist()) if kind.names is None else value
+    if kind.kind in "USmM" or kind.type is np.void:
+        octets = np.frombuffer(value.tobytes(), np.uint8)
+        return {"dtype": str(kind), "shape": list(value.shape), "bytes": octets}
+    return value
+
+
+def _no_batch(error: UnsupportedLeafError) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"the batch has no digest, because of a value in it: {error} A batch is any tree of arrays, "
+        f"numbers and strings; pass these to `record`, or leave `batch` out."
+    )
 
 
 def _refuse_sharded() -> None:

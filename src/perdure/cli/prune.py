@@ -14,9 +14,10 @@ import click
 from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli.output import document, json_option, run_argument, size_text, table
+from perdure.inspect.tables import counted
 from perdure.store import Run
 from perdure.store.format import PACKS
-from perdure.store.journal_moves import remove_aside
+from perdure.store.journal_moves import lines_aside, remove_aside
 
 
 @click.command("prune")
@@ -73,13 +74,14 @@ def command(
         if not dry_run:
             opened.begin_writing()
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
+        lines = [file.name for file in lines_aside(opened.storage)] if rolled_back else []
         if not as_json:
-            _print(plan)
+            _print(plan, lines)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
         if rolled_back and not dry_run:
             remove_aside(opened.storage)
     if as_json:
-        document({"executed": not dry_run, **_as_dict(plan), "left": left})
+        document({"executed": not dry_run, **_as_dict(plan), "lines": lines, "left": left})
     else:
         for pack, why in left.items():
             click.echo(f"not compacted  {pack}: {why}")
@@ -87,7 +89,7 @@ def command(
     ctx.exit(1 if left else 0)
 
 
-def _print(plan: PrunePlan) -> None:
+def _print(plan: PrunePlan, lines: list[str]) -> None:
     if plan.verdicts:
         table(
             ("step", "", "why"),
@@ -97,6 +99,7 @@ def _print(plan: PrunePlan) -> None:
     store = plan.store
     for label, names in (
         ("delete ", store.quarantined),
+        ("delete ", lines),
         ("delete ", [PACKS + name for name in store.packs]),
         ("orphan ", [PACKS + name for name in store.orphans]),
         ("compact", [PACKS + name for name in store.compact]),
@@ -106,8 +109,9 @@ def _print(plan: PrunePlan) -> None:
     if store.held_back:
         click.echo(f"packs stay: {store.held_back}")
     going = len(store.steps) + len(store.quarantined)
+    files = f" and {counted(len(lines), 'file', 'files')} of journal lines" if lines else ""
     click.echo(
-        f"{going} checkpoints go; {size_text(store.freed)} freed, "
+        f"{going} checkpoints{files} go; {size_text(store.freed)} freed, "
         f"{size_text(store.copied)} copied, {len(store.rewrite)} manifests replaced"
     )
 

@@ -6,6 +6,8 @@ import click
 
 from perdure.cli.output import document, json_option, run_argument
 from perdure.store import Run
+from perdure.store.journal_moves import lines_after
+from perdure.store.rollback import plan_undo
 
 
 @click.command("rollback")
@@ -17,28 +19,45 @@ from perdure.store import Run
 def command(run: str, step: int | None, undo: bool, dry_run: bool, as_json: bool) -> None:
     """Make STEP the newest checkpoint of the run directory RUN; newer ones are set aside.
 
-    They move to quarantine. --undo brings them back as long as nothing newer was saved since;
-    `perdure prune RUN --rolled-back` removes them.
+    They move to quarantine, and the later lines of the journal to rolled-back/. --undo brings them back
+    as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
     """
     if undo == (step is not None):
         raise click.UsageError("give either STEP or --undo.")
     with Run(run) as opened:
+        replaced = None
         if step is None:
+            if not dry_run:
+                opened.begin_writing()  # it finishes what a crash has left
+            returning = plan_undo(opened.storage).lines
+            lines = None if returning is None else returning.steps
+            replaced = None if returning is None else returning.replaced
             steps = opened.undo_rollback(dry_run=dry_run)
         else:
+            lines = lines_after(opened.storage, step)
             steps = opened.rollback(step, dry_run=dry_run)
         newest = max(opened.steps(), default=None)
     if as_json:
         moved = "brought_back" if undo else "set_aside"
-        document({"executed": not dry_run, "run": opened.where, moved: steps, "newest": newest})
+        result = {moved: steps, f"lines_{moved}": lines, "newest": newest}
+        if undo:
+            result["lines_set_aside"] = replaced
+        document({"executed": not dry_run, "run": opened.where, **result})
         return
     for moved_step in steps:
         click.echo(f"{'bring back' if undo else 'set aside'}  step {moved_step}")
-    if not steps:
+    _print_lines("bring back" if undo else "set aside", lines)
+    _print_lines("set aside", replaced)
+    if not steps and not lines:
         click.echo("nothing is set aside" if undo else f"step {step} is the newest already")
     if dry_run:
         click.echo("nothing was changed (--dry-run)")
-    elif steps:
+    elif steps or lines:
         click.echo(f"the newest checkpoint is step {newest}")
         if not undo:
             click.echo("`perdure rollback RUN --undo` brings them back")
+
+
+def _print_lines(moved: str, lines: tuple[int, int] | None) -> None:
+    if lines is not None:
+        click.echo(f"{moved}  lines of the journal, of steps {lines[0]} to {lines[1]}")

@@ -18,6 +18,7 @@ from perdure.digests.leaf_sums import LaterSums, LeafSums
 from perdure.digests.memory_sums import Sums, region_sums
 from perdure.errors import UnsupportedLeafError
 from perdure.state.jax_state import leaf_dtype, numbers
+from perdure.state.leaf_errors import type_name
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,15 @@ def array_digest(x: jax.Array) -> ArrayDigest:
 
     Args:
         x: an array of any dtype and shape, or typed keys.
+
+    Raises:
+        UnsupportedLeafError: `x` is no array of JAX.
     """
+    if not isinstance(x, jax.Array):
+        raise UnsupportedLeafError(
+            f"array_digest: expected an array of JAX, found {type_name(x)}. "
+            f"`digest` takes other arrays and scalars as they are: leave them in the tree."
+        )
     units = numbers(x)
     nbytes = math.prod(units.shape) * np.dtype(units.dtype).itemsize
     return ArrayDigest(words_of_array(x), leaf_dtype(x), tuple(x.shape), nbytes)
@@ -72,7 +81,12 @@ class JaxTaker(leaf_sums.ArrayTaker):
     def take(self, value: Any) -> LeafSums | LaterSums | None:
         if not isinstance(value, jax.Array):
             return _described(value) if isinstance(value, ArrayDigest) else None
-        if isinstance(value, jax.core.Tracer) or _is_in_memory(value.sharding):
+        if isinstance(value, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                "a traced array has no bits yet. Inside of jax.jit return perdure.digests.jax_arrays."
+                "array_digest(x) from the compiled step, and call `digest` outside."
+            )
+        if _is_in_memory(value.sharding):
             return None
         if value.is_deleted():
             return None

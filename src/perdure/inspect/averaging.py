@@ -28,6 +28,7 @@ from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements,
 from perdure.inspect.origins import ORIGIN, source_of
 from perdure.inspect.tables import Shown, Table, counted
 from perdure.store import Run, Storage
+from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.streamed_save import (
     StreamedLeaf,
@@ -308,7 +309,8 @@ def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[Streamed
 
 
 def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:
-    return [entry for entry in checkpoint.manifest.process_leaves if entry.path != ORIGIN]
+    left_out = (ORIGIN, JOURNAL_LEAF)
+    return [entry for entry in checkpoint.manifest.process_leaves if entry.path not in left_out]
 
 
 def _by_path(entries: Iterable[LeafEntry]) -> dict[str, LeafEntry]:

@@ -28,6 +28,7 @@ from perdure.inspect.manifest_file import Availability, is_manifest_file, open_m
 from perdure.inspect.renames import likely_renames
 from perdure.inspect.tables import counted
 from perdure.store.format import steps_text
+from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
 
@@ -273,7 +274,7 @@ def _process_leaves(first: Manifest, second: Manifest) -> tuple[str, ...]:
     theirs = {leaf.path: leaf for leaf in second.process_leaves}
     return tuple(
         path
-        for path in sorted({*ours, *theirs})
+        for path in sorted({*ours, *theirs} - {JOURNAL_LEAF})
         if path not in ours or path not in theirs or not _same(ours[path], theirs[path])
     )
 

@@ -39,7 +39,8 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.journal_moves import carry_journal
+from perdure.store.journal_moves import carry_journal, lines_to_carry
+from perdure.store.journal_reference import without_reference
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.run import Run
@@ -103,6 +104,7 @@ def copy_run(
 
     Raises:
         StepNotFoundError: A step of `steps` is not in the source; nothing was copied.
+        CorruptionError: A line of the journal that the copy needs is damaged; nothing was copied.
         LockedError: Another process writes to the target.
         SaveError: The target cannot be written to (disk full, permission, ...).
         UnreachableError: The source did not answer.
@@ -113,6 +115,10 @@ def copy_run(
     wanted = sorted(set(reader.steps() if steps is None else steps))
     for step in set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there
+    if wanted:
+        lines_to_carry(
+            reader.storage, wanted[-1], writer.storage
+        )  # raises before anything is copied
     outcomes: list[Copied] = []
     planned: set[str] = set()
     with writer:
@@ -151,7 +157,8 @@ def fork_run(
 
     Raises:
         StepNotFoundError: The source has no such step.
-        CorruptionError: The checkpoint is damaged in the source; nothing was committed.
+        CorruptionError: The checkpoint, or a line of the journal up to its step, is damaged in the
+            source; nothing was committed.
         StepExistsError: `directory` holds other checkpoints.
         SaveError: `directory` cannot be written to.
     """
@@ -166,6 +173,7 @@ def fork_run(
             f"other checkpoints, the newest of step {steps[-1]}. Nothing was changed. Use another "
             f"directory."
         )
+    lines_to_carry(origin.storage, step, fork.storage)  # raises before anything is created
     with fork:
         fork.begin_writing()
         if not steps:  # packs that an interrupted fork left
@@ -253,7 +261,8 @@ def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace:
         lambda _, chunk: places[chunk.hash],
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
-    target.commit_manifest(manifest, new, replace=replace)
+    # The lines of the target are another chain, or come later.
+    target.commit_manifest(without_reference(manifest), new, replace=replace)
     return written
 
 

@@ -26,6 +26,12 @@ JOURNAL = "journal.jsonl"
 FIRST_HASH = "0" * 32
 """What stands for the hash of the line before the first."""
 
+REPAIR_ADVICE = (
+    " Nothing was changed now. Bring the file back from a copy, or let `perdure verify --repair` set "
+    "aside what follows the last good line, and continue without the lines that are lost."
+)
+"""The end of every error about a damaged journal."""
+
 _BEGINNING = b'{"hash":"'
 _REST = len(_BEGINNING) + len(FIRST_HASH) + len(b'",')
 
@@ -147,19 +153,6 @@ def read_journal(storage: object) -> Iterator[JournalLine]:
         ) from error
 
 
-def journal_problem(storage: object) -> str | None:
-    """What is wrong with the journal of a run directory; None for nothing.
-
-    Raises `UnreachableError` if it cannot be read.
-    """
-    try:
-        for _ in read_journal(storage):
-            pass
-    except CorruptionError as error:
-        return str(error)
-    return None
-
-
 class JournalWriter:
     """Appends lines to the journal of a run directory, whose writer this process is.
 
@@ -188,8 +181,11 @@ class JournalWriter:
         if os.fstat(self._file).st_size > end:
             os.ftruncate(self._file, end)
 
-    def append(self, entry: JournalEntry) -> None:
+    def append(self, entry: JournalEntry) -> str:
         """Write one line. It survives the end of this process, and a power loss after `sync`.
+
+        Returns:
+            The hash of the line.
 
         Raises:
             OSError: It could not be written; nothing of it is left.
@@ -207,6 +203,7 @@ class JournalWriter:
             raise
         self._hash = digest
         self._end += len(line)
+        return digest
 
     def sync(self) -> None:
         """Make all lines durable; those that are appended meanwhile may not be."""
@@ -235,6 +232,5 @@ def _broken(where: str, number: int, step: int, why: str) -> CorruptionError:
     after = f"after step {step}" if step >= 0 else "before the first step"
     return CorruptionError(
         f"{where}: line {number}, {after}: {why}. Expected lines as they were written: the journal was "
-        f"changed or damaged. Nothing was changed now. Bring the file back from a copy, or let "
-        f"`perdure verify --repair` set the lines from there on aside."
+        f"changed or damaged.{REPAIR_ADVICE}"
     )

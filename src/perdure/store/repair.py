@@ -7,14 +7,21 @@ where it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.journal_file import JOURNAL, journal_problem
-from perdure.store.journal_moves import cut_journal
+from perdure.store.journal_file import JOURNAL, REPAIR_ADVICE
+from perdure.store.journal_moves import cut_broken, lines_after
+from perdure.store.journal_reference import (
+    LineReference,
+    journal_problem,
+    line_references,
+    lost_references,
+    without_reference,
+)
 from perdure.store.run import Run
 from perdure.store.verify import VerifyReport, examine
 
@@ -58,9 +65,7 @@ def repair(run: Run) -> Repaired:
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
-        problem = journal_problem(run.storage)
-        if problem is not None and cut_journal(run.storage, MAX_STEP):
-            actions.append(f"set the end of {JOURNAL} aside: {problem}")
+        actions += _repair_journal(run)
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)
         for name in plan.orphans:
@@ -74,6 +79,32 @@ def repair(run: Run) -> Repaired:
             f"Remove the cause, then run `perdure verify --repair` again."
         ) from error
     return Repaired(tuple(actions), examine(run).report)
+
+
+def _repair_journal(run: Run) -> list[str]:
+    """Set aside what follows the last good line; checkpoints forget the lines that are gone."""
+    manifests = run.contents().manifests
+    references = line_references(manifests.values())
+    if (problem := journal_problem(run.storage, references)) is None:
+        return []
+    actions = []
+    why = problem.removesuffix(REPAIR_ADVICE)
+    lost = lost_references(run.storage, references)
+    if (name := cut_broken(run.storage, _last_good(run, references, lost))) is not None:
+        actions.append(f"moved the end of {JOURNAL} to {name}, for you to look at: {why}")
+    for step in lost:
+        run.commit_manifest(without_reference(manifests[step]), {}, replace=True)
+    return actions or [f"accepted that lines of {JOURNAL} are lost: {why}"]
+
+
+def _last_good(run: Run, references: Mapping[int, LineReference], lost: Collection[int]) -> int:
+    """The last step whose line stays: the lines of another run do not."""
+    if not lost:
+        return MAX_STEP
+    first_lost = min(references[step].step for step in lost)
+    proved = max((line.step for step, line in references.items() if step not in lost), default=-1)
+    is_other = lines_after(run.storage, first_lost - 1) is not None
+    return proved if is_other and proved < first_lost else MAX_STEP
 
 
 def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:

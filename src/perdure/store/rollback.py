@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,7 +21,14 @@ from perdure.errors import (
 )
 from perdure.store.contents import Catalog, committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
-from perdure.store.journal_moves import cut_journal, return_journal
+from perdure.store.journal_moves import (
+    ReturningLines,
+    cut_journal,
+    lines_aside,
+    require_lines,
+    return_journal,
+    returning_lines,
+)
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import move_to_quarantine, quarantined, reason_name
@@ -43,6 +51,7 @@ def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[
     steps = list_steps(storage)
     newer = [other for other in steps if other > step]
     _require_whole(storage, step)
+    require_lines(storage, step)
     if pinned := sorted(list_pins(storage) & set(newer)):
         raise HistoryError(
             f"{storage.where}: steps {steps_text(pinned)} are newer than {step} and pinned; nothing "
@@ -55,27 +64,62 @@ def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[
     return newer
 
 
+@dataclass(frozen=True)
+class UndoPlan:
+    """What undoing rollbacks brings back: checkpoints, the oldest first, and lines of the journal."""
+
+    newest: Manifest | None
+    line: tuple[RolledBack, ...] = ()
+    lines: ReturningLines | None = None
+
+
+def plan_undo(storage: Storage) -> UndoPlan:
+    """What `undo_rollback` would do. Changes nothing.
+
+    Raises `HistoryError` if nothing of what is set aside continues the run.
+    """
+    steps = list_steps(storage)
+    candidates = rolled_back(storage)
+    newest = read_manifest(storage, steps[-1]) if steps else None
+    if newest is None and not candidates:
+        return UndoPlan(None)
+    line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
+    before = newest.step if newest else -1
+    lines = returning_lines(storage, before, [checkpoint.manifest for checkpoint in line])
+    where = storage.where
+    if not line and lines is not None and lines.replaced is not None:
+        raise HistoryError(
+            f"{where}: nothing was brought back: the lines of steps {lines.steps[0]} to "
+            f"{lines.steps[1]} were set aside, and those of steps {lines.replaced[0]} to "
+            f"{lines.replaced[1]} were recorded since."
+        )
+    if not line and lines is None:
+        place = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
+        if candidates:
+            raise HistoryError(
+                f"{where}: nothing was brought back: {place}, and what rollbacks set aside continues "
+                f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where} STEP`)."
+            )
+        if aside := [file.name for file in lines_aside(storage)]:
+            raise HistoryError(
+                f"{where}: nothing was brought back: {place}, and the lines of the journal in "
+                f"{', '.join(aside)} do not continue it. They stay there."
+            )
+    return UndoPlan(newest, tuple(line), lines)
+
+
 def undo_rollback(storage: Storage, *, dry_run: bool) -> list[int]:
     """Bring back what continues the newest checkpoint; `Run.undo_rollback` says the rest.
 
     Returns:
         The steps that return, oldest first.
     """
-    steps = list_steps(storage)
-    candidates = rolled_back(storage)
-    newest = read_manifest(storage, steps[-1]) if steps else None
-    line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
-    if candidates and not line:
-        raise HistoryError(
-            f"{storage.where}: nothing was brought back: the newest checkpoint is "
-            f"{f'step {newest.step}' if newest else 'gone'}, and what rollbacks set aside continues "
-            f"{_predecessors(candidates)}. Go back there first (`perdure rollback {storage.where} "
-            f"STEP`)."
-        )
-    if newest and line and not dry_run:
-        put_back(storage, line)
-        return_journal(storage, newest.step, line[-1].manifest.step)
-    return [returned.manifest.step for returned in line]
+    plan = plan_undo(storage)
+    if plan.newest and not dry_run:
+        if plan.lines is not None:  # first: a checkpoint refers to its line
+            return_journal(storage, plan.newest.step, plan.lines)
+        put_back(storage, plan.line)
+    return [returned.manifest.step for returned in plan.line]
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from perdure.store.chunk_read import read_chunks
 from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, read_error
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
-from perdure.store.journal_file import JOURNAL, journal_problem
+from perdure.store.journal_file import JOURNAL
+from perdure.store.journal_reference import journal_problem, line_references
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
@@ -281,8 +282,9 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in run.quarantined():
         yield Problem(name, aside.get(name, "in quarantine"), False)
     try:
-        if (problem := journal_problem(run.storage)) is not None:
-            yield Problem(JOURNAL, problem)
+        problem = _journal_problem(run)
+        if problem is not None and (problem := _journal_problem(run)) is not None:
+            yield Problem(JOURNAL, problem)  # a rollback may have moved checkpoints and lines
     except UnreachableError as error:
         yield Problem(JOURNAL, str(error), unread=True)
     for step in sorted(run.pinned() - steps):
@@ -290,6 +292,10 @@ def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in sorted(run.storage.list(MANIFESTS)):
         if step_of(name) is None and not name.endswith(TEMP_SUFFIX):
             yield Problem(name, "not a manifest's name; remove it by hand", False)
+
+
+def _journal_problem(run: Run) -> str | None:
+    return journal_problem(run.storage, line_references(run.contents().manifests.values()))
 
 
 def _read_pack(

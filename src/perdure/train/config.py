@@ -91,7 +91,8 @@ class RunConfig:
             after every so many steps.
         journal_every: Record digests of the state and the batch in the journal of the run after every
             so many steps, and compare the steps that a resumed run repeats
-            (`ManagerOptions.journal_every`). Of an execution of several steps, the last one counts.
+            (`ManagerOptions.journal_every`). An execution of several steps that passes a multiple is
+            recorded at its end.
         audit: Share of the steps of a strategy, 0 to 1, in which the contribution of one replica is
             computed again and compared (`Strategy.step`). None for what the step itself says.
         checkpoint: The other options of the checkpoints.

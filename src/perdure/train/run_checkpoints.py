@@ -75,6 +75,8 @@ class RunCheckpoints:
         journal, step = self.journal, self._training.step
         if journal is not None and journal.wants(step):
             journal.record(step, self.tree(), metrics=scalars(logs))
+        elif journal is not None:
+            journal.skip(step)
 
     def due_by_clock(self, now: float) -> bool:
         """Whether the interval in seconds has passed. A save that is measured ends before the next."""

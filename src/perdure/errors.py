@@ -128,7 +128,10 @@ class JournalMismatchError(PerdureError):
 
 
 class CorruptDevice(NamedTuple):
-    """A device that an audit suspects: its host, its process, its number there, and its name."""
+    """A device that an audit suspects: its host, its process, its number there, and its name.
+
+    The number is that by which PERDURE_EXCLUDED_DEVICES leaves it out.
+    """
 
     host: str
     process: int

@@ -69,6 +69,12 @@ def without_excluded(devices: Sequence[Device]) -> tuple[Device, ...]:
     return left
 
 
+def named_numbers(count: int) -> list[int]:
+    """The numbers of the `count` devices in use, among all that the program names."""
+    excluded = excluded_devices()
+    return [number for number in range(count + len(excluded)) if number not in excluded][:count]
+
+
 def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
     """Tell `perdure run` which devices of this process were wrong; False outside of it.
 
@@ -80,10 +86,9 @@ def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
     path = os.environ.get(heartbeats.VARIABLE)
     if not path:
         return False
-    excluded = excluded_devices()
-    used = [number for number in range(count + len(excluded)) if number not in excluded]
+    numbers = named_numbers(count)
     report = {
-        "devices": [used[device] for device in local],
+        "devices": [numbers[device] for device in local],
         "left": count - len(local),
         "text": text,
     }

@@ -133,10 +133,24 @@ def test_two_devices_that_contradict_each_other_again_are_both_suspected() -> No
     first = drawn_in(2, 2)[0].replica
     # Computations 0 and 2 are those of the device that runs the replica.
     engine = FaultyEngine(2, wrong={(2, first, 0): 5, (2, first, 2): 5})
-    with pytest.raises(SilentCorruptionError, match="no majority says which is wrong") as caught:
+    with pytest.raises(SilentCorruptionError, match="no majority says what is right") as caught:
         train(engine, 6, 1.0)
     assert {found.device for found in caught.value.devices} == {0, 1}
     assert not caught.value.is_decided
+
+
+def test_a_grad_that_is_not_a_function_of_its_arguments_accuses_no_device() -> None:
+    random = np.random.default_rng(0)
+
+    def impure(state: Any, batch: Any, key: Any) -> Any:
+        return {**grad(state, batch, key), "n": np.float32(random.normal())}
+
+    for devices in (1, 2, 3):
+        train_step = Strategy(NumpyEngine(devices), V).step(impure, update, audit=1.0)
+        batch = Strategy(NumpyEngine(devices), V).batch(DATA, 0)
+        with pytest.raises(SilentCorruptionError, match="perdure doctor -- COMMAND") as caught:
+            train_step({"w": np.ones(3, np.float32)}, batch)
+        assert not caught.value.is_decided
 
 
 def test_judge() -> None:
@@ -151,6 +165,7 @@ def test_judge() -> None:
     assert verdict((0, "x"), (1, "a"), (0, "x"), (1, "a")) == ()
     assert verdict((0, "x"), (1, "y"), (0, "z"), (1, "a")) == ()
     assert verdict((0, "x"), (0, "a"), (0, "a")) == (0,)
+    assert verdict((0, "x"), (0, "y"), (0, "z")) == ()
     # Two computations alone cannot tell: the third decides in either direction.
     assert verdict((0, "x"), (1, "a"), (2, "x")) == (1,)
 
@@ -233,6 +248,7 @@ def test_exclude_reports_the_device_to_the_supervisor(
     report = excluded_devices.read_report(str(tmp_path / "beat"))
     culprit = (0, 2, 3)[drawn.devices[1]]  # number 1 is out already
     assert report == excluded_devices.CorruptionReport((culprit,), 2, str(caught.value))
+    assert [found.device for found in caught.value.devices] == [culprit]
     assert excluded_devices.without_excluded("abcd") == ("a", "c", "d")
     assert json.loads((tmp_path / "beat.corrupt-device").read_text())["devices"] == [culprit]
 

@@ -240,3 +240,29 @@ def test_malloc_settings_of_the_environment_are_kept() -> None:
         ("GLIBC_TUNABLES", "glibc.malloc.perturb=1"),
     ]:
         assert not keep_memory({name: value})
+
+
+def test_what_grad_returns_and_what_it_does_to_its_batch_is_checked() -> None:
+    module = torch.nn.Embedding(4, 2, sparse=True)
+    data = ArrayDataset({"x": np.arange(8, dtype=np.float32)}, batch_size=4)
+
+    def changes_its_batch(state: Any, batch: Any, key: Any) -> Any:
+        return {"g": batch["x"].div_(255).sum()}
+
+    def sparse(state: Any, batch: Any, key: Any) -> Any:
+        rows = module(batch["x"].long() % 4)
+        return {"g": torch.autograd.grad(rows.sum(), list(module.parameters()))}
+
+    for grad, message in (
+        (changes_its_batch, r"^x: grad changed this tensor of its batch in place"),
+        (
+            sparse,
+            r"^g/0: contributions must be dense tensors, found one of layout torch.sparse_coo",
+        ),
+        (lambda *_: {}, "returned no contributions: expected a tree of tensors"),
+    ):
+        for devices in (1, 2):
+            strategy = MirroredStrategy(devices, 2)
+            train_step = strategy.step(grad, lambda state, total: (state, total))
+            with pytest.raises(StateError, match=message):
+                train_step({"m": module}, strategy.batch(data, 0))

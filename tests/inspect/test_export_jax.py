@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +53,13 @@ def test_a_function_that_makes_no_model_is_named(tmp_path: Path) -> None:
 
     program = tmp_path / "k.py"
     program.write_text("def a(x): return x\ndef b(): return 3\n")
-    for model, phrase in (
+    cases: Any = (
         (f"{program}:a", f"{program}:a needs an argument"),
         (needy, "needy needs an argument"),
         (f"{program}:b", f"{program}:b returned int, expected a built Keras model"),
         (dict, "dict returned dict, expected a built Keras model"),
-    ):
+    )
+    for model, phrase in cases:
         with pytest.raises(ArgumentError) as caught:
             export(tmp_path / "run", "jax_export", tmp_path / "out", model=model)
         assert phrase in str(caught.value)

@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -168,13 +169,16 @@ def test_the_line_of_a_run_has_its_name_and_its_colour(killed: Path, tmp_path: P
     assert sparklines(plot_panels(other), 80)[0].startswith("only "), "a single run needs no name"
     pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
     [axes] = draw_figure([panel]).axes
-    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["other"]
+    assert [text.get_text().strip() for text in cast(Any, axes.get_legend()).get_texts()] == [
+        "other"
+    ]
     [both, _] = draw_figure(plot_panels(killed, other, metrics=["loss", "only"])).axes
     assert axes.get_lines()[0].get_color() != both.get_lines()[0].get_color()
 
 
 def test_the_lines_of_a_metric_share_their_steps_and_their_scale() -> None:
-    long, short = [(step, step / 10) for step in range(11)], [(5, 0.0), (10, 0.1)]
+    long: Any = [(step, step / 10) for step in range(11)]
+    short: Any = [(5, 0.0), (10, 0.1)]
     panel = Panel("loss", [PlotLine("a", long), PlotLine("b", short, colour=1)], named=True)
     title, *lines = sparklines([panel], 80)
     assert title == "loss, steps 0 to 10"
@@ -201,7 +205,7 @@ def test_a_norm_of_zero_and_a_leaf_that_did_not_change(tmp_path: Path) -> None:
     assert norm.get_ylim()[0] <= 0
     for axes in (norm, change):
         assert all(float(step).is_integer() for step in axes.get_xticks())
-        assert figure_bytes(axes.figure, "png")
+        assert figure_bytes(cast(Any, axes.figure), "png")
 
 
 def test_a_run_without_a_checkpoint_does_not_hide_the_others(killed: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from supervised import Run, cli
 
 from perdure.supervise.record import RECORD
+from perdure.supervise.worker_environment import remaining_devices
 
 # REPORTS: {attempt: (rank of the worker, its local devices that are wrong, devices in use)}
 PROGRAM = """
@@ -26,6 +27,8 @@ Path(f"told-{attempt}-{rank}").write_text(json.dumps(told))
 heartbeat(attempt)
 heartbeat(attempt + 1)
 wrong, devices, count = REPORTS.get(attempt, (None, None, None))
+while wrong is not None and len(list(Path().glob(f"told-{attempt}-*"))) < told[1]:
+    pass
 if wrong == rank:
     assert report_corruption(devices, count, f"step {attempt}: wrong numbers")
     Path(f"reported-{attempt}").touch()
@@ -94,3 +97,10 @@ def test_the_options_reach_the_program() -> None:
     code = "import os; print(os.environ['PERDURE_AUDIT'], os.environ['PERDURE_ON_CORRUPTION'])"
     out, _ = cli("--audit", "0.25", "--on-corruption", "exclude", code=code).communicate()
     assert "0.25 exclude" in out
+
+
+def test_the_gpus_of_places_without_a_worker_are_hidden() -> None:
+    assert remaining_devices([0, 1, 2], 3, ("4", "5", "6")) == {}
+    assert remaining_devices([1, 2], 3, ("4", "5", "6")) == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert remaining_devices([1, 2], 3, ("4", "5")) == {}, "not one GPU for each place"
+    assert remaining_devices([1, 2], 3, ()) == {}

@@ -29,7 +29,7 @@ from perdure.errors import (
     StateError,
     TopologyError,
 )
-from perdure.excluded_devices import AUDIT, ON_CORRUPTION, report_corruption
+from perdure.excluded_devices import AUDIT, ON_CORRUPTION, named_numbers, report_corruption
 from perdure.process_group import Processes
 from perdure.state import flatten, restore
 from perdure.store.leaf import Leaf
@@ -286,7 +286,7 @@ class AuditedStep:
         text = (
             f"step {self._step}, logical replica {case.replica}: {verdict} {name}: "
             f"{bits} {'bit differs' if bits == 1 else 'bits differ'}{where}{more}. The state has not "
-            "changed, and nothing of this step is saved. `perdure doctor` looks at the devices."
+            f"changed, and nothing of this step is saved. {_advice(bool(wrong))}"
         )
         if wrong and self._audit.excludes:
             self._exclude(wrong, text)
@@ -302,10 +302,11 @@ class AuditedStep:
 
     def _describe(self, devices: Sequence[int]) -> list[CorruptDevice]:
         """Names of devices, those of other processes too. A collective."""
-        mine = [socket.gethostname(), [str(device) for device in self._engine.devices]]
+        local = [str(device) for device in self._engine.devices]
+        mine = [socket.gethostname(), list(zip(named_numbers(len(local)), local, strict=True))]
         told = [json.loads(text) for text in self._processes.gather(json.dumps(mine).encode())]
         places = [self._audit.places[device] for device in devices]
-        return [CorruptDevice(told[p][0], p, d, told[p][1][d]) for p, d in places]
+        return [CorruptDevice(told[p][0], p, *told[p][1][device]) for p, device in places]
 
     def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[str, int, str]:
         """Of leaf `at` of two computations: its path, how many bits differ, and the first element."""
@@ -317,16 +318,28 @@ class AuditedStep:
             names = names or json.loads(data)
         for data in self._processes.gather(pack_leaves(leaves)):
             found |= unpack_leaves(data)
-        return names[0], *_difference(found[str(right)], found[str(other)])
+        # The engine of PyTorch has the buffers of modules beside what `grad` returned.
+        return names[0].removeprefix("contributions/"), *_difference(
+            found[str(right)], found[str(other)]
+        )
 
 
 def _verdict(suspects: Sequence[CorruptDevice], others: Sequence[CorruptDevice] | None) -> str:
     named = " and ".join(map(str, suspects))
     if others is None:
-        return f"the computations of {named} differ, and no majority says which is wrong."
+        return f"the computations of {named} differ, and no majority says what is right."
     if not others:  # the only device: two of its three computations agree
         return f"{named} computed other bits than in two other computations."
     return f"{named} computed other bits than {' and '.join(map(str, others))}."
+
+
+def _advice(is_decided: bool) -> str:
+    if is_decided:
+        return "`perdure doctor` looks at the device."
+    return (
+        "Either a device is wrong, or `grad` gives other bits at every call (random numbers that do "
+        "not come from its key, a state of its own): `perdure doctor -- COMMAND` tells."
+    )
 
 
 def _hash(leaf: Leaf) -> str:

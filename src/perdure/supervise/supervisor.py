@@ -50,6 +50,7 @@ from perdure.supervise.worker_environment import (
     DESCRIPTIONS,
     device_variables,
     excluded_variables,
+    remaining_devices,
     worker_variables,
 )
 
@@ -257,7 +258,7 @@ class Supervisor:
         environment |= {
             "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
             **worker_variables(index, count, ports, options.nodes),
-            **device_variables(place, options.devices_per_worker, _accelerators()),
+            **self._device_variables(place),
             **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
@@ -266,6 +267,12 @@ class Supervisor:
         if options.compilation_cache is not None:
             environment |= cache_variables(options.compilation_cache)
         return {**environment, **options.environment, **self._observer.environment(attempt, index)}
+
+    def _device_variables(self, place: int) -> dict[str, str]:
+        accelerators, each = _accelerators(), self._options.devices_per_worker
+        if each is None:
+            return remaining_devices(self._places, self._options.workers, accelerators)
+        return device_variables(place, each, accelerators)
 
     # ---------------------------------------------------------------- between attempts
 

@@ -7,7 +7,7 @@ ports differ, because each belongs to a service of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from perdure.errors import LaunchError
@@ -136,6 +136,18 @@ def device_variables(
             )
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     return variables
+
+
+def remaining_devices(
+    places: Sequence[int], workers: int, accelerators: tuple[str, ...]
+) -> dict[str, str]:
+    """The variable that hides the GPUs of places without a worker, if each place has one GPU.
+
+    Programs take the GPU with the number LOCAL_RANK, which counts the workers that are left.
+    """
+    if len(places) == workers or len(accelerators) != workers:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(accelerators[place] for place in places)}
 
 
 def excluded_variables(devices: Collection[int]) -> dict[str, str]:

@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -157,6 +158,23 @@ def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor
     if without_mean:
         raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
     return result, {**after, CHANGED: torch.tensor(changed, dtype=torch.int64)} if after else {}
+
+
+@contextlib.contextmanager
+def unchanged_share(share: Any) -> Iterator[None]:
+    """StateError, with its path, for a tensor of the share that changes in place.
+
+    It may be the memory of the dataset, and a replica may be computed more than once.
+    """
+    tensors = [(path, tensor, _version(tensor)) for path, tensor in _tensors(share)]
+    yield
+    for path, tensor, version in tensors:
+        if _version(tensor) != version:
+            raise StateError(
+                f"{path or 'the batch'}: grad changed this tensor of its batch in place, which may be "
+                "the memory of the dataset, and a replica may be computed more than once. Compute a "
+                "new tensor: x = x / 255 for x.div_(255)"
+            )
 
 
 def write(state: Any, totals: dict[str, Tensor], replicas: int) -> None:

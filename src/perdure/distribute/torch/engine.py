@@ -98,16 +98,11 @@ class TorchEngine:
         return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
-        with seeded(self.devices[0], stream):
+        with seeded(self.devices[0], stream), torch_buffers.unchanged_share(share):
             result, buffers = torch_buffers.isolated(
                 state, lambda: fn(state, share, self.key(stream))
             )
-        for path, leaf in pytree.flatten(result):
-            if not isinstance(leaf, torch.Tensor):
-                raise StateError(
-                    f"{path or 'the result'}: contributions must be tensors, found "
-                    f"{type(leaf).__name__}"
-                )
+        _check_contributions(fn, result)
         return {
             "contributions": pytree.transform(lambda leaf: leaf.detach(), result),
             "buffers": buffers,
@@ -160,6 +155,23 @@ class TorchEngine:
                 "the strategy set it",
                 RuntimeWarning,
                 stacklevel=3,
+            )
+
+
+def _check_contributions(fn: Grad, result: Any) -> None:
+    leaves = pytree.flatten(result)
+    if not leaves:
+        name = getattr(fn, "__name__", repr(fn))
+        raise StateError(f"{name} returned no contributions: expected a tree of tensors")
+    for path, leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise StateError(
+                f"{path or 'the result'}: contributions must be tensors, found {type(leaf).__name__}"
+            )
+        if leaf.layout != torch.strided:
+            raise StateError(
+                f"{path or 'the result'}: contributions must be dense tensors, found one of layout "
+                f"{leaf.layout}. Make it dense (sparse=False in an embedding, or .to_dense())"
             )
 
 

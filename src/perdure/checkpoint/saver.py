@@ -37,6 +37,7 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
+from perdure.state.frozen_parameters import frozen_leaves
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
@@ -151,6 +152,7 @@ class BackgroundSaver:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
+            own = frozen_leaves(state) if index == 0 else {}
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error, agreement.failed))
@@ -158,7 +160,7 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators)
+        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators, own)
         self._background.submit(self._grace.timed(job))
 
     def wait(self) -> None:
@@ -207,17 +209,21 @@ class BackgroundSaver:
         metrics: Mapping[str, float],
         rank: RankContext,
         generators: Mapping[str, Any] | None,
+        own: Mapping[str, Leaf],
     ) -> None:
-        """Commit a snapshot and apply the retention; durable on return."""
+        """Commit a snapshot and apply the retention; durable on return.
+
+        `own` are leaves beside the state, to which those of the random generators are added.
+        """
         saving(step)
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
             self._notes.append(note)
         if note := self._journal.sync():  # so that every step up to a checkpoint has its line
             self._notes.append(note)
         try:
-            process_leaves: Mapping[str, Leaf] = {}
+            process_leaves = dict(own)
             if self.random and generators is not None:
-                process_leaves = self.random.leaves(generators, rank.index)
+                process_leaves |= self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
                 self._save_in_group(step, leaves, metrics, rank, process_leaves)
                 return
@@ -257,6 +263,7 @@ class BackgroundSaver:
     ) -> None:
         where = f"{self._run.where}: step {step}"
         self.restore_check.check_used(where, state, step)
+        self.restore_check.check_attributes(where, state)
         try:
             self.restore_check.check_first(where, state, leaves)
         except MismatchError as error:

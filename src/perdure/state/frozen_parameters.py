@@ -6,7 +6,7 @@ A loop that unfreezes a layer in its second epoch would train with a frozen one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ _decoder = msgspec.json.Decoder(dict[str, list[str]])
 def frozen_leaves(state: Any) -> dict[str, Leaf]:
     """The leaf with the names of the frozen parameters of each module; none without a module."""
     frozen = {
-        path: sorted({name for name, value in parameters if not value.requires_grad})
+        path: sorted({_plain(name) for name, value in parameters if not value.requires_grad})
         for path, parameters in _modules(state)
     }
     if not frozen:
@@ -60,10 +60,10 @@ def restore_frozen(
         if path not in frozen:
             continue
         for name, value in parameters:
-            is_trained = name not in frozen[path]
+            is_trained = _plain(name) not in frozen[path]
             if value.requires_grad != is_trained and value.is_leaf:
                 value.requires_grad_(is_trained)
-                changed[join_dotted(path, name)] = is_trained
+                changed[join_dotted(path, _plain(name))] = is_trained
     if not changed:
         return []
     names = [f"{path} to {is_trained}" for path, is_trained in changed.items()]
@@ -76,16 +76,15 @@ def restore_frozen(
     return [warning]
 
 
-def _modules(state: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """The path of each module of PyTorch, and its parameters by names without the parts of wrappers."""
+def _modules(state: Any) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+    """The path of each module of PyTorch, and its parameters by name."""
     if (torch := sys.modules.get("torch")) is None:
         return
     for path, value in live_objects(state):
         if isinstance(value, torch.nn.Module):
-            yield (
-                path,
-                [
-                    (".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter)
-                    for name, parameter in value.named_parameters(remove_duplicate=False)
-                ],
-            )
+            yield path, value.named_parameters(remove_duplicate=False)
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without the parts of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

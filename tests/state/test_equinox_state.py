@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from perdure import Checkpoint, CheckpointManager
 from perdure.data import ArrayDataset
@@ -134,3 +137,37 @@ def test_a_whole_module_in_a_strategy_is_refused_with_eqx_partition() -> None:
         train_step(Net(0), strategy.batch(data, 0))
     assert "layers/1" in str(caught.value)
     assert "(eqx.partition)" in str(caught.value)
+
+
+def test_static_values_that_change_are_warned_about(tmp_path: Path) -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5)
+            self.deep = nnx.List([nnx.Dropout(0.5)])
+            self.scale = 1.0
+            self.count = nnx.Variable(jnp.zeros(()))
+
+    class Static(eqx.Module):
+        weight: jax.Array
+        scale: float = eqx.field(static=True)
+
+    net, static = Net(), Static(jnp.ones(1), 1.0)
+    with (
+        CheckpointManager(tmp_path, recipe={}) as manager,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        manager.save(1, {"net": net, "static": static})
+        net.eval()
+        net.count[...] += 1
+        static = eqx.tree_at(lambda s: s.weight, static, jnp.zeros(1))
+        manager.save(2, {"net": net, "static": static})
+        assert not caught
+        net.scale *= 0.5
+        static = Static(static.weight, 0.5)
+        manager.save(3, {"net": net, "static": static})
+        manager.save(4, {"net": net, "static": static})
+    (line,) = caught
+    assert "step 3: attributes of modules" in str(line.message)
+    assert ": net/scale, static/scale. After" in str(line.message)

@@ -10,6 +10,7 @@ from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences, template_of
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice
+from perdure.state.unsaved_attributes import UnsavedAttributes
 from perdure.store import Leaf
 
 
@@ -27,6 +28,7 @@ class RestoreCheck:
         self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
         self._exact: int | None = None
         self._partial: int | None = None
+        self._attributes = UnsavedAttributes()
         self.replaced = ReplacedMembers()
         """What the last restore replaced, if the program has not taken what it returned."""
 
@@ -70,6 +72,12 @@ class RestoreCheck:
         except StateError as error:
             raise StateError(f"{where}: {error}") from None
         self.replaced.forget()
+
+    def check_attributes(self, where: str, state: Any) -> None:
+        """Warn once about what the program changes in its modules, and no checkpoint has."""
+        for note in (self._attributes.changed(state), self._attributes.inner_optimizer(state)):
+            if note is not None:
+                warn_caller(f"{where}: {note}")
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""

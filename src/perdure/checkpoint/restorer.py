@@ -12,6 +12,7 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import StoreError
+from perdure.state.frozen_parameters import restore_frozen
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom, processes_of
@@ -72,6 +73,9 @@ class Restorer:
         if report.is_exact:
             self._check.restored_exactly(step)
             self._managed.journal.resume(step)
+            renaming = request.renaming
+            for note in restore_frozen(state, loaded.process_leaves, renaming, where):
+                warn_caller(note)
             self._restore_random(where, loaded)
             if has_shards:
                 self._warn_of_other_group(loaded)

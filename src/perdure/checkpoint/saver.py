@@ -37,6 +37,7 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
+from perdure.state.frozen_parameters import frozen_leaves
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
@@ -146,12 +147,14 @@ class BackgroundSaver:
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
-            reference = self._journal.reference(step)
+            own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
             with rank_context(index, count, agreement.reach) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
+            if index == 0:
+                own |= frozen_leaves(state)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error, agreement.failed))
@@ -159,7 +162,7 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators, reference)
+        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators, own)
         self._background.submit(self._grace.timed(job))
 
     def wait(self) -> None:
@@ -208,16 +211,19 @@ class BackgroundSaver:
         metrics: Mapping[str, float],
         rank: RankContext,
         generators: Mapping[str, Any] | None,
-        reference: Mapping[str, Leaf] | None = None,
+        own: Mapping[str, Leaf],
     ) -> None:
-        """Commit a snapshot and apply the retention; durable on return."""
+        """Commit a snapshot and apply the retention; durable on return.
+
+        `own` are leaves beside the state, to which those of the random generators are added.
+        """
         saving(step)
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
             self._notes.append(note)
         if note := self._journal.sync():  # so that every step up to a checkpoint has its line
             self._notes.append(note)
         try:
-            process_leaves = dict(reference or {})
+            process_leaves = dict(own)
             if self.random and generators is not None:
                 process_leaves |= self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
@@ -259,6 +265,7 @@ class BackgroundSaver:
     ) -> None:
         where = f"{self._run.where}: step {step}"
         self.restore_check.check_used(where, state, step)
+        self.restore_check.check_attributes(where, state)
         try:
             self.restore_check.check_first(where, state, leaves)
         except MismatchError as error:

@@ -6,6 +6,7 @@ continues with those of the target begins again from its fresh values, without a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from perdure.errors import StateError
@@ -13,6 +14,7 @@ from perdure.state.adapter import loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.leaf_values import SCALARS, same_bits
 from perdure.state.paths import is_below, join_key
+from perdure.state.replaced_containers import ReplacedContainers
 from perdure.state.shards import own_shards_only
 from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
@@ -29,6 +31,7 @@ class ReplacedMembers:
         self._numbers: set[str] = set()
         # By the `id` of a member, which is kept alive so that nothing else gets the same.
         self._old: dict[int, tuple[str, Any]] = {}
+        self._containers = ReplacedContainers()
 
     def add_leaf(self, path: str, old: Any, new: Any) -> None:
         """`new` was returned in place of the number or array `old`."""
@@ -38,10 +41,14 @@ class ReplacedMembers:
             self._numbers.add(path)
         else:
             self._old[id(old)] = path, old
+            self._containers.add_array(path, old)
         self._new[path] = new
 
-    def add_container(self, path: str, old: Any) -> None:
-        """A new container was returned in place of `old`."""
+    def add_container(
+        self, path: str, old: Any, children: Sequence[tuple[str, Any]], members: Sequence[Any]
+    ) -> None:
+        """A new container with `members` was returned in place of `old`, which had `children`."""
+        self._containers.add(path, old, children, members)
         if not isinstance(old, tuple):  # the program may use an equal constant elsewhere
             self._old[id(old)] = path, old
 
@@ -51,10 +58,16 @@ class ReplacedMembers:
             del self._new[inside]
 
     def forget(self) -> None:
-        """The program has taken the returned state, or there is none."""
+        """The program has taken the returned state. Only containers are watched further."""
         self._new.clear()
         self._numbers.clear()
         self._old.clear()
+        self._containers.taken()
+
+    def clear(self) -> None:
+        """There is no returned state."""
+        self.forget()
+        self._containers.clear()
 
     def check_unused(self, state: Any, step: int) -> None:
         """Raise `StateError` if `state`, which is saved as `step`, has a member of the target.
@@ -65,6 +78,7 @@ class ReplacedMembers:
         if self._new:
             with own_shards_only():
                 self._visit(state, "", None, step)
+        self._containers.check_unused(state)
 
     def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
         """Whether the program has given a leaf of its target the value that it should have.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,10 +111,19 @@ class ModuleState(Stateful):
 
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
-        """An optimizer puts its state where its parameters are, so not before they have memory."""
-        return any(map(_is_meta, self.target.state_dict().values()))
+        """An optimizer puts its state where its parameters are, so not before they have memory.
+
+        It also asks for the shapes of the parameters, which lazy ones get here.
+        """
+        return any(_is_meta(value) or isinstance(value, LAZY) for value in self._live_values())
+
+    def _live_values(self) -> Iterable[Any]:
+        return self.target.state_dict(keep_vars=True).values()
 
     def backup(self) -> Callable[[], object]:
+        lazy = {id(value): value for value in self._live_values() if isinstance(value, LAZY)}
+        if lazy and not any(map(_is_meta, self._live_values())):
+            return partial(_undo_lazy, self._with_shapes(), [*map(_undo_shape, lazy.values())])
         if self.comes_first:
             live = self.target.state_dict(keep_vars=True).values()
             on_meta = {id(value): value for value in live if _is_meta(value)}.values()
@@ -130,6 +140,14 @@ class ModuleState(Stateful):
                         copy_into(present[full], value)
 
         return undo
+
+    def _with_shapes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that are not lazy, each with a copy."""
+        return [
+            (value, value.detach().clone())
+            for value in self._live_values()
+            if isinstance(value, torch.Tensor) and not isinstance(value, LAZY)
+        ]
 
     @property
     def changes_no_array(self) -> bool:  # type: ignore[override]
@@ -243,8 +261,32 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
+def _undo_shape(tensor: torch.Tensor) -> Callable[[], None]:
+    """Returns what turns a lazy tensor that has got a shape into a lazy one again."""
+    lazy, empty = type(tensor), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def undo() -> None:
+        if not isinstance(tensor, LAZY):
+            tensor.data = empty
+            tensor.__class__ = lazy
+
+    return undo
+
+
+def _undo_lazy(
+    copies: Iterable[tuple[torch.Tensor, torch.Tensor]], undo: Iterable[Callable[[], None]]
+) -> None:
+    for tensor, copy in copies:
+        copy_into(tensor, copy)
+    for function in undo:
+        function()
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 def _meta_reasons(module: torch.nn.Module) -> list[Difference]:

@@ -100,7 +100,10 @@ def _optimizer_differences(
     groups = _stored_groups(stored)
     sizes, present = [group.size for group in groups], [group.size for group in optimizer.groups]
     if sizes != present:
-        reason = f"expected groups of {present} parameters, the checkpoint has groups of {sizes}"
+        reason = (
+            f"expected groups of {present} parameters, the checkpoint has groups of {sizes}. If the "
+            f"loop calls `add_param_group` while it trains, add the group before the restore"
+        )
         return [Difference("param_groups", reason=reason)]
     known = _settings_of(torch.optim.Optimizer) - _SINCE
     for old, new in zip(groups, optimizer.groups, strict=True):

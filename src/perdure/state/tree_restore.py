@@ -104,7 +104,7 @@ def restore_requested(
                     why = f"{type(cause).__name__}: {cause}"
                 first_line = why.partition("\n")[0].rstrip(":")
                 refusals[path] = f"cannot take the state that was stored: {first_line}"
-                replaced.forget()
+                replaced.clear()
 
 
 def restore_without_target(
@@ -209,7 +209,7 @@ class _Restore:
             self._replaced.drop(path)
             self._changes.append(_Change(path, node, children))
             return like
-        self._replaced.add_container(path, like)
+        self._replaced.add_container(path, like, node.children, children)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
 

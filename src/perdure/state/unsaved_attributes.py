@@ -1,0 +1,170 @@
+"""Finds attributes of modules that training changes and no checkpoint has.
+
+A plain number, string or tensor that is an attribute of a module belongs to its code: a resumed program
+has that of a fresh module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from perdure.state.live_objects import kind_of, live_objects
+from perdure.state.paths import join_dotted, join_key
+
+PLAIN = frozenset([type(None), bool, int, float, complex, str, tuple])
+_LIBRARIES = frozenset(
+    [
+        *("accelerate", "diffusers", "equinox", "flax", "keras", "lightning", "optax", "peft"),
+        *("pytorch_lightning", "timm", "torch", "torchaudio", "torchmetrics", "torchvision"),
+        "transformers",
+    ]
+)
+"""Packages that keep counters and caches in the attributes of their modules."""
+_MODES = ("training", "deterministic", "use_running_average")
+_FEW = 5
+
+
+class UnsavedAttributes:
+    """Compares the attributes of the modules in a state with those at the first save."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, tuple[weakref.ref[Any], Any]] = {}
+        self._static: dict[str, Any] | None = None
+        self._has_warned = False
+        self._optimizers: set[str] = set()
+
+    def inner_optimizer(self, state: Any) -> str | None:
+        """A warning about an optimizer of the user's whose momentum is in an attribute; once for each.
+
+        Only classes that are not from PyTorch are looked at.
+        """
+        if (torch := sys.modules.get("torch")) is None:
+            return None
+        optimizers = {
+            path: value
+            for path, value in live_objects(state)
+            if isinstance(value, torch.optim.Optimizer)
+        }
+        for path, value in optimizers.items():
+            if path in self._optimizers or is_from_library(type(value)):
+                continue
+            inner = import_module("perdure.state.torch_attributes").unsaved_optimizer(value)
+            if inner is not None and not any(
+                getattr(value, inner) is other for other in optimizers.values()
+            ):
+                self._optimizers.add(path)
+                return (
+                    f"{path or '(the state itself)'}: the {type(value).__name__} steps with its "
+                    f"attribute `{inner}`, an optimizer whose state (momentum) is not in its "
+                    f"`state_dict()`, so that no checkpoint has it and a resume begins without it. "
+                    f"Return its state in `state_dict` and load it in `load_state_dict`."
+                )
+        return None
+
+    def changed(self, state: Any) -> str | None:
+        """A warning about attributes that changed since the first call; at most one. Else None."""
+        if self._has_warned:
+            return None
+        paths = [*self._changed_modules(state), *self._changed_static(state)]
+        if not paths:
+            return None
+        self._has_warned = True
+        more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
+        return (
+            f"attributes of modules have changed since the first save, and no checkpoint has them: "
+            f"{', '.join(paths[:_FEW])}{more}. After a resume they have their fresh values. If later "
+            f"steps depend on them, let the state have them: a persistent buffer of the module in "
+            f"PyTorch (`register_buffer`), an `nnx.Variable` in Flax, an array in place of a static "
+            f"field in Equinox. Nothing is lost if they are only a log or a cache."
+        )
+
+    def _changed_modules(self, state: Any) -> Iterator[str]:
+        if (torch := sys.modules.get("torch")) is None:
+            return
+        for path, value in live_objects(state):
+            if not isinstance(value, torch.nn.Module):
+                continue
+            module, attributes = self._modules.get(path, (None, None))
+            if module is None or module() is not value or attributes is None:
+                attributes = import_module("perdure.state.torch_attributes").ModuleAttributes(value)
+                self._modules[path] = weakref.ref(value), attributes
+                continue
+            yield from (join_dotted(path, name) for name in attributes.changed())
+
+    def _changed_static(self, state: Any) -> list[str]:
+        if "jax" not in sys.modules:
+            return []
+        static: dict[str, Any] = {}
+        _add_static(state, "", static, set())
+        before, self._static = self._static, self._static or static
+        return [
+            path
+            for path, value in static.items()
+            if before is not None and path in before and not is_same(before[path], value)
+        ]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal; a NaN is equal to itself."""
+    return one is other or (type(one) is type(other) and (one == other or repr(one) == repr(other)))
+
+
+@cache
+def is_from_library(kind: type) -> bool:
+    """Whether the class belongs to a framework, which decides what its attributes are."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -> None:
+    """Add the plain attributes of Flax NNX modules, and the static fields of dataclasses, by path."""
+    kind = kind_of(type(value))
+    children: Any = ()
+    if kind == "mapping":
+        children = value.items()
+    elif kind == "sequence":
+        children = enumerate(value)
+    elif kind in ("object", "attributes") and id(value) not in seen:
+        seen.add(id(value))
+        attributes = dict(_plain_attributes(value))
+        children = [
+            (key, child) for key, child in _attributes(value).items() if key not in attributes
+        ]
+        static |= {join_key(path, key): child for key, child in attributes.items()}
+    for key, child in children:
+        if kind_of(type(child)) != "other":
+            _add_static(child, join_key(path, str(key)), static, seen)
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _plain_attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if is_from_library(kind):
+        return
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if _is_static(field)]
+    elif _is_nnx(kind):
+        names = [name for name in _attributes(value) if not name.startswith(("_pytree", "_object"))]
+    else:
+        return
+    for name in names:
+        if name not in _MODES and type(plain := getattr(value, name, ...)) in PLAIN:
+            yield name, plain
+
+
+def _is_static(field: Any) -> bool:
+    """Whether a field is no leaf: of Equinox and JAX (`static`), or of `flax.struct`."""
+    return bool(field.metadata.get("static")) or field.metadata.get("pytree_node") is False
+
+
+@cache
+def _is_nnx(kind: type) -> bool:
+    return any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)

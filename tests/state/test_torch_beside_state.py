@@ -1,0 +1,238 @@
+"""What PyTorch programs keep beside `state_dict`: frozen parameters, attributes, inner optimizers."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perdure import CheckpointManager
+from perdure.errors import MismatchError, StateError
+from perdure.state import restore, snapshot
+from perdure.state.unsaved_attributes import UnsavedAttributes
+
+State = dict[str, Any]
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    result = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    result[0].requires_grad_(False)
+    return result
+
+
+def flags(module: torch.nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in module.parameters()]
+
+
+def test_a_layer_that_the_run_has_unfrozen_is_trained_after_a_resume(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"net": model()})
+        state["net"][0].requires_grad_(True)
+        state["net"][1].bias.requires_grad_(False)
+        manager.save(1, state)
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        wrapped = torch.nn.DataParallel(model())
+        with pytest.warns(UserWarning, match=r"net/0/weight to True.*net/1/bias to False"):
+            manager.restore_or_initialize({"net": wrapped})
+        assert flags(wrapped) == [True, True, True, False]
+        same = model()
+        same[0].requires_grad_(True)
+        same[1].bias.requires_grad_(False)
+        other = model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.restore(like={"net": same})  # freezes the same
+            manager.restore(like={"net": other}, leaves="net")  # parts of a checkpoint
+        assert flags(same) == [True, True, True, False]
+        assert flags(other) == [False, False, True, True]
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(1, 1)
+        self.scale = 1.0
+        self.name = "a"
+        self.hidden = torch.zeros(2)
+        self.later: Any = None
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+        self.register_buffer("total", torch.zeros(2))
+
+    def change(self, what: str) -> None:
+        if what == "scale":
+            self.scale *= 0.5
+        elif what == "name":
+            self.name = "b"
+        elif what == "later":
+            self.later = 3
+        elif what == "hidden":
+            self.hidden = self.hidden + 1
+        else:
+            self.get_buffer("mean").add_(1)
+
+
+@pytest.mark.parametrize("what", ["scale", "name", "later", "hidden", "mean"])
+def test_an_attribute_of_a_module_that_changes_is_warned_about_once(
+    tmp_path: Path, what: str
+) -> None:
+    net = torch.nn.Sequential(Module())
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"net": net})
+        net[0].change(what)
+        with pytest.warns(
+            UserWarning, match=f"step 2: attributes of modules.*: net/0/{what}. After"
+        ):
+            manager.save(2, {"net": net})
+        net[0].change(what)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(3, {"net": net})
+
+
+def trains(net: Module) -> None:
+    """Changes what a checkpoint has, what PyTorch changes itself, and what this step computes."""
+    net.eval()
+    net.train()
+    net.total = net.get_buffer("total") + 1
+    net.later = net.inner(torch.ones(1))  # has a graph: an activation
+    net.hidden = torch.zeros(2)  # made again
+    net.scale = float("1.0")
+    net.mean = torch.zeros(2)
+    net.register_forward_hook(lambda *_: None)
+    net.inner.weight.data.add_(1)
+
+
+def test_a_module_that_changes_only_what_is_saved_is_left_alone(tmp_path: Path) -> None:
+    net = Module()
+    with CheckpointManager(tmp_path, recipe={}) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(1, 4):
+            manager.save(step, {"net": net})
+            trains(net)
+        manager.save(4, {"net": Module()})  # another object
+
+
+def test_the_paths_of_many_attributes_are_few_and_nothing_is_kept_alive() -> None:
+    state = {"net": torch.nn.ModuleList(Module() for _ in range(20))}
+    gone = weakref.ref(state["net"][3])
+    check = UnsavedAttributes()
+    assert check.changed(state) is None
+    for part in state["net"][10:]:
+        part.change("scale")
+    assert "net/10/scale" in (note := check.changed(state) or "")
+    assert "net/14/scale and 5 more" in note
+    del state, part
+    gc.collect()
+    assert gone() is None
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Steps with an optimizer of its own, as common implementations of SAM do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.detach().clone()
+        self.base.step()
+
+
+class Complete(Sharpness):
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "base": self.base.state_dict()["state"]}
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
+
+
+class Shared(Sharpness):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state = self.base.state
+
+
+def test_an_inner_optimizer_that_no_checkpoint_has_is_warned_about(tmp_path: Path) -> None:
+    makes: list[Callable[[Any], Any]] = [Sharpness, Complete, Shared]
+    for make in makes:
+        net = torch.nn.Linear(1, 1)
+        optimizer = make(net.parameters())
+        with (
+            CheckpointManager(tmp_path / make.__name__, recipe={}) as manager,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            manager.save(0, {"optimizer": optimizer})  # nothing to lose yet
+            for step in (1, 2):
+                net(torch.ones(1)).sum().backward()
+                optimizer.step()
+                if make is Sharpness or step == 1:
+                    manager.save(step, {"optimizer": optimizer}, force=True)
+        found = [str(line.message) for line in caught if "attribute `base`" in str(line.message)]
+        assert len(found) == (make is Sharpness), make
+
+
+def lazy() -> State:
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LazyLinear(2))
+    return {"optimizer": torch.optim.Adam(layers.parameters()), "net": layers}
+
+
+def test_a_lazy_module_and_its_optimizer_resume_before_the_first_forward_pass() -> None:
+    def train(state: State) -> None:
+        state["optimizer"].zero_grad()
+        state["net"](torch.ones(1, 3)).sum().backward()
+        state["optimizer"].step()
+
+    state = lazy()
+    train(state)
+    saved = snapshot(state)
+    again = restore(lazy(), saved)
+    train(state)
+    train(again)
+    one, other = snapshot(state), snapshot(again)
+    assert one.keys() == other.keys()
+    assert all(bytes(one[path].data) == bytes(other[path].data) for path in one)
+
+
+def test_a_lazy_module_is_lazy_again_if_the_restore_fails() -> None:
+    class Refuses:
+        def state_dict(self) -> State:
+            return {"n": 1}
+
+        def load_state_dict(self, state: State) -> None:
+            raise ValueError("never")
+
+    state = lazy()
+    state["net"](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    saved = snapshot({**state, "refuses": Refuses()})
+    target = {**lazy(), "refuses": Refuses()}
+    before = target["net"][0].weight.detach().clone()
+    with pytest.raises(StateError, match=r"refuses.*never"):
+        restore(target, saved)
+    assert isinstance(target["net"][1].weight, torch.nn.UninitializedParameter)
+    assert torch.equal(target["net"][0].weight, before)
+    target.pop("refuses")
+    assert restore(target, snapshot(state))["net"][1].weight.shape == (2, 3)
+
+
+def test_a_group_that_the_run_has_added_is_to_be_added_before_the_restore() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net[1].parameters(), 0.1)
+    target = torch.optim.SGD(net[1].parameters(), 0.1)
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    saved = snapshot({"optimizer": optimizer})
+    with pytest.raises(MismatchError, match="add the group before the restore"):
+        restore({"optimizer": target}, saved)
+    target.add_param_group({"params": list(net[0].parameters())})
+    restore({"optimizer": target}, saved)

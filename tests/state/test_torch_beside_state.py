@@ -82,7 +82,7 @@ class Module(torch.nn.Module):
 def test_an_attribute_of_a_module_that_changes_is_warned_about_once(
     tmp_path: Path, what: str
 ) -> None:
-    net = torch.nn.Sequential(Module())
+    net: Any = torch.nn.Sequential(Module())
     with CheckpointManager(tmp_path, recipe={}) as manager:
         manager.save(1, {"net": net})
         net[0].change(what)
@@ -120,15 +120,15 @@ def test_a_module_that_changes_only_what_is_saved_is_left_alone(tmp_path: Path) 
 
 
 def test_the_paths_of_many_attributes_are_few_and_nothing_is_kept_alive() -> None:
-    state = {"net": torch.nn.ModuleList(Module() for _ in range(20))}
+    state: Any = {"net": torch.nn.ModuleList(Module() for _ in range(20))}
     gone = weakref.ref(state["net"][3])
     check = UnsavedAttributes()
     assert check.changed(state) is None
-    for part in state["net"][10:]:
-        part.change("scale")
+    for number in range(10, 20):
+        state["net"][number].change("scale")
     assert "net/10/scale" in (note := check.changed(state) or "")
     assert "net/14/scale and 5 more" in note
-    del state, part
+    del state
     gc.collect()
     assert gone() is None
 
@@ -152,7 +152,7 @@ class Complete(Sharpness):
     def state_dict(self) -> State:
         return {**super().state_dict(), "base": self.base.state_dict()["state"]}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         raise NotImplementedError
 
 
@@ -209,7 +209,7 @@ def test_a_lazy_module_is_lazy_again_if_the_restore_fails() -> None:
         def state_dict(self) -> State:
             return {"n": 1}
 
-        def load_state_dict(self, state: State) -> None:
+        def load_state_dict(self, state_dict: State) -> None:
             raise ValueError("never")
 
     state = lazy()

@@ -251,6 +251,44 @@ def test_loops_that_end_with_the_shorter_loader_begin_the_next_epoch_of_both() -
         assert first + pairs(*others) == whole
 
 
+def test_a_loop_that_is_kept_is_over_after_the_last_batch() -> None:
+    """Lightning takes as many batches as there are, and keeps the loop until it has the next one."""
+
+    def taken(data: ResumableLoader, stop: int = -1) -> list[bytes]:
+        received: list[bytes] = []
+        while data.epoch < EPOCHS - 1 or data.batch < len(data):
+            loop = iter(data)
+            for _ in range(len(data) - data.batch):
+                received.append(next(loop).numpy().tobytes())
+                if len(received) == stop:
+                    return received
+        return received
+
+    whole = [batch for batch in batches(loader()) if len(batch) > 16]
+    assert taken(loader()) == whole
+    for stop in (2, 4):
+        data = loader()
+        first = taken(data, stop)
+        assert first + taken(resumed(data.state_dict(), loader)) == whole
+    data = resumed(until(loader(), 3)[1], loader)
+    assert list(iter(data)) == []  # what follows the loop comes next
+    assert data.epoch == 1
+
+
+def test_lightning_begins_the_next_epoch_at_the_end_of_one() -> None:
+    data = loader()
+    loop = iter(data)
+    for _ in range(len(data)):
+        next(loop)
+    call = "def load(loader, state): loader.load_state_dict(state)"
+    for module, epoch in (("lightning.pytorch.utilities.combined_loader", 1), ("program", 0)):
+        names: dict[str, Any] = {"__name__": module}
+        exec(call, names)
+        again = loader()
+        names["load"](again, data.state_dict())
+        assert (again.epoch, again.batch) == (epoch, 3 * (1 - epoch))
+
+
 def test_set_epoch_leaves_an_epoch_early_and_keeps_a_position_within_it() -> None:
     data = loader()
     first = next(iter(data))

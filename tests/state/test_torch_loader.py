@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from noisy_loader import EPOCHS, EXAMPLES, Noisy, batches, loader, mixed, resumed, until
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -28,8 +28,6 @@ from perdure.errors import DataError, StateError
 from perdure.state import flatten, process_random
 from perdure.torch import ResumableLoader
 
-EXAMPLES, EPOCHS = 11, 3
-
 
 @pytest.fixture(autouse=True)
 def _generators_stay() -> Iterator[None]:
@@ -37,63 +35,6 @@ def _generators_stay() -> Iterator[None]:
     yield
     for name, state in before.items():
         process_random.restore_generator(name, state)
-
-
-class Noisy(Dataset[Any]):
-    """Examples with noise from every generator that a transform may draw from."""
-
-    def __init__(self, length: int = EXAMPLES) -> None:
-        self.length = length
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.read.append(index)
-        noise = [random.gauss(0, 1), np.random.normal(), torch.rand(()).item()]  # noqa: NPY002
-        return torch.tensor([index, torch.initial_seed() % 2**40, *noise], dtype=torch.float64)
-
-
-def mixed(examples: list[torch.Tensor]) -> torch.Tensor:
-    """A `collate_fn` that draws as well."""
-    return torch.cat([torch.stack(examples).reshape(-1), torch.rand(1, dtype=torch.float64)])
-
-
-def loader(workers: int = 0, **options: Any) -> ResumableLoader:
-    if "batch_sampler" not in options:
-        options = {"batch_size": 4, **options}
-        options["shuffle"] = options.get("shuffle", "sampler" not in options)
-    torch.manual_seed(5)
-    dataset = options.pop("dataset", Noisy())
-    collate = None if options.get("batch_size", 1) is None else mixed
-    return ResumableLoader(DataLoader(dataset, num_workers=workers, collate_fn=collate, **options))
-
-
-def batches(data: ResumableLoader) -> list[bytes]:
-    """The batches up to the end."""
-    return until(data, -1)[0]
-
-
-def until(data: ResumableLoader, stop: int) -> tuple[list[bytes], dict[str, Any]]:
-    """`stop` batches, and the position in the loop that has received the last one."""
-    received: list[bytes] = []
-    for _ in range(data.epoch, EPOCHS):
-        for batch in data:
-            received.append(batch.numpy().tobytes())
-            torch.rand(2)  # of the program, such as dropout
-            if len(received) == stop:
-                return received, data.state_dict()
-        received.append(b"end of an epoch")
-    return received, data.state_dict()
-
-
-def resumed(state: dict[str, Any], make: Callable[[], ResumableLoader]) -> ResumableLoader:
-    data = make()
-    torch.manual_seed(77)  # a resumed process has drawn other numbers
-    data.load_state_dict(state)
-    assert data.state_dict() == state
-    return data
 
 
 def test_workers_and_interruptions_change_no_bit() -> None:
@@ -249,44 +190,6 @@ def test_loops_that_end_with_the_shorter_loader_begin_the_next_epoch_of_both() -
         others = resumed(one.state_dict(), loader), loader(shuffle=False)
         others[1].load_state_dict(other.state_dict())
         assert first + pairs(*others) == whole
-
-
-def test_a_loop_that_is_kept_is_over_after_the_last_batch() -> None:
-    """Lightning takes as many batches as there are, and keeps the loop until it has the next one."""
-
-    def taken(data: ResumableLoader, stop: int = -1) -> list[bytes]:
-        received: list[bytes] = []
-        while data.epoch < EPOCHS - 1 or data.batch < len(data):
-            loop = iter(data)
-            for _ in range(len(data) - data.batch):
-                received.append(next(loop).numpy().tobytes())
-                if len(received) == stop:
-                    return received
-        return received
-
-    whole = [batch for batch in batches(loader()) if len(batch) > 16]
-    assert taken(loader()) == whole
-    for stop in (2, 4):
-        data = loader()
-        first = taken(data, stop)
-        assert first + taken(resumed(data.state_dict(), loader)) == whole
-    data = resumed(until(loader(), 3)[1], loader)
-    assert list(iter(data)) == []  # what follows the loop comes next
-    assert data.epoch == 1
-
-
-def test_lightning_begins_the_next_epoch_at_the_end_of_one() -> None:
-    data = loader()
-    loop = iter(data)
-    for _ in range(len(data)):
-        next(loop)
-    call = "def load(loader, state): loader.load_state_dict(state)"
-    for module, epoch in (("lightning.pytorch.utilities.combined_loader", 1), ("program", 0)):
-        names: dict[str, Any] = {"__name__": module}
-        exec(call, names)
-        again = loader()
-        names["load"](again, data.state_dict())
-        assert (again.epoch, again.batch) == (epoch, 3 * (1 - epoch))
 
 
 def test_set_epoch_leaves_an_epoch_early_and_keeps_a_position_within_it() -> None:

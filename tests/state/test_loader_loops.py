@@ -25,7 +25,7 @@ def test_a_loop_that_is_kept_is_over_after_the_last_batch() -> None:
 
     def taken(data: ResumableLoader, stop: int = -1) -> list[bytes]:
         received: list[bytes] = []
-        while data.epoch < EPOCHS - 1 or data.batch < len(data):
+        for _ in range(EPOCHS - data.epoch):
             loop = iter(data)
             for _ in range(len(data) - data.batch):
                 received.append(next(loop).numpy().tobytes())

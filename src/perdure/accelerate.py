@@ -21,7 +21,12 @@ from perdure.host_generators import (
     states_from_arrays,
     states_to_arrays,
 )
-from perdure.host_resume import newest_checkpoint, restore_members
+from perdure.host_resume import (
+    has_persistent_workers,
+    newest_checkpoint,
+    persistent_workers_error,
+    restore_members,
+)
 from perdure.host_version import require_version
 
 require_version("accelerate", "accelerate", "1.1", "2")
@@ -60,7 +65,8 @@ def batches(
         The number of batches before this one, over all epochs, and the batch.
 
     Raises:
-        StateError: There are several processes.
+        StateError: There are several processes, a loader has `persistent_workers=True`, or `loader` is
+            not prepared.
     """
     if accelerator.num_processes > 1:
         raise StateError(
@@ -68,6 +74,13 @@ def batches(
             f"position of several has not been proved; use `accelerator.save_state`, or a "
             f"loop of your own with perdure.dcp."
         )
+    if not any(loader is prepared for prepared in accelerator._dataloaders):
+        raise StateError(
+            f"perdure.accelerate: expected the loader that `accelerator.prepare` has returned for a "
+            f"DataLoader, found a {type(loader).__qualname__} that it has not prepared."
+        )
+    if has_persistent_workers(accelerator._dataloaders):
+        raise persistent_workers_error("Make each DataLoader with persistent_workers=False.")
     if isinstance(run, CheckpointManager):
         yield from _batches(accelerator, loader, run, epochs)
         return

@@ -6,10 +6,31 @@ checkpoint is read first, and the objects are restored once they exist.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Restored
+from perdure.errors import StateError
+
+
+def has_persistent_workers(loaders: Iterable[Any]) -> bool:
+    """Whether one of these `DataLoader`s keeps its workers between epochs."""
+    return any(getattr(loader, "persistent_workers", False) for loader in loaders)
+
+
+def persistent_workers_error(remedy: str) -> StateError:
+    """The refusal of a `DataLoader` that keeps its workers from one epoch to the next.
+
+    A loader draws a seed for new workers from the generator that may also decide the order of the data.
+    With `persistent_workers` only the first epoch of a process draws one, and the workers keep their
+    generators from epoch to epoch. A resumed process has new workers, so that both its order and the
+    random changes in its workers would differ.
+    """
+    return StateError(
+        f"persistent_workers: expected False, found True. A resumed process starts new workers, which "
+        f"draw other random numbers than workers that are kept from epoch to epoch, and their start "
+        f"changes the order of the data. {remedy}"
+    )
 
 
 def newest_checkpoint(manager: CheckpointManager) -> Restored | None:

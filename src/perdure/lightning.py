@@ -29,6 +29,7 @@ from perdure.errors import (
 )
 from perdure.heartbeats import beat
 from perdure.host_generators import generator_states, restore_generators
+from perdure.host_resume import has_persistent_workers, persistent_workers_error
 from perdure.host_version import require_version
 from perdure.state import flatten
 from perdure.state.object_restore import ObjectStates
@@ -41,6 +42,8 @@ try:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
     raise missing_extra("lightning", error) from error
 
@@ -75,7 +78,8 @@ def fit(
     Raises:
         ArgumentError: `ckpt_path` is given, or `every_n_train_steps` is not a positive integer.
         CorruptionError: All checkpoints are damaged.
-        StateError: There are several processes, or another perdure.lightning.fit of this trainer had
+        StateError: There are several processes, a loader has `persistent_workers=True`, the loader of
+            the validation is a `ResumableLoader`, or another perdure.lightning.fit of this trainer had
             another directory.
     """
     if "ckpt_path" in arguments:
@@ -275,6 +279,8 @@ class ExactResume(Callback):
         self._batches = 0
         self._epoch_began: dict[str, bytes] = {}
         self._resumed: dict[str, bytes] | None = None
+        self._loaders: list[ResumableLoader] = []
+        self._positions: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse what this cannot resume exactly; raises `StateError`."""
@@ -285,9 +291,10 @@ class ExactResume(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators now and at the begin of the epoch, and the batches of the epoch so far."""
+        """The generators now and at the begin of the epoch, and the position in the data."""
         return {
             "batches": self._batches,
+            "positions": [loader.state_dict() for loader in self._loaders],
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(generator_states()),
         }
@@ -295,6 +302,7 @@ class ExactResume(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint has, for the begin of the training."""
         self._batches = state_dict["batches"]
+        self._positions = state_dict.get("positions", [])
         self._epoch_began = _bytes(state_dict["epoch_began"])
         self._resumed = _bytes(state_dict["now"])
 
@@ -302,7 +310,10 @@ class ExactResume(Callback):
         """Begin the first epoch of this process, at the batch that comes next."""
         beat("compile", trainer.global_step)
         fetcher = _fetcher(trainer)
+        _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
+        _require_positions(fetcher)
         resumed, self._resumed = self._resumed, None
+        is_moved = self._restore_positions(fetcher)
         is_new = resumed is None or self._batches >= trainer.num_training_batches
         if is_new:
             self._batches = 0
@@ -317,6 +328,8 @@ class ExactResume(Callback):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
         restore_generators(resumed or {})
+        if (is_new and _leave_epochs(self._loaders)) or is_moved:
+            iter(fetcher)
         if is_new and not _is_positioned(fetcher):
             if fetcher.length is None:  # it has drawn a batch ahead
                 self._epoch_began = generator_states()
@@ -326,8 +339,14 @@ class ExactResume(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note the generators before Lightning begins the next epoch."""
+        self._loaders = _resumable_loaders(_fetcher(trainer))
+        _leave_epochs(self._loaders)
         self._epoch_began = generator_states()
         self._batches = 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Refuse loaders of a validation that would change the training; raises `StateError`."""
+        _require_new_workers(_validation_loaders(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
@@ -338,6 +357,16 @@ class ExactResume(Callback):
         """After SIGTERM exit with status 75, "start me again"; Lightning's own 0 means done."""
         if trainer.received_sigterm and isinstance(exception, SystemExit) and not exception.code:
             exception.code = EXIT_PREEMPTED
+
+    def _restore_positions(self, fetcher: Any) -> bool:
+        """Whether a loader had to be moved: Lightning restores none at the end of an epoch."""
+        self._loaders = _resumable_loaders(fetcher)
+        pairs = list(zip(self._loaders, self._positions, strict=False))
+        moved = [(loader, state) for loader, state in pairs if loader.state_dict() != state]
+        for loader, state in moved:
+            loader.load_state_dict(state)
+        self._positions = []
+        return bool(moved)
 
     def _begun_late(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that begins when the first is drawn."""
@@ -359,10 +388,59 @@ def _fetcher(trainer: Trainer) -> Any:
 
 
 def _is_positioned(fetcher: Any) -> bool:
+    return all(map(_has_position, fetcher.combined_loader.flattened))
+
+
+def _has_position(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _require_positions(fetcher: Any) -> None:
+    """Refuse loaders whose position Lightning would not save exactly."""
+    if not _resumable_loaders(fetcher):
+        return
+    if not _is_positioned(fetcher):
+        raise StateError(
+            "ExactResume: some loaders are ResumableLoaders and others have no position. Expected that "
+            "all are ResumableLoaders, or none."
+        )
+    if fetcher.length is None:
+        raise StateError(
+            "ExactResume: the sampler of a ResumableLoader has no length, so that Lightning reads a "
+            "batch ahead, which a resumed run would leave out. Expected a sampler with `__len__`."
+        )
+
+
+def _resumable_loaders(fetcher: Any) -> list[ResumableLoader]:
     loaders = fetcher.combined_loader.flattened
-    return all(
-        hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders
-    )
+    return [loader for loader in loaders if isinstance(loader, ResumableLoader)]
+
+
+def _leave_epochs(loaders: list[ResumableLoader]) -> bool:
+    """Begin the next epoch of each loader that is within one, as after `limit_train_batches`."""
+    within = [loader for loader in loaders if loader.batch]
+    for loader in within:
+        loader.set_epoch(loader.epoch + 1)
+    return bool(within)
+
+
+def _validation_loaders(trainer: Trainer) -> list[Any]:
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    if any(isinstance(loader, ResumableLoader) for loader in loaders):
+        raise StateError(
+            "ExactResume: a validation has a ResumableLoader, whose passes continue where the last one "
+            "has ended. Expected a DataLoader there."
+        )
+    return loaders
+
+
+def _require_new_workers(loaders: list[Any]) -> None:
+    if has_persistent_workers(loader for loader in loaders if not _has_position(loader)):
+        raise persistent_workers_error(
+            "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
+            "perdure.torch.ResumableLoader, which may keep its workers."
+        )
 
 
 def _tensors(states: Mapping[str, bytes]) -> dict[str, torch.Tensor]:

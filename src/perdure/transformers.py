@@ -23,7 +23,12 @@ from perdure.host_generators import (
     states_from_arrays,
     states_to_arrays,
 )
-from perdure.host_resume import newest_checkpoint, restore_members
+from perdure.host_resume import (
+    has_persistent_workers,
+    newest_checkpoint,
+    persistent_workers_error,
+    restore_members,
+)
 from perdure.host_version import require_version
 
 require_version("transformers", "transformers", "5", "6")
@@ -59,8 +64,8 @@ def train(
     Raises:
         ArgumentError: `save_steps` is a fraction, or `resume_from_checkpoint` is given.
         RecipeMismatchError: The checkpoint was made with another batch size, seed or dataset length.
-        StateError: There are several processes, the Trainer shards its model, or it does not skip data
-            that it has seen.
+        StateError: There are several processes, the Trainer shards its model, it does not skip data
+            that it has seen, or a loader has `persistent_workers=True`.
     """
     _require_supported(trainer, arguments)
     if isinstance(run, CheckpointManager):
@@ -109,6 +114,9 @@ class _Checkpoints(TrainerCallback):
         self._at_save = generator_states()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # `get_train_dataloader` of a subclass may not follow the arguments.
+        if has_persistent_workers([kwargs.get("train_dataloader")]):
+            raise persistent_workers_error("Make the DataLoader with persistent_workers=False.")
         if self._newest is not None:
             read_only = {"trainer", "epoch_began"}
             restore_members(self._manager, self._newest, self._members(), read_only)
@@ -182,6 +190,10 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
     if trainer.args.ignore_data_skip:
         raise StateError(
             "ignore_data_skip: expected False, found True. The resumed run would see other batches."
+        )
+    if trainer.args.dataloader_persistent_workers:
+        raise persistent_workers_error(
+            "Set dataloader_persistent_workers=False in the TrainingArguments."
         )
 
 

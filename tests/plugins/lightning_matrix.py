@@ -2,6 +2,7 @@
 
 `lightning_matrix.py DIRECTORY`: the last line of the output is JSON, for each variant the number of
 resumes, and those whose batches, generators, learning rates or final bits differ from the whole run.
+"positioned" variants have a `ResumableLoader`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_worker import Model
 from torch.utils.data import DataLoader, Dataset
 
 import perdure.lightning
+import perdure.torch
 
 warnings.simplefilter("ignore")  # Lightning advises on workers, logging and resumable loaders
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -38,6 +40,8 @@ class Variant:
     accumulates: int = 1
     workers: int = 0
     exact: bool = True
+    positioned: bool = False
+    limit: int | None = None
     after: tuple[int, ...] = (1, 2, 4)
     most: int = 99
 
@@ -49,6 +53,12 @@ VARIANTS = {
     "epoch ends": Variant(every="epoch end"),
     "accumulation": Variant(accumulates=2),
     "workers": Variant(workers=1, after=(2,), most=3),
+    "positioned": Variant(positioned=True, after=(2,)),
+    "positioned, validation": Variant(positioned=True, validates=True, after=()),
+    "positioned, epochs": Variant(positioned=True, every="epoch", validates=True),
+    "positioned, epoch ends": Variant(positioned=True, every="epoch end"),
+    "positioned, persistent workers": Variant(positioned=True, workers=1, after=(2,), most=3),
+    "positioned, three batches": Variant(positioned=True, limit=3, after=(2,)),
     "Lightning alone": Variant(exact=False, after=()),
 }
 
@@ -94,7 +104,15 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
     shutil.rmtree(directory, ignore_errors=True)
     seed_everything(0, verbose=False)
     model = Validated() if variant.validates else Model()
-    loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=variant.workers)
+    loader: Any = DataLoader(
+        Noisy(),
+        batch_size=2,
+        shuffle=True,
+        num_workers=variant.workers,
+        persistent_workers=variant.positioned and variant.workers > 0,
+    )
+    if variant.positioned:
+        loader = perdure.torch.ResumableLoader(loader)
     saver = ModelCheckpoint(
         str(directory),
         filename="{step}",
@@ -112,6 +130,7 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
         callbacks=[saver, spy, *exact],
         plugins=[perdure.lightning.CheckpointIO()],
         accumulate_grad_batches=variant.accumulates,
+        limit_train_batches=variant.limit,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
@@ -144,8 +163,22 @@ def compare(variant: Variant, base: Path) -> dict[str, Any]:
     return {"resumes": resumes, "differing": differing}
 
 
+def compare_batches(base: Path) -> dict[str, Any]:
+    """The batches of a `ResumableLoader` without `ExactResume`, and so with other generators."""
+    variant = Variant(positioned=True, exact=False)
+    whole = [batch[:3] for batch in run(variant, base / "whole")[0]]
+    resumes, differing = 0, []
+    for step in steps_in(base / "whole")[:-1]:
+        seen, _ = run(variant, base / "resumed", base / "whole" / f"{step}.ckpt")
+        resumes += 1
+        if [batch[:3] for batch in seen] != whole[step:]:
+            differing.append([step])
+    return {"resumes": resumes, "differing": differing}
+
+
 def main() -> None:
     answers = {name: compare(variant, Path(sys.argv[1])) for name, variant in VARIANTS.items()}
+    answers["positioned, Lightning alone"] = compare_batches(Path(sys.argv[1]))
     print(json.dumps(answers))
 
 

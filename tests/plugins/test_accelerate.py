@@ -10,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from plugin_programs import answer_of, run_program
+from torch.utils.data import DataLoader, TensorDataset
 
 from perdure import EXIT_PREEMPTED
 from perdure.errors import StateError
 from perdure.store import Run
+from perdure.torch import ResumableLoader
 
 if importlib.util.find_spec("accelerate") is None:
     pytest.skip("Accelerate is not installed; make proof-doors has it", allow_module_level=True)
@@ -46,6 +49,30 @@ def test_accelerate_alone_ends_with_other_bits(tmp_path: Path) -> None:
     answer = ended("own", tmp_path / "run")
     assert answer["steps"][0] == 8
     assert answer["bits"] != whole["bits"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.accelerate import batches
+
+    def plain(**options: Any) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(4, 5)), shuffle=True, **options)
+
+    def refusal(loader: Any, accelerator: Accelerator) -> str:
+        with pytest.raises(StateError) as caught:
+            next(batches(accelerator, loader, tmp_path / "run", epochs=1))
+        return str(caught.value)
+
+    keeping = {"num_workers": 1, "persistent_workers": True}
+    accelerator = Accelerator(cpu=True)
+    assert "persistent_workers=False" in refusal(accelerator.prepare(plain(**keeping)), accelerator)
+    accelerator = Accelerator(cpu=True)
+    loader, _ = accelerator.prepare(plain(), plain(**keeping))  # the other for an evaluation
+    assert "persistent_workers=False" in refusal(loader, accelerator)
+    for loader in (plain(), ResumableLoader(plain())):
+        assert "that it has not prepared" in refusal(loader, Accelerator(cpu=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the import of accelerate

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from plugin_programs import answer_of, run_program
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import perdure
 from damage import flip
 from perdure.errors import CorruptionError, StateError
 from perdure.store import Run
+from perdure.torch import ResumableLoader
 
 if not all(map(importlib.util.find_spec, ("lightning",))):
     pytest.skip("Lightning is not installed; make proof-doors has it", allow_module_level=True)
@@ -78,6 +81,13 @@ def test_every_checkpoint_is_resumed_exactly_and_those_of_resumed_runs(tmp_path:
         "epoch ends": 3,
         "accumulation": 13,
         "workers": 6,
+        "positioned": 20,
+        "positioned, validation": 11,
+        "positioned, epochs": 3,
+        "positioned, epoch ends": 3,
+        "positioned, persistent workers": 6,
+        "positioned, three batches": 14,
+        "positioned, Lightning alone": 11,
     }
     # The same checkpoints without the generators, and with the loader at the begin of its epoch.
     assert alone["resumes"] == 11
@@ -158,6 +168,77 @@ def test_a_checkpoint_is_removed_after_a_save_of_it(
     CheckpointIO().save_checkpoint({"global_step": 1, "w": torch.ones(2)}, path)
     remover.join()
     assert not path.exists()
+
+
+def rows(size: int = 2, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(4, 5)), batch_size=size, **options)
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "persistent workers": (
+        lambda: [rows(num_workers=1, persistent_workers=True)],
+        "persistent_workers=False",
+    ),
+    "persistent workers of a validation": (
+        lambda: [rows(), rows(num_workers=1, persistent_workers=True)],
+        "persistent_workers=False",
+    ),
+    "a validation with a position": (
+        lambda: [rows(), ResumableLoader(rows())],
+        "a validation has a ResumableLoader",
+    ),
+    "one of two positions": (
+        lambda: [[rows(), ResumableLoader(rows())]],
+        "others have no position",
+    ),
+    "no length": (
+        lambda: [ResumableLoader(rows(sampler=Unsized()))],
+        "reads a batch ahead",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and sanity checks
+@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_loaders_that_cannot_be_resumed_exactly_are_refused(
+    kind: str, sanity: int, tmp_path: Path
+) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from perdure.lightning import fit
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            raise AssertionError("the training has begun")
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        num_sanity_val_steps=sanity,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    make, text = REFUSED[kind]
+    with pytest.raises(StateError, match=text):
+        fit(trainer, tmp_path / "run", Model(), *make())
 
 
 def test_several_processes_are_refused() -> None:

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from plugin_programs import answer_of, run_program
+from torch.utils.data import DataLoader
 
 from damage import flip
 from perdure import EXIT_PREEMPTED
@@ -101,6 +103,12 @@ def test_another_batch_size_is_refused(killed: Path, tmp_path: Path) -> None:
         ({"world_size": 2}, False, {}, "expected one process, found 2"),
         ({}, True, {}, "shards its model"),
         ({"ignore_data_skip": True}, False, {}, "ignore_data_skip"),
+        (
+            {"dataloader_persistent_workers": True},
+            False,
+            {},
+            "Set dataloader_persistent_workers=False",
+        ),
         ({"save_steps": 0.5}, False, {}, "save_steps"),
         ({}, False, {"resume_from_checkpoint": True}, "resumes from the run directory"),
     ],
@@ -111,7 +119,12 @@ def test_what_cannot_be_exact_is_refused(
 ) -> None:
     from perdure.transformers import train
 
-    usual = {"world_size": 1, "ignore_data_skip": False, "save_steps": 2}
+    usual = {
+        "world_size": 1,
+        "ignore_data_skip": False,
+        "save_steps": 2,
+        "dataloader_persistent_workers": False,
+    }
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(**(usual | settings)), is_fsdp_enabled=fsdp, is_deepspeed_enabled=False
     )
@@ -119,3 +132,18 @@ def test_what_cannot_be_exact_is_refused(
         train(trainer, tmp_path / "run", **arguments)
     assert found in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_a_loader_of_a_subclass_that_keeps_its_workers_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from perdure.transformers import train
+
+    class Keeping(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader([{"x": 1.0}] * 4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+
+    args = TrainingArguments(str(tmp_path / "own"), report_to=[], use_cpu=True, save_strategy="no")
+    with pytest.raises(StateError, match="persistent_workers=False"):
+        train(Keeping(torch.nn.Linear(1, 1), args), tmp_path / "run")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import operator
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,8 @@ class ResumableLoader:
             DataError: The sampler gives other indices than before the interruption, or another `for`
                 loop over this loader has begun.
         """
+        if self._pass is not None and self._batch == _length(self._loader):
+            self._go_to(self._epoch + 1, 0, "")  # a loop that is kept has received the last batch
         batches = self._batches()
         next(batches)  # begun, so that its end is noticed even if the loop asks for no batch
         return batches
@@ -194,7 +198,10 @@ class ResumableLoader:
                     f"processes, or leave the loader out of the restored state to begin an epoch."
                 )
         self._seed, self._step = numbers["seed"], numbers["step"]
-        self._go_to(numbers["epoch"], numbers["batch"], state["order"])
+        epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
+        if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
+            epoch, batch, order = epoch + 1, 0, ""  # it makes no pass over the empty rest
+        self._go_to(epoch, batch, order)
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:
         self._epoch, self._batch, self._digest = epoch, batch, digest
@@ -371,6 +378,11 @@ def _position_numbers(state: Any, present: Mapping[str, Any]) -> dict[str, int]:
 def _is_built_in(part: Any) -> bool:
     """Whether a sampler, or a list of indices, has no code of the user's."""
     return type(part).__module__.startswith(("torch.", "builtins"))
+
+
+def _is_lightning(frame: FrameType) -> bool:
+    """Whether a frame is that of Lightning's Trainer, which loads the states of its loaders."""
+    return frame.f_globals.get("__name__", "").endswith("pytorch.utilities.combined_loader")
 
 
 def _own_iterator(loader: Any) -> DataError:

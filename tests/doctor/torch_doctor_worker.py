@@ -22,7 +22,7 @@ def note(event):
 
 
 def grad(state, batch, key):
-    x = batch["x"].mul_(2)
+    x = batch["x"] * 2
     model = state["model"]
     loss = (model(x).square().mean(1) * batch["weight"]).sum()
     return {"g": list(torch.autograd.grad(loss, list(model.parameters()))), "loss": loss}

@@ -33,7 +33,7 @@ def step_check(
 
 
 class _Again:
-    """A value as it was, as often as it is asked for: functions of PyTorch may change arguments.
+    """A value as it was, as often as it is asked for: an `update` of PyTorch changes its arguments.
 
     Raises:
         StateError: The value has no exact form.
@@ -46,14 +46,6 @@ class _Again:
     def __call__(self) -> Any:
         self._value = restore(self._value, self._leaves)
         return self._value
-
-
-def _share(value: Any) -> Callable[[], Any]:
-    """A share of a batch, which may be anything; without an exact form it is the same object again."""
-    try:
-        return _Again(value)
-    except StateError:
-        return lambda: value
 
 
 class _StepCheck:
@@ -93,12 +85,12 @@ class _StepCheck:
             own = number % len(places)
             order = [places[own], *places[:own], *places[own + 1 :]]
             for replica in range(first, stop):
-                share = _share(batch.values[replica - plan.first])
+                share = batch.values[replica - plan.first]
                 stream = Stream(self._seed, step, replica)
                 value = None
                 for place, (placed, device) in enumerate(order):
                     for _ in range(_TIMES if place == 0 else 1):
-                        moved = engine.put(share(), device)
+                        moved = engine.put(share, device)
                         result = engine.grad(self._grad, placed, moved, stream)
                         self._note(f"replica {replica}", device, {"contribution": result})
                         value = result if value is None else value

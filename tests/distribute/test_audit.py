@@ -16,7 +16,7 @@ from perdure import excluded_devices, heartbeats
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.distribute.audit import AuditOptions
-from perdure.distribute.audit_vote import Computed, Draw, draw, judge
+from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, judge
 from perdure.distribute.engine import Stream
 from perdure.distribute.topology import split
 from perdure.errors import SilentCorruptionError, StateError, TopologyError, TrainError
@@ -155,7 +155,7 @@ def test_a_grad_that_is_not_a_function_of_its_arguments_accuses_no_device() -> N
 
 def test_judge() -> None:
     def verdict(*votes: tuple[int, str]) -> tuple[int, ...]:
-        return judge([Computed(device, (bits,)) for device, bits in votes]).wrong
+        return judge([ComputedContribution(device, (bits,)) for device, bits in votes]).wrong
 
     assert verdict((0, "x"), (1, "a"), (2, "a")) == (0,)
     assert verdict((0, "a"), (1, "x"), (2, "a")) == (1,)

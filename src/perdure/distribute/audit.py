@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from blake3 import blake3
 
-from perdure.distribute.audit_vote import Computed, Draw, draw, further, judge
+from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, further, judge
 from perdure.distribute.engine import Engine, Work
 from perdure.distribute.leaf_message import pack_leaves, unpack_leaves
 from perdure.distribute.reduction import Plan
@@ -123,7 +123,7 @@ class _Case:
         self.pair = (*drawn.devices, drawn.devices[0])[:2]
         self.share: Any = None
         self.sent = b""
-        self.computed: list[Computed] = []
+        self.computed: list[ComputedContribution] = []
         self.kept: dict[int, list[Any]] = {}
         self.leaves: dict[int, list[Leaf]] = {}
 
@@ -220,7 +220,7 @@ class AuditedStep:
         for case, devices in asked:
             for number, device in enumerate(devices, len(case.computed)):
                 if (hashes := found.get(f"{case.replica}/{number}")) is not None:
-                    case.computed.append(Computed(device, tuple(hashes)))
+                    case.computed.append(ComputedContribution(device, tuple(hashes)))
 
     def _to_tell(self, case: _Case, start: int, count: int) -> dict[str, list[str]]:
         """The hashes of the local computations; nothing if both are here and agree."""

@@ -25,7 +25,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedContribution:
     """One computation of the contribution: the device, and the hashes of the leaves in their order."""
 
     device: int
@@ -90,7 +90,7 @@ class Judgement(NamedTuple):
     other: int
 
 
-def judge(computed: Sequence[Computed]) -> Judgement:
+def judge(computed: Sequence[ComputedContribution]) -> Judgement:
     """Which devices were wrong, of computations that do not all agree.
 
     A device that contradicts itself is wrong, and so is one that contradicts two others that agree. A

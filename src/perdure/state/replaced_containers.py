@@ -52,7 +52,7 @@ class _Mark(NamedTuple):
         )
 
 
-class _Watched(NamedTuple):
+class _WatchedContainer(NamedTuple):
     path: str
     old: Any
     members: Mapping[str, _Mark]
@@ -76,7 +76,7 @@ class ReplacedContainers:
     """
 
     def __init__(self) -> None:
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedContainer] = []
         self._with_arrays: set[str] = set()
         self._with_device_arrays: set[str] = set()
         self._is_taken = False
@@ -101,7 +101,7 @@ class ReplacedContainers:
             return
         before = {key: _Mark.of(member) for key, member in children}
         after = {key: _Mark.of(member) for (key, _), member in zip(children, members, strict=True)}
-        self._watched.append(_Watched(path, old, before, after, path in self._with_arrays))
+        self._watched.append(_WatchedContainer(path, old, before, after, path in self._with_arrays))
 
     def taken(self) -> None:
         """The program has the restored state: release the arrays that only the target refers to."""
@@ -132,7 +132,7 @@ class ReplacedContainers:
         With `also_of_target`, also those with arrays to which only their container in the target
         refers, if that is alive. The outer ones come first, because they refer to the inner ones.
         """
-        kept: list[_Watched] = []
+        kept: list[_WatchedContainer] = []
         alive: set[str] = set()
         while self._watched:
             watched = self._watched.pop()
@@ -147,7 +147,7 @@ class ReplacedContainers:
             del watched
         self._watched = kept[::-1]
 
-    def _visit(self, value: Any, path: str, by_path: Mapping[str, _Watched]) -> None:
+    def _visit(self, value: Any, path: str, by_path: Mapping[str, _WatchedContainer]) -> None:
         if leaf_adapter(value, loaded_adapters()) is not None:
             return
         node = node_of(value, path, loaded_adapters(), None)
@@ -162,7 +162,7 @@ class ReplacedContainers:
                 self._visit(child, inside, by_path)
 
 
-def _compare(watched: _Watched, saved: Mapping[str, Any]) -> None:
+def _compare(watched: _WatchedContainer, saved: Mapping[str, Any]) -> None:
     for key, member in watched.changed().items():
         restored, mark = saved.get(key, _MISSING), watched.restored.get(key)
         if restored is _MISSING or mark is None or not mark.is_of(restored):
@@ -210,7 +210,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _own_references() -> int:
-    watched = _Watched("", [], {}, {}, False)
+    watched = _WatchedContainer("", [], {}, {}, False)
     return sys.getrefcount(watched.old)
 
 

@@ -73,7 +73,7 @@ class RunQueries(CallGuard):
                 f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
             )
         held = self._run.contents()
-        readable = candidates(held.manifests, held.pinned)
+        readable = candidates(held.summaries, held.pinned)
         best = ranked(readable, self._retention.best_metric, self._retention.best_mode)
         return best[0].step if best else None
 

@@ -16,9 +16,9 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
+from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
 from perdure.store.compact import compact, rewrite
-from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
@@ -117,6 +117,7 @@ class DamageHandler:
 
     def _quarantine(self, name: str, stem: str, suffix: str, reason: str) -> str:
         note = {"name": name, "found": self._now(), "reason": reason}
+        self._catalog.list_again()
         try:
             return move_to_quarantine(self._storage, name, stem, suffix, note)
         except OSError as error:

@@ -13,7 +13,8 @@ from perdure.errors import (
     CorruptionError,
     StepNotFoundError,
 )
-from perdure.store.contents import Catalog, committed_steps, pinned_steps
+from perdure.store.catalog import Catalog
+from perdure.store.contents import committed_steps, pinned_steps
 from perdure.store.failures import read_error
 from perdure.store.format import manifest_name, steps_text
 from perdure.store.leaf import Leaf, Leaves

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
 from perdure.errors import CorruptionError, PruneError, StepNotFoundError, StoreError
+from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import Catalog, Contents
+from perdure.store.contents import Contents, OutdatedPlanError
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import Held
@@ -323,7 +324,7 @@ class Run:
         """
         if not self.is_writer:
             self._catalog.forget()
-        return self._catalog.contents(fresh=fresh)
+        return self._catalog.contents(fresh=fresh, with_sizes=fresh)
 
     def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""
@@ -335,13 +336,14 @@ class Run:
         What is deleted is decided again from the manifests as they are now, under the lock.
 
         Raises:
-            StoreError: The run directory changed since the plan was made; nothing was deleted.
+            OutdatedPlanError: The run directory changed since the plan was made; nothing was deleted.
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        held = self.contents()
+        held = self._catalog.contents(fresh=True, planned=True)
         if plan_collect(held, plan.request) != plan:
-            raise StoreError(
+            self._catalog.list_again()
+            raise OutdatedPlanError(
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
         try:
@@ -357,8 +359,10 @@ class Run:
                 f"{self.where}: deleting stopped in the middle: {error}. Every checkpoint that stays "
                 f"is readable. {advice}"
             ) from error
-        for step in plan.steps:
-            self._catalog.remove(step)
+        packs = {*plan.packs, *plan.orphans, *plan.compact}.difference(done.left)
+        self._catalog.pruned(plan.steps, packs)
+        if plan.quarantined:
+            self._catalog.list_again()
         for manifest in done.replaced.values():
             self._catalog.replace(manifest)
         for error in done.damaged:
@@ -374,11 +378,13 @@ class Run:
         self.manifest(step)
         if step not in self.pinned():
             self.storage.create(pin_name(step), 0).commit()
+            self._catalog.list_again()
 
     def unpin(self, step: int) -> None:
         """Let a checkpoint be deleted again. A step that is not pinned is no error."""
         self.begin_writing()
         self.storage.delete(pin_name(step))
+        self._catalog.list_again()
 
     def pinned(self) -> frozenset[int]:
         """The pinned steps."""

@@ -159,10 +159,13 @@ class Catalog:
         if self._held is None:
             summaries = self._read(fresh=False)
             self._read_notes()
-            self._held = held = IndexedPlaces(self._index, self._places_of) if self.indexed else {}
+            held: dict[str, Held] = {}
+            if self.indexed and self._index.segments:
+                held = IndexedPlaces(self._index, self._places_of)
             for step in summaries:
                 if (manifest := self._decoded.get(step)) is not None:
                     held.update(self._places(manifest))
+            self._held = held
         return self._held
 
     def write_index(self) -> None:
@@ -172,10 +175,11 @@ class Catalog:
         """
         if not self.indexed or len(self._unindexed) < INDEX_FROM:
             return
-        with suppress(OSError):
-            for step in self._unindexed:
+        with suppress(OSError, MemoryError):
+            steps = sorted(self._unindexed & self._summaries.keys())
+            for step in steps:
                 self._with_head(step, self._summaries[step])
-            fresh = {step: self._decoded.get(step) for step in sorted(self._unindexed)}
+            fresh = {step: self._decoded.get(step) for step in steps}
             self._index.write(self._summaries, fresh)
             self._unindexed = set()
             for step in sorted(self._decoded)[:-INDEX_FROM]:

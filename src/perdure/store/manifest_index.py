@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -82,7 +83,7 @@ class ManifestIndex:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._segments: list[Segment] | None = None
-        self._filter: bytes | None = None
+        self._damaged: list[str] = []
 
     @property
     def segments(self) -> list[Segment]:
@@ -90,13 +91,6 @@ class ManifestIndex:
         if self._segments is None:
             self._segments = list(self._read())
         return self._segments
-
-    @property
-    def filter(self) -> bytes:
-        """At a key modulo its length, 0 if no segment has the key. The length is a power of two."""
-        if self._filter is None:
-            self._filter = _filter_of([segment.keys for segment in self.segments])
-        return self._filter
 
     def summaries(self) -> dict[int, Summary]:
         """What was written last about the manifest of each step."""
@@ -136,20 +130,25 @@ class ManifestIndex:
         name = f"{INDEX}{number:012d}-{secrets.token_hex(4)}"
         self._storage.replace(name, data)
         self._segments = [*kept, Segment(name, data)]
-        self._filter = None
-        for segment in merged:
-            self._storage.delete(segment.name)
+        for old in [*(segment.name for segment in merged), *self._damaged]:
+            self._storage.delete(old)
+        self._damaged = []
 
     def _read(self) -> Iterator[Segment]:
         with suppress(OSError):
             for name in sorted(self._storage.list(INDEX)):
-                if not name.endswith(TEMP_SUFFIX) and sys.byteorder == "little":
-                    with suppress(OSError, ValueError, TypeError):
-                        yield Segment(name, self._storage.read(name))
+                if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
+                    continue
+                try:
+                    yield Segment(name, self._storage.read(name))
+                except (ValueError, TypeError):
+                    self._damaged.append(name)
 
 
 class IndexedPlaces(dict[str, Held]):
     """Places of chunks by hash, which reads the manifest to which the index points for a chunk.
+
+    It is made once the places of all manifests that the index lacks can be added.
 
     Args:
         index: The index.
@@ -162,21 +161,16 @@ class IndexedPlaces(dict[str, Held]):
         super().__init__()
         self._index = index
         self._places = places
-        self.read: set[int] = set()
-        """Steps whose places are here."""
+        self._table = _filter_of([segment.keys for segment in index.segments])
+        self._mask = len(self._table) - 1
+        self._read: set[int] = set()
+        self._turn = threading.RLock()  # threads that encode ask, too
 
     def get(self, key: str, default: Any = None) -> Any:
-        place = super().get(key)
+        place = dict.get(self, key)
         # A save asks for each of its chunks, and nearly all of them are new.
-        table = self._index.filter
-        if place is None and table[int(key[:_DIGITS], 16) & (len(table) - 1)]:
-            for step in self._index.steps_with(key):
-                if step not in self.read:
-                    self.read.add(step)
-                    with suppress(CorruptionError, FileNotFoundError):
-                        self.update(self._places(step))
-                    if (place := super().get(key)) is not None:
-                        break
+        if place is None and self._table[int(key[:_DIGITS], 16) & self._mask]:
+            place = self._look_up(key)
         return default if place is None else place
 
     def __contains__(self, key: object) -> bool:
@@ -188,6 +182,21 @@ class IndexedPlaces(dict[str, Held]):
             raise KeyError(key)
         return place
 
+    def _look_up(self, key: str) -> Held | None:
+        with self._turn:
+            for step in self._index.steps_with(key):
+                if step not in self._read:
+                    self._read.add(step)
+                    try:
+                        self.update(self._places(step))
+                    except ConnectionError:
+                        raise
+                    except (OSError, CorruptionError):
+                        continue  # it is no place to depend on
+                if (place := dict.get(self, key)) is not None:
+                    return place
+        return None
+
 
 def _number(name: str) -> int:
     digits = name.removeprefix(INDEX)[:12]
@@ -195,6 +204,7 @@ def _number(name: str) -> int:
 
 
 def _filter_of(keys: Sequence[memoryview]) -> bytes:
+    """A table whose length is a power of two: 0 at a key modulo its length if no one has the key."""
     import numpy as np  # not needed to list a run
 
     size = 1 << (FILTER_BYTES * sum(map(len, keys))).bit_length()

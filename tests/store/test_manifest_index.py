@@ -123,6 +123,19 @@ def test_a_first_save_reads_the_newest_manifests_and_those_with_its_chunks() -> 
     assert verify_run(Run(storage)).ok
 
 
+def test_a_first_save_and_prune_in_a_bucket_ask_only_for_what_is_new() -> None:
+    storage = Counting()
+    indexed(storage, 1000)
+    with Run(storage) as run:
+        storage.taken()
+        run.save(1002, leaves_of(1002))
+        prune_after_save(run, 1000, Retention(), 1002, None)
+        requests = storage.taken()
+    assert len(requests) < 50, Counter(requests)
+    assert run.steps() == [*range(3, 1003)]
+    assert verify_run(run).ok
+
+
 def test_control_without_the_index_all_manifests_are_read() -> None:
     storage = Counting()
     indexed(storage)

@@ -61,6 +61,7 @@ class Catalog:
         self._names: _Names | None = None
         self._notes_read = False
         self._index = ManifestIndex(storage)
+        self._rows: dict[int, Summary] = {}
         self._unindexed: set[int] = set()
         self._misled: set[int] = set()
         self.indexed = False
@@ -87,6 +88,7 @@ class Catalog:
         self._unread = {}
         self._unknown = {}
         self._sizes = {}
+        self._rows = {}
         self._unindexed = set()
         self._index = ManifestIndex(self.storage)
 
@@ -177,8 +179,14 @@ class Catalog:
             return
         with suppress(OSError, MemoryError):
             steps = sorted(self._unindexed & self._summaries.keys())
+            # Nobody else writes, from the read of a manifest to the write below, which checks the lock.
+            # So the versions that are listed in between are those of what was read.
+            entries = entries_of(self.storage, MANIFESTS)
             for step in steps:
-                self._with_head(step, self._summaries[step])
+                summary = self._with_head(step, self._summaries[step])
+                entry = entries.get(manifest_name(step))
+                if entry is not None and entry.version != summary.version:
+                    self._summaries[step] = msgspec.structs.replace(summary, version=entry.version)
             fresh = {step: self._decoded.get(step) for step in steps}
             self._index.write(self._summaries, fresh)
             self._unindexed = set()
@@ -280,10 +288,11 @@ class Catalog:
         """Take the summaries of these steps from the index, where they are not known."""
         missing = [step for step in steps if step not in self._summaries]
         with gc_paused(len(missing)):
-            indexed = self._index.summaries() if missing else {}
+            if missing:
+                self._rows = self._index.summaries()
             for step in missing:
-                if step in indexed and step not in self._misled:
-                    self._summaries[step] = indexed[step]
+                if step in self._rows and step not in self._misled:
+                    self._summaries[step] = self._rows[step]
 
     def _summary(self, name: str, version: str, step: int) -> Summary:
         """The summary of a manifest, which is read unless its file has the digest remembered."""
@@ -302,7 +311,12 @@ class Catalog:
         data = self.storage.read(name)
         manifest = decode_manifest(data, f"{self.storage.where}/{name}", step)
         # The version was listed before the read, so it may be that of older bytes: it is not kept.
-        return self._remember(manifest, data)
+        summary = self._remember(manifest, data)
+        row = self._rows.get(step)
+        if row is not None and row.head == summary.head:  # with the version of these bytes
+            summary = self._summaries[step] = row
+            self._unindexed.discard(step)
+        return summary
 
     def _with_head(self, step: int, summary: Summary) -> Summary:
         """The summary of a step, with the first bytes of its file if they were not known yet."""

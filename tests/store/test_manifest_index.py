@@ -15,7 +15,7 @@ from many_checkpoints import leaves_of, make_checkpoints
 
 from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.retention import Retention
-from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
+from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.catalog import READ_NEWEST, Catalog
 from perdure.store.format import manifest_name
 from perdure.store.manifest_index import INDEX_FROM, ManifestIndex
@@ -136,6 +136,31 @@ def test_a_first_save_and_prune_in_a_bucket_ask_only_for_what_is_new() -> None:
     assert verify_run(run).ok
 
 
+def test_the_newest_step_in_a_bucket_takes_two_requests_and_believes_no_name() -> None:
+    storage = Counting()
+    indexed(storage, 3 * PAGE)
+    run = Run(storage)
+    newest = 3 * PAGE + 1
+    for step in (newest, newest + 1):  # saved by a perdure that knows no index
+        storage.taken()
+        assert run.newest_step() == step == run.steps()[-1]
+        if step == newest:
+            storage.objects[manifest_name(step + 1)] = storage.objects[manifest_name(step)]
+    storage.taken()
+    run.newest_step()
+    assert len(storage.taken()) == 2
+    for gone in range(50, newest + 2):
+        storage.objects.pop(manifest_name(gone))
+    assert run.newest_step() == 49
+    storage.objects["checkpoints/not-a-step"] = b""
+    assert run.newest_step() == 49
+    storage.objects["index/000000000009-abc"] = b""
+    assert run.newest_step() == 49
+    for name in storage.list("checkpoints/"):
+        storage.objects.pop(name)
+    assert run.newest_step() is None
+
+
 def test_control_without_the_index_all_manifests_are_read() -> None:
     storage = Counting()
     indexed(storage)
@@ -219,35 +244,26 @@ def test_a_wrong_index_costs_time_and_no_data(how: str) -> None:
 def test_control_a_prune_that_believes_the_index_deletes_what_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    storage, other = MemoryStorage(), MemoryStorage()
+    storage = MemoryStorage()
     indexed(storage)
-    make_checkpoints(other, MANY)
-    with Run(other) as run:
-        shared = leaves_of(3)
-        for step in range(MANY + 1, MANY + 4):
-            run.save(step, shared)
     (name,) = storage.list("index/")
-    # An index by which step 2 does not need its pack.
     with Run(storage) as run:
-        run.delete([2])
-        run.save(MANY + 2, leaves_of(2))
-        catalog = run._catalog
-        wrong = dict(catalog._summaries)
-        wrong[3] = wrong[4]
-        storage.objects[name] = index_of(wrong)
+        wrong = dict(run.contents().summaries)
+    wrong[50] = wrong[51]  # so the pack of step 50 seems to be a leftover
+    storage.objects[name] = index_of(wrong)
     before = dict(storage.objects)
 
-    def pruned() -> bool:
+    def is_whole_after_a_prune() -> bool:
         with Run(storage) as run:
-            run.save(MANY + 3, leaves_of(3))
-            orphans = PruneRequest(frozenset({5}), orphans_to=MANY + 3)
-            run.execute(run.plan(orphans))
+            run.save(MANY + 2, leaves_of(MANY + 2))
+            prune_after_save(run, MANY, Retention(), MANY + 2, None)
+            assert run.steps() == [*range(3, MANY + 3)]
         return verify_run(Run(storage)).ok
 
-    assert pruned()
+    assert is_whole_after_a_prune()
     storage.objects = before
     monkeypatch.setattr(Catalog, "_is_same", lambda *_: True)
-    assert not pruned()
+    assert not is_whole_after_a_prune()
 
 
 def index_of(summaries) -> bytes:
@@ -358,6 +374,32 @@ def test_a_remembered_manifest_that_cannot_be_read_holds_a_prune_back(tmp_path: 
         assert plan.packs == plan.orphans == plan.compact == ()
         storage.broken = ""
         assert run.plan(PruneRequest(frozenset({1}))).held_back is None
+
+
+def test_a_manifest_that_rotted_after_it_was_indexed_is_found(small_index: Counter[str]) -> None:
+    """Its digest still agrees, so only a read shows it: of a repair, or of a plan that needs it."""
+    storage = MemoryStorage()
+    shared = {f"frozen{number}": leaves_of(0)[f"w{number}"] for number in range(3)}
+    with Run(storage, create=True) as run:
+        run.save(1, {**shared, "bulk": make_leaves(1, (10**6,))["model/layer0"]})
+        for step in range(2, 9):
+            run.save(step, {**shared, **leaves_of(step)})
+    data = storage.objects[manifest_name(3)]
+    storage.objects[manifest_name(3)] = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+    before = dict(storage.objects)
+    with Run(storage) as run:
+        # Step 1 goes, so the pack of the shared chunks would be compacted, and all manifests rewritten.
+        run.save(9, {**shared, **leaves_of(9)})
+        notes = prune_after_save(run, 8, Retention(), 9, None)
+        assert run.steps() == [*range(1, 10)], "a checkpoint that cannot be read was counted"
+        assert any("the manifest of step 3 cannot be read" in note for note in notes), notes
+        assert verify_run(run).good == (1, 2, *range(4, 10))
+    storage.objects = before
+    with Run(storage) as run:
+        run.save(9, {**shared, **leaves_of(9)})
+        assert 3 not in repair(run).report.good
+        assert verify_run(run).good == (1, 2, *range(4, 10))
+    assert small_index["used"]
 
 
 def test_random_walks_with_an_index_lose_nothing(small_index: Counter[str]) -> None:

@@ -103,8 +103,8 @@ def prune_after_save(
     If the run directory is not as the writer remembers it, the plan is made again from what is there.
     The arguments are those of `plan_prune`.
     """
-    plan = plan_prune(run, max_to_keep, retention, saved, in_use)
     try:
+        plan = plan_prune(run, max_to_keep, retention, saved, in_use)
         left = {} if plan.store.empty else execute_prune(run, plan).left
     except OutdatedPlanError:
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)

@@ -274,7 +274,8 @@ class BackgroundSaver:
             newest = -1
             if self._processes.is_chief:
                 with suppress(StoreError):  # the save finds the same, and raises it
-                    newest = max(self._run.steps(), default=-1)
+                    found = self._run.newest_step()
+                    newest = -1 if found is None else found
             self._highest = int(GroupCall(self._processes, "save").gather(b"%d" % newest)[0])
         is_new = step > self._highest
         self._highest = max(step, self._highest)

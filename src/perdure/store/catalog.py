@@ -197,40 +197,41 @@ class Catalog:
         """Whether packs have the sizes that `held` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
-    def contents(self, *, fresh: bool, planned: bool = False, with_sizes: bool = False) -> Contents:
+    def contents(self, *, fresh: bool, planned: bool = False, complete: bool = False) -> Contents:
         """A snapshot of everything; raises `PruneError` if the storage fails.
 
         Args:
             fresh: Compare manifests that are remembered with their files. Without it the one writer
                 does not look at the storage again.
             planned: A plan is carried out: packs are those of the snapshot that it was made from.
-            with_sizes: Ask for the size of every pack now, and not for those that a plan needs.
+            complete: Read every manifest and ask for the size of every pack now, as for a reader, and
+                not only those that a plan needs.
         """
         try:
-            if self._names is not None and not fresh:
+            if self._names is not None and not (fresh or complete):
                 return self._snapshot(self._summaries, self._names)
-            return self._contents(fresh, planned, with_sizes)
+            return self._contents(fresh, planned, complete)
         except OSError as error:
             raise PruneError(
                 f"{self.storage.where}: cannot be listed: {error}. Nothing was changed; try again."
             ) from error
 
-    def _contents(self, fresh: bool, planned: bool, with_sizes: bool) -> Contents:
-        summaries = self._read(fresh)
+    def _contents(self, fresh: bool, planned: bool, complete: bool) -> Contents:
+        summaries = self._read(fresh, complete)
         unknown = list(self._unknown.values())
         aside, lost = self._read_aside(unknown)
         if planned and self._names is not None:
             packs = self._names.packs
         else:
             packs = self._read_packs()
-            if with_sizes:
+            if complete:
                 packs = self._sized(packs, unknown)
         if why := lost_manifests(self.storage):
             unknown.append(why)
         names = _Names(packs, pinned_steps(self.storage), aside)
         self._names = None if unknown or lost or self._unread else names
         snapshot = self._snapshot(summaries, names, lost, unknown)
-        if with_sizes:
+        if complete:
             return replace(snapshot, packs={pack: self._size(pack) for pack in packs})
         return snapshot
 
@@ -252,8 +253,11 @@ class Catalog:
             unknown=tuple(unknown),
         )
 
-    def _read(self, fresh: bool) -> dict[int, Summary]:
-        """Summaries of the readable manifests by step, oldest first; `_unread` has the others."""
+    def _read(self, fresh: bool, complete: bool = False) -> dict[int, Summary]:
+        """Summaries of the readable manifests by step, oldest first; `_unread` has the others.
+
+        With `complete`, the manifests themselves are in memory afterwards.
+        """
         self._unread = {}
         self._unknown = {}
         entries = entries_of(self.storage, MANIFESTS)
@@ -263,6 +267,8 @@ class Catalog:
         if self.indexed:
             self._use_index([*steps][:-READ_NEWEST])
         for step, name in steps.items():
+            if complete and step not in self._decoded:
+                self._summaries.pop(step, None)
             if not fresh and step in self._summaries:
                 summaries[step] = self._summaries[step]
                 continue

@@ -82,7 +82,7 @@ class DamageHandler:
         stay = {name: needed[name] for name in packs if name in needed}
         movable = [name for name in packs if name not in stay]
         replaced, left = compact(
-            self._storage, self._catalog.contents(fresh=True).manifests, movable
+            self._storage, self._catalog.contents(fresh=True, complete=True).manifests, movable
         )
         for manifest in replaced.values():
             self._catalog.replace(manifest)
@@ -141,7 +141,7 @@ class DamageHandler:
         from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
 
         self._note_damage()
-        manifests = self._catalog.contents(fresh=True).manifests
+        manifests = self._catalog.contents(fresh=True, complete=True).manifests
         suspects, seen = self._catalog.suspects, set(self._catalog.bad)
         for manifest in manifests.values():
             due = []
@@ -174,7 +174,7 @@ class DamageHandler:
         """Let manifests read damaged chunks from where they were written again."""
         bad, held = self._catalog.bad, self._catalog.held()
         renewed, left = rewrite(
-            self._storage, self._catalog.contents(fresh=True).manifests, bad, held
+            self._storage, self._catalog.contents(fresh=True, complete=True).manifests, bad, held
         )
         for manifest in renewed.values():
             self._catalog.replace(manifest)

@@ -8,7 +8,6 @@ written again.
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 from bisect import bisect_left
@@ -127,7 +126,7 @@ class ManifestIndex:
             size += len(merged[0].summaries)
         data = _encode(summaries, fresh, merged)
         number = max((_number(segment.name) for segment in self.segments), default=0) + 1
-        name = f"{INDEX}{number:012d}-{secrets.token_hex(4)}"
+        name = f"{INDEX}{number:012d}-{max(summaries):012d}"
         self._storage.replace(name, data)
         self._segments = [*kept, Segment(name, data)]
         for old in [*(segment.name for segment in merged), *self._damaged]:

@@ -29,7 +29,14 @@ from perdure.store.garbage_collection import (
     plan_collect,
 )
 from perdure.store.leaf import AnyLeaf, Leaf
-from perdure.store.loading import Loaded, list_pins, list_steps, load_step, read_manifest
+from perdure.store.loading import (
+    Loaded,
+    find_newest,
+    list_pins,
+    list_steps,
+    load_step,
+    read_manifest,
+)
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
@@ -123,6 +130,10 @@ class Run:
         Raises `UnreachableError` if they cannot be listed.
         """
         return list_steps(self.storage)
+
+    def newest_step(self) -> int | None:
+        """The newest committed step, None before the first. Raises as `steps`, and costs less."""
+        return find_newest(self.storage)
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`.
@@ -324,7 +335,7 @@ class Run:
         """
         if not self.is_writer:
             self._catalog.forget()
-        return self._catalog.contents(fresh=fresh, with_sizes=fresh)
+        return self._catalog.contents(fresh=fresh, complete=fresh)
 
     def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""

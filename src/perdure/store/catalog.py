@@ -139,9 +139,23 @@ class Catalog:
         self._unknown.pop(step, None)
         self._held = self._names = None
 
-    def pruned(self, steps: Iterable[int], packs: Collection[str]) -> None:
-        """Note that the manifests of these steps are gone, and of what they needed only `packs`."""
-        for step in steps:
+    def pruned(
+        self,
+        manifests: Iterable[int | str],
+        packs: Collection[str],
+        replaced: Iterable[Manifest],
+    ) -> None:
+        """Note that a plan was carried out.
+
+        Args:
+            manifests: The steps whose manifests are gone, and names of such in quarantine.
+            packs: The packs that are gone; nothing else is.
+            replaced: The manifests that were replaced.
+        """
+        for step in manifests:
+            if isinstance(step, str):
+                self._names = None
+                continue
             self.durable.discard(step)
             self._forget_step(step)
             self._unread.pop(step, None)
@@ -151,6 +165,8 @@ class Catalog:
             self._sizes.pop(pack, None)
         if self._names is not None:
             self._names.packs.difference_update(packs)
+        for manifest in replaced:
+            self.replace(manifest)
 
     def held(self) -> dict[str, Held]:
         """Places of the chunks of readable checkpoints, by hash.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from perdure.errors import StoreError
+from perdure.errors import PruneError, StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
 from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
@@ -20,7 +20,7 @@ from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import reason_name
 from perdure.store.removal_notes import note_removed
-from perdure.store.storage import Storage
+from perdure.store.storage import LostLock, Storage
 
 DEAD_SHARE = 0.5
 """A pack is compacted when that would free more than this share of its bytes."""
@@ -184,6 +184,17 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     advice = {error.pack: " `perdure verify --repair` sets it aside." for error in damaged}
     why = {name: f"{error}{advice.get(name, '')}" for name, error in left.items()}
     return Collected(replaced, why, tuple(damaged))
+
+
+def stopped(where: str, error: OSError) -> PruneError:
+    """The error of an execution that failed in the middle."""
+    advice = "Repair the cause, then run `perdure prune` or continue training."
+    if isinstance(error, LostLock):
+        advice = "Open the run directory again."
+    return PruneError(
+        f"{where}: deleting stopped in the middle: {error}. Every checkpoint that stays is readable. "
+        f"{advice}"
+    )
 
 
 def _orphans(

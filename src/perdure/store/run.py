@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
-from perdure.errors import CorruptionError, PruneError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, StepNotFoundError, StoreError
 from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
@@ -27,6 +27,7 @@ from perdure.store.garbage_collection import (
     PruneRequest,
     execute_collect,
     plan_collect,
+    stopped,
 )
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import (
@@ -44,7 +45,7 @@ from perdure.store.removal_notes import RemovalNotes, Removed
 from perdure.store.rollback import moving, roll_back, undo_rollback
 from perdure.store.rollback_notes import RolledBack, rolled_back
 from perdure.store.run_marker import is_run_directory
-from perdure.store.storage import LostLock, Storage
+from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers
 
@@ -85,10 +86,8 @@ class Run:
         self.storage: Storage = open_storage(where)
         read_clock = drilled_clock(clock)
 
-        def now() -> str:  # no reference to this object, so that it can be freed at once
-            return time_text(read_clock())
-
-        self._now = now
+        # No reference to this object, so that it can be freed at once.
+        self._now = now = lambda: time_text(read_clock())
         self._catalog = Catalog(self.storage)
         self._removals = RemovalNotes(self.storage)
         self._damage = DamageHandler(self._catalog, self.encode, now)
@@ -361,21 +360,9 @@ class Run:
             done = execute_collect(self.storage, held, plan)
         except OSError as error:
             self._catalog.forget()
-            advice = (
-                "Open the run directory again."
-                if isinstance(error, LostLock)
-                else "Repair the cause, then run `perdure prune` or continue training."
-            )
-            raise PruneError(
-                f"{self.where}: deleting stopped in the middle: {error}. Every checkpoint that stays "
-                f"is readable. {advice}"
-            ) from error
+            raise stopped(self.where, error) from error
         packs = {*plan.packs, *plan.orphans, *plan.compact}.difference(done.left)
-        self._catalog.pruned(plan.steps, packs)
-        if plan.quarantined:
-            self._catalog.list_again()
-        for manifest in done.replaced.values():
-            self._catalog.replace(manifest)
+        self._catalog.pruned([*plan.steps, *plan.quarantined], packs, done.replaced.values())
         for error in done.damaged:
             self._catalog.distrust(error)
         return done
@@ -495,7 +482,7 @@ class Run:
         self._catalog.distrust_pack(pack, reason)
 
     def quarantined(self) -> list[str]:
-        """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
+        """Names of what is in quarantine: manifests, and packs that a repair set aside."""
         return quarantined(self.storage)
 
     def leftovers(self) -> list[str]:

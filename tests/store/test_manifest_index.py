@@ -394,6 +394,13 @@ def test_a_manifest_that_rotted_after_it_was_indexed_is_found(small_index: Count
         assert run.steps() == [*range(1, 10)], "a checkpoint that cannot be read was counted"
         assert any("the manifest of step 3 cannot be read" in note for note in notes), notes
         assert verify_run(run).good == (1, 2, *range(4, 10))
+    storage.objects = dict(before)
+    with Run(storage) as run:  # as `perdure prune` does it, which tells of the damage and goes on
+        plan = run.plan(PruneRequest(frozenset({1}), orphans_to=9, compact_from=0, everywhere=True))
+        assert "the manifest of step 3 cannot be read" in str(plan.held_back)
+        run.execute(plan)
+        assert run.delete([2]) == [2]
+        assert verify_run(run).good == (*range(4, 9),)
     storage.objects = before
     with Run(storage) as run:
         run.save(9, {**shared, **leaves_of(9)})

@@ -18,10 +18,12 @@ COMPACT_FROM = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """A verdict for every checkpoint, and the plan of the store that follows from them."""
+    """A verdict for every checkpoint, and the plan of the store that follows from them; whether they
+    were made from what the writer remembers."""
 
     verdicts: tuple[Verdict, ...]
     store: CollectPlan
+    remembered: bool = False
 
 
 def candidates(
@@ -87,12 +89,12 @@ def plan_prune(
         if rolled_back
         else frozenset(),
     )
-    return PrunePlan(verdicts, plan_collect(held, request))
+    return PrunePlan(verdicts, plan_collect(held, request), remembered=after_a_save)
 
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:
     """Execute a plan; `Run.execute` documents its guarantees and its errors."""
-    return run.execute(plan.store)
+    return run.execute(plan.store, remembered=plan.remembered)
 
 
 def prune_after_save(

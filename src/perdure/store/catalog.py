@@ -213,30 +213,30 @@ class Catalog:
         """Whether packs have the sizes that `held` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
-    def contents(self, *, fresh: bool, planned: bool = False, complete: bool = False) -> Contents:
+    def contents(self, *, fresh: bool, complete: bool) -> Contents:
         """A snapshot of everything; raises `PruneError` if the storage fails.
 
         Args:
             fresh: Compare manifests that are remembered with their files. Without it the one writer
                 does not look at the storage again.
-            planned: A plan is carried out: packs are those of the snapshot that it was made from.
-            complete: Read every manifest and ask for the size of every pack now, as for a reader, and
-                not only those that a plan needs.
+            complete: Read every manifest and list every pack with its size, as for a reader. Without it
+                manifests and sizes are read when they are needed, and no pack is looked for that the
+                one writer has not seen.
         """
         try:
             if self._names is not None and not (fresh or complete):
                 return self._snapshot(self._summaries, self._names)
-            return self._contents(fresh, planned, complete)
+            return self._contents(fresh, complete)
         except OSError as error:
             raise PruneError(
                 f"{self.storage.where}: cannot be listed: {error}. Nothing was changed; try again."
             ) from error
 
-    def _contents(self, fresh: bool, planned: bool, complete: bool) -> Contents:
+    def _contents(self, fresh: bool, complete: bool) -> Contents:
         summaries = self._read(fresh, complete)
         unknown = list(self._unknown.values())
         aside, lost = self._read_aside(unknown)
-        if planned and self._names is not None:
+        if self._names is not None and not complete:
             packs = self._names.packs
         else:
             packs = self._read_packs()

@@ -129,7 +129,7 @@ class ManifestIndex:
         name = f"{INDEX}{number:012d}-{max(summaries):012d}"
         self._storage.replace(name, data)
         self._segments = [*kept, Segment(name, data)]
-        for old in [*(segment.name for segment in merged), *self._damaged]:
+        for old in {*(segment.name for segment in merged), *self._damaged} - {name}:
             self._storage.delete(old)
         self._damaged = []
 

@@ -101,7 +101,7 @@ class Run:
 
     @property
     def is_run_directory(self) -> bool:
-        """Whether the directory has its marker; without it, the first writer writes it."""
+        """Whether the directory has its marker, which the first writer writes."""
         return self._session.marked
 
     @property
@@ -325,9 +325,8 @@ class Run:
         """A snapshot of what is held now. Every manifest that changed is read, and no pack.
 
         Args:
-            fresh: Look for manifests that changed. Without it the writer takes a manifest that it
-                read or wrote before for unchanged, which is good enough for a plan; `execute` looks
-                again.
+            fresh: Look for manifests that changed. Without it the writer plans with what it remembers,
+                and `execute` looks again.
 
         Raises:
             PruneError: The run directory cannot be listed.
@@ -340,17 +339,18 @@ class Run:
         """What a request would delete and move. Changes nothing and takes no lock."""
         return plan_collect(self.contents(), request)
 
-    def execute(self, plan: CollectPlan) -> Collected:
+    def execute(self, plan: CollectPlan, *, remembered: bool = False) -> Collected:
         """Carry out a plan; every checkpoint that stays is readable at any instant.
 
-        What is deleted is decided again from the manifests as they are now, under the lock.
+        What is deleted is decided again from the manifests as they are now, under the lock. Those that
+        did not change are not read again if the plan was made from what the writer remembers.
 
         Raises:
             OutdatedPlanError: The run directory changed since the plan was made; nothing was deleted.
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        held = self._catalog.contents(fresh=True, planned=True)
+        held = self._catalog.contents(fresh=True, complete=not remembered)
         if plan_collect(held, plan.request) != plan:
             self._catalog.list_again()
             raise OutdatedPlanError(

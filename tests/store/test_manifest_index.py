@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from helpers import Crash, Operations, contents, make_leaves, run_on
@@ -415,3 +417,24 @@ def test_random_walks_with_an_index_lose_nothing(small_index: Counter[str]) -> N
     walk_on_disk(5000)
     assert small_index["written"] > 30
     assert small_index["used"] > 30
+
+
+def test_random_walks_in_which_half_of_the_writers_know_no_index(
+    small_index: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an older perdure, which leaves the index as it is while the run goes on."""
+    source = random.Random(7)
+    old: WeakKeyDictionary[Catalog, bool] = WeakKeyDictionary()
+    use, write = Catalog._use_index, Catalog.write_index
+
+    def is_old(catalog: Catalog) -> bool:
+        return old.setdefault(catalog, source.random() < 0.5)
+
+    monkeypatch.setattr(
+        Catalog, "_use_index", lambda c, steps: None if is_old(c) else use(c, steps)
+    )
+    monkeypatch.setattr(Catalog, "write_index", lambda c: None if is_old(c) else write(c))
+    for seed in range(6000, 6030):
+        walk_in_memory(seed)
+    assert small_index["written"] > 15
+    assert small_index["used"] > 15

@@ -274,6 +274,31 @@ def index_of(summaries) -> bytes:
     return _encode(summaries, dict.fromkeys(summaries), [])
 
 
+@pytest.mark.parametrize("what", ["a file", "a dangling link", "left half written"])
+def test_what_lies_in_the_place_of_the_index_stops_no_save(
+    tmp_path: Path, small_index: Counter[str], what: str
+) -> None:
+    index = tmp_path / "index"
+    with run_on(tmp_path) as run:
+        run.save(1, leaves_of(1))
+    if what == "a file":
+        index.write_bytes(b"a list of words")
+    elif what == "a dangling link":
+        index.symlink_to(tmp_path / "nowhere")
+    else:
+        index.mkdir()
+        (index / "000000000001-000000000001.tmp").write_bytes(b"perdure-index")
+    with run_on(tmp_path) as run:
+        for step in range(2, 8):
+            run.save(step, leaves_of(step))
+            prune_after_save(run, 5, Retention(), step, None)
+        assert verify_run(run).good == (3, 4, 5, 6, 7)
+    if what == "a file":
+        assert index.read_bytes() == b"a list of words"
+    assert (small_index["written"] > 0) == (what == "left half written")
+    assert not list(index.glob("*.tmp"))
+
+
 def test_an_index_from_before_a_rollback_and_another_line_is_not_believed() -> None:
     storage = Counting()
     indexed(storage)

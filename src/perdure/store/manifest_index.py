@@ -82,7 +82,7 @@ class ManifestIndex:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._segments: list[Segment] | None = None
-        self._damaged: list[str] = []
+        self._leftovers: list[str] = []
 
     @property
     def segments(self) -> list[Segment]:
@@ -129,19 +129,19 @@ class ManifestIndex:
         name = f"{INDEX}{number:012d}-{max(summaries):012d}"
         self._storage.replace(name, data)
         self._segments = [*kept, Segment(name, data)]
-        for old in {*(segment.name for segment in merged), *self._damaged} - {name}:
+        for old in {*(segment.name for segment in merged), *self._leftovers} - {name}:
             self._storage.delete(old)
-        self._damaged = []
+        self._leftovers = []
 
     def _read(self) -> Iterator[Segment]:
         with suppress(OSError):
             for name in sorted(self._storage.list(INDEX)):
-                if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
-                    continue
                 try:
+                    if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
+                        raise ValueError(f"{name}: not a segment")
                     yield Segment(name, self._storage.read(name))
                 except (ValueError, TypeError):
-                    self._damaged.append(name)
+                    self._leftovers.append(name)  # removed by the next write
 
 
 class IndexedPlaces(dict[str, Held]):

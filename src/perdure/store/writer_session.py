@@ -16,7 +16,6 @@ from perdure.store.catalog import Catalog
 from perdure.store.contents import lost_manifests
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.format import (
-    INDEX,
     LOCK,
     MANIFESTS,
     MARKER,
@@ -155,7 +154,7 @@ class WriterSession:
 
 def leftovers(storage: Storage) -> list[str]:
     """Temporary files of writers that did not finish."""
-    folders = (MANIFESTS, PACKS, PINS, QUARANTINE, INDEX)
+    folders = (MANIFESTS, PACKS, PINS, QUARANTINE)
     return sorted(
         name for folder in folders for name in storage.list(folder) if name.endswith(TEMP_SUFFIX)
     )

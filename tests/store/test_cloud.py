@@ -120,6 +120,7 @@ def test_requests_of_a_save_do_not_depend_on_what_is_kept(s3: ObjectServer) -> N
             proxy_to(s3.endpoint) as proxy,
             Run(through(s3, proxy, url), create=True, clock=lambda: 0.0) as run,
         ):
+            seen = 0
             for step in range(kept + 1, kept + 6):
                 seen = len(proxy.requests)
                 run.save(step, {**make_leaves(step), **leaves_of(2)})

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 from helpers import contents, make_leaves
+from many_checkpoints import leaves_of, make_checkpoints
 
 from http_proxy import Fault, Proxy, Request, proxy_to
 from object_stores import ObjectServer
+from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.retention import Retention
 from perdure.errors import (
     LockedError,
     NotARunError,
@@ -25,7 +28,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store import CloudStorage, LocalStorage, Run, verify_run
+from perdure.store import CloudStorage, LocalStorage, MemoryStorage, Run, verify_run
 from perdure.store.format import manifest_name
 from perdure.store.urls import open_storage
 from perdure.testing import check_run
@@ -103,6 +106,30 @@ def test_a_partial_load_fetches_only_its_chunks(s3: ObjectServer) -> None:
     start, _, stop = (ranges[0] or "").removeprefix("bytes=").partition("-")
     assert int(stop) - int(start) + 1 == 1000
     check_run(s3.storage(url))
+
+
+def test_requests_of_a_save_do_not_depend_on_what_is_kept(s3: ObjectServer) -> None:
+    """Beside 4 and 24 checkpoints the fifth save of a process and its prune take the same requests."""
+    counts = []
+    for kept in (4, 24):
+        memory, url = MemoryStorage(), s3.new_url()
+        make_checkpoints(memory, kept)
+        for name, data in memory.objects.items():
+            s3.write(url, name, data)
+        with (
+            proxy_to(s3.endpoint) as proxy,
+            Run(through(s3, proxy, url), create=True, clock=lambda: 0.0) as run,
+        ):
+            seen = 0
+            for step in range(kept + 1, kept + 6):
+                seen = len(proxy.requests)
+                run.save(step, {**make_leaves(step), **leaves_of(2)})
+                prune_after_save(run, kept, Retention(), step, None)
+            counts.append([(request.method, "list" in request.path) for request in proxy.requests])
+            counts[-1] = counts[-1][seen:]
+            assert run.steps() == [*range(6, kept + 6)]
+    assert len(counts[0]) == len(counts[1]) <= 2 + 10
+    assert sum(method == "PUT" for method, _ in counts[1]) == 2
 
 
 @pytest.mark.parametrize("url", ["ftp://host/run", "http://host/run", "hdfs://host/run"])

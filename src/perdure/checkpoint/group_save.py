@@ -27,7 +27,7 @@ from perdure.checkpoint.group_call import (
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
-from perdure.store.contents import Catalog
+from perdure.store.catalog import Catalog
 from perdure.store.entry_builder import Held
 from perdure.store.format import PACKS, hash_bytes
 from perdure.store.leaf import Leaves, RemoteLeaf, containers_of

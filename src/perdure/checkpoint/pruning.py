@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perdure.checkpoint.retention import Candidate, Retention, Verdict, decide
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
+from perdure.store.contents import OutdatedPlanError, Summary
 from perdure.store.format import MAX_STEP, seconds_of
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest
@@ -17,13 +18,17 @@ COMPACT_FROM = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """A verdict for every checkpoint, and the plan of the store that follows from them."""
+    """A verdict for every checkpoint, and the plan of the store that follows from them; whether they
+    were made from what the writer remembers."""
 
     verdicts: tuple[Verdict, ...]
     store: CollectPlan
+    remembered: bool = False
 
 
-def candidates(manifests: Mapping[int, Manifest], pinned: Collection[int]) -> list[Candidate]:
+def candidates(
+    manifests: Mapping[int, Manifest | Summary], pinned: Collection[int]
+) -> list[Candidate]:
     """The checkpoints that retention decides on: those whose manifest can be read.
 
     A checkpoint that cannot be read does not count and is not deleted: it may be readable again later.
@@ -65,12 +70,12 @@ def plan_prune(
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
-    newest = max(held.manifests, default=None)
+    newest = max(held.summaries, default=None)
     verdicts = tuple(
         Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
         if not verdict.keep and verdict.step in (saved, newest)
         else verdict
-        for verdict in decide(candidates(held.manifests, held.pinned), max_to_keep, retention)
+        for verdict in decide(candidates(held.summaries, held.pinned), max_to_keep, retention)
     )
     deleted = frozenset(
         verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
@@ -84,9 +89,28 @@ def plan_prune(
         if rolled_back
         else frozenset(),
     )
-    return PrunePlan(verdicts, plan_collect(held, request))
+    return PrunePlan(verdicts, plan_collect(held, request), remembered=after_a_save)
 
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:
     """Execute a plan; `Run.execute` documents its guarantees and its errors."""
-    return run.execute(plan.store)
+    return run.execute(plan.store, remembered=plan.remembered)
+
+
+def prune_after_save(
+    run: Run, max_to_keep: int | None, retention: Retention, saved: int, in_use: int | None
+) -> list[str]:
+    """Plan a prune from what the writer remembers, and execute it; returns notes for the user.
+
+    If the run directory is not as the writer remembers it, the plan is made again from what is there.
+    The arguments are those of `plan_prune`.
+    """
+    try:
+        plan = plan_prune(run, max_to_keep, retention, saved, in_use)
+        left = {} if plan.store.empty else execute_prune(run, plan).left
+    except OutdatedPlanError:
+        plan = plan_prune(run, max_to_keep, retention, saved, in_use)
+        left = {} if plan.store.empty else execute_prune(run, plan).left
+    held_back = plan.store.held_back
+    notes = [f"packs stay: {held_back}"] if held_back else []
+    return notes + [f"{pack} was not compacted: {reason}" for pack, reason in left.items()]

@@ -58,8 +58,7 @@ class RunQueries(CallGuard):
 
     def latest_step(self) -> int | None:
         """The newest committed step, None before the first."""
-        steps = self._run.steps()
-        return steps[-1] if steps else None
+        return self._run.newest_step()
 
     def best_step(self) -> int | None:
         """The committed step that is best by the retention's metric; None if no step has it.
@@ -73,7 +72,7 @@ class RunQueries(CallGuard):
                 f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
             )
         held = self._run.contents()
-        readable = candidates(held.manifests, held.pinned)
+        readable = candidates(held.summaries, held.pinned)
         best = ranked(readable, self._retention.best_metric, self._retention.best_mode)
         return best[0].step if best else None
 

@@ -33,4 +33,4 @@ class SaveInterval:
     @cached_property
     def _newest(self) -> int:
         """A run without a restore or save continues from its newest checkpoint; listed once."""
-        return max(self._run.steps(), default=0)
+        return self._run.newest_step() or 0

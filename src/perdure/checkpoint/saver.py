@@ -24,7 +24,7 @@ from perdure.checkpoint.group_save import (
 )
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.recorded_retention import RecordedRetention, record_retention
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import (
@@ -283,7 +283,8 @@ class BackgroundSaver:
             newest = -1
             if self._processes.is_chief:
                 with suppress(StoreError):  # the save finds the same, and raises it
-                    newest = max(self._run.steps(), default=-1)
+                    found = self._run.newest_step()
+                    newest = -1 if found is None else found
             self._highest = int(GroupCall(self._processes, "save").gather(b"%d" % newest)[0])
         is_new = step > self._highest
         self._highest = max(step, self._highest)
@@ -307,15 +308,8 @@ class BackgroundSaver:
             return
         mirror = self._managed.mirror
         in_use = None if mirror is None else mirror.copying
-        plan = plan_prune(
-            self._run, self._max_to_keep, self._options.retention, saved=step, in_use=in_use
-        )
-        if plan.store.held_back:
-            self._notes.append(f"{self._run.where}: packs stay: {plan.store.held_back}")
-        if plan.store.empty:
-            return
-        for pack, reason in execute_prune(self._run, plan).left.items():
-            self._notes.append(f"{self._run.where}: {pack} was not compacted: {reason}")
+        done = prune_after_save(self._run, self._max_to_keep, self._options.retention, step, in_use)
+        self._notes += [f"{self._run.where}: {note}" for note in done]
 
     def _tolerate(self, error: StoreError) -> None:
         """Raise `error`, or warn if the user wants to continue."""

@@ -36,7 +36,7 @@ from perdure.state.leaf_errors import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Leaf, Run, Storage
-from perdure.store.contents import Catalog
+from perdure.store.catalog import Catalog
 from perdure.store.leaf import RemoteLeaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.pack_part import OwnLeaves, PackPart, assemble, write_pack_part

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from itertools import accumulate
 
 from perdure.store.aligned_buffers import pages
 from perdure.store.direct import copy_bytes
@@ -45,11 +46,10 @@ class SnapshotBuffer:
             (small if len(leaf.data) <= SMALL_BYTES else large).append((path, leaf))
         # In one call, because there may be very many.
         joined = memoryview(b"".join([leaf.data for _, leaf in small]))
-        offset = 0
-        for path, leaf in small:
-            end = offset + len(leaf.data)
-            copied[path] = Leaf(leaf.dtype, leaf.shape, joined[offset:end], True)
-            offset = end
+        ends = list(accumulate([len(leaf.data) for _, leaf in small]))
+        parts = map(joined.__getitem__, map(slice, [0, *ends], ends))
+        for (path, leaf), part in zip(small, parts, strict=True):
+            copied[path] = Leaf(leaf.dtype, leaf.shape, part, True)
         size = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in large) * ALIGNMENT
         if not size:
             return copied

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from perdure.errors import StoreError
+from perdure.store.storage import Entry
 
 MIB = 1024 * 1024
 PIECE_BYTES = MIB
@@ -198,19 +199,19 @@ class Bucket:
         except FileNotFoundError:
             return
 
-    def list(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Names under `prefix`, each once, with their version tags ("" if the store has none).
+    def list(self, prefix: str, after: str | None = None) -> Iterator[tuple[str, Entry]]:
+        """Names under `prefix` that follow `after`, each once, with size and version tag.
 
         A listing that breaks off is continued.
         """
-        last = broke_at = None
+        last, broke_at = after, None
         while True:
             try:
                 for batch in self._call("listing", prefix, self._listing, prefix, last):
                     for entry in batch:
                         last = entry["path"]
                         if last.rstrip("/") != prefix.rstrip("/"):
-                            yield last, entry.get("e_tag") or ""
+                            yield last, Entry(entry["size"], entry.get("e_tag") or "")
                 return
             except self._api.exceptions.BaseError as error:
                 failed = self._translated(error, "listing", prefix)

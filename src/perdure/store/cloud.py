@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from perdure.store.bucket import Bucket, CloudOptions
 from perdure.store.direct import copy_bytes
 from perdure.store.lease import Lease
+from perdure.store.storage import Entry
 from perdure.store.upload import CloudSink
 
 COPY_BYTES = 8 * 1024 * 1024
@@ -84,8 +85,8 @@ class CloudStorage:
     def list(self, prefix: str) -> Iterator[str]:
         return (name for name, _ in self._bucket.list(prefix))
 
-    def versions(self, prefix: str) -> Mapping[str, str]:
-        return dict(self._bucket.list(prefix))
+    def entries(self, prefix: str, after: str = "") -> Mapping[str, Entry]:
+        return dict(self._bucket.list(prefix, after or None))
 
     def move(self, name: str, target: str) -> None:
         self._check_lock()

@@ -19,8 +19,9 @@ from perdure.errors import (
     StepExistsError,
     UnreachableError,
 )
+from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
-from perdure.store.contents import Catalog, committed_steps
+from perdure.store.contents import committed_steps, steps_from
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.entry_builder import Held
 from perdure.store.failures import DamagedChunk
@@ -149,6 +150,7 @@ class Committer:
         self._removals.committed_again(save.step)
         if save.present is None:
             self._damage.check_shared(manifest, save.leaves, save.nbytes)
+        self._catalog.write_index()
         return manifest
 
     def commit_manifest(
@@ -161,6 +163,7 @@ class Committer:
         else:
             self._catalog.add(manifest, head, located)
             self._removals.committed_again(manifest.step)
+        self._catalog.write_index()
 
     def _manifest(
         self,
@@ -208,9 +211,11 @@ class Committer:
 
         Raises `HistoryError` for everything else.
         """
+        if not (later := steps_from(self._storage, step)):
+            return None
         steps = committed_steps(self._storage)
-        if step not in steps:
-            if steps and step < steps[-1]:
+        if later[0] != step:
+            if step < steps[-1]:
                 reason = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
                 raise HistoryError(self._refused(step, reason, steps))
             return None

@@ -16,9 +16,9 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
+from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
 from perdure.store.compact import compact, rewrite
-from perdure.store.contents import Catalog
 from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
@@ -82,7 +82,7 @@ class DamageHandler:
         stay = {name: needed[name] for name in packs if name in needed}
         movable = [name for name in packs if name not in stay]
         replaced, left = compact(
-            self._storage, self._catalog.contents(fresh=True).manifests, movable
+            self._storage, self._catalog.contents(fresh=True, complete=True).manifests, movable
         )
         for manifest in replaced.values():
             self._catalog.replace(manifest)
@@ -117,6 +117,7 @@ class DamageHandler:
 
     def _quarantine(self, name: str, stem: str, suffix: str, reason: str) -> str:
         note = {"name": name, "found": self._now(), "reason": reason}
+        self._catalog.list_again()
         try:
             return move_to_quarantine(self._storage, name, stem, suffix, note)
         except OSError as error:
@@ -140,7 +141,7 @@ class DamageHandler:
         from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
 
         self._note_damage()
-        manifests = self._catalog.contents(fresh=True).manifests
+        manifests = self._catalog.contents(fresh=True, complete=True).manifests
         suspects, seen = self._catalog.suspects, set(self._catalog.bad)
         for manifest in manifests.values():
             due = []
@@ -173,7 +174,7 @@ class DamageHandler:
         """Let manifests read damaged chunks from where they were written again."""
         bad, held = self._catalog.bad, self._catalog.held()
         renewed, left = rewrite(
-            self._storage, self._catalog.contents(fresh=True).manifests, bad, held
+            self._storage, self._catalog.contents(fresh=True, complete=True).manifests, bad, held
         )
         for manifest in renewed.values():
             self._catalog.replace(manifest)

@@ -36,6 +36,15 @@ class EntryBuilder:
         the place of each."""
         # A save calls this for each of its leaves.
         numbers = self._numbers
+        if len(digests) == 1:
+            place = places[digests[0]]
+            if (number := numbers.get(place.pack)) is None:
+                number = numbers[place.pack] = len(numbers)
+            length = place.length
+            chunk = Chunk(digests[0], number, place.offset, length)
+            return LeafEntry(
+                path, dtype, shape, (chunk,), None, None if length == nbytes else nbytes
+            )
         chunks = []
         missing = nbytes
         for digest in digests:

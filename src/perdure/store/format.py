@@ -34,6 +34,7 @@ RETENTION = "retention.json"
 MANIFESTS = "checkpoints/"
 PACKS = "packs/"
 QUARANTINE = "quarantine/"
+INDEX = "index/"
 PINS = "pins/"
 TEMP_SUFFIX = ".tmp"
 MAX_STEP = 10**12 - 1

@@ -8,11 +8,11 @@ While a manifest is unreadable no pack is deleted. Nothing else is ever deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from perdure.errors import StoreError
+from perdure.errors import PruneError, StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
 from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
@@ -20,7 +20,7 @@ from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
 from perdure.store.quarantine import reason_name
 from perdure.store.removal_notes import note_removed
-from perdure.store.storage import Storage
+from perdure.store.storage import LostLock, Storage
 
 DEAD_SHARE = 0.5
 """A pack is compacted when that would free more than this share of its bytes."""
@@ -121,19 +121,22 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
             f"{held.unreadable[unreadable[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
-    kept = {step: held.manifests[step] for step in sorted(held.manifests.keys() - gone)}
+    kept = {step: held.summaries[step].packs for step in sorted(held.summaries.keys() - gone)}
     in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
-    needed = _named(kept.values()) | in_quarantine
-    touched = _named(held.manifests[step] for step in gone if step in held.manifests)
+    needed = in_quarantine.union(*kept.values())
+    touched = {pack for step in gone & held.summaries.keys() for pack in held.summaries[step].packs}
     touched |= _named(held.quarantined[name] for name in set_aside)
     packs = sorted((touched - needed) & held.packs.keys())
     orphans, why = _orphans(held, request, touched | needed)
     candidates = (needed - in_quarantine) & held.packs.keys()
     if not request.everywhere:
         candidates &= touched
-    live = _mostly_dead(held, kept, candidates, request)
-    rewrite = [step for step, man in kept.items() if any(p.name in live for p in man.packs)]
-    old = sum(held.packs[name] for name in (*packs, *orphans, *live))
+    try:
+        live = _mostly_dead(held, kept, candidates, request)
+        old = sum(held.packs[name] for name in (*packs, *orphans, *live))
+    except OSError as error:
+        return CollectPlan(request, steps, held_back=f"a pack cannot be looked at: {error}")
+    rewrite = [step for step, names in kept.items() if not live.keys().isdisjoint(names)]
     copied = relocated_size(live)
     return CollectPlan(
         request=request,
@@ -183,6 +186,17 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     return Collected(replaced, why, tuple(damaged))
 
 
+def stopped(where: str, error: OSError) -> PruneError:
+    """The error of an execution that failed in the middle."""
+    advice = "Repair the cause, then run `perdure prune` or continue training."
+    if isinstance(error, LostLock):
+        advice = "Open the run directory again."
+    return PruneError(
+        f"{where}: deleting stopped in the middle: {error}. Every checkpoint that stays is readable. "
+        f"{advice}"
+    )
+
+
 def _orphans(
     held: Contents, request: PruneRequest, mentioned: set[str]
 ) -> tuple[list[str], str | None]:
@@ -195,12 +209,19 @@ def _orphans(
 
 
 def _mostly_dead(
-    held: Contents, kept: Mapping[int, Manifest], candidates: set[str], request: PruneRequest
+    held: Contents,
+    kept: Mapping[int, Collection[str]],
+    candidates: set[str],
+    request: PruneRequest,
 ) -> dict[str, LiveChunks]:
+    """The live chunks of each pack to compact. `kept` has the packs of each step that stays."""
     if request.compact_from is None or not candidates:
         return {}
     chosen = {}
-    for name, live in live_chunks(kept.values(), candidates).items():
+    users = (
+        held.manifests[step] for step, packs in kept.items() if not candidates.isdisjoint(packs)
+    )
+    for name, live in live_chunks(users, candidates).items():
         # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.
         spared = held.packs[name] - relocated_size({name: live})
         if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:

@@ -13,7 +13,8 @@ from perdure.errors import (
     CorruptionError,
     StepNotFoundError,
 )
-from perdure.store.contents import Catalog, committed_steps, pinned_steps
+from perdure.store.catalog import Catalog
+from perdure.store.contents import committed_steps, newest_step, pinned_steps
 from perdure.store.failures import read_error
 from perdure.store.format import manifest_name, steps_text
 from perdure.store.leaf import Leaf, Leaves
@@ -45,6 +46,14 @@ def list_steps(storage: Storage) -> list[int]:
     """Committed steps, oldest first; raises `UnreachableError` if they cannot be listed."""
     try:
         return committed_steps(storage)
+    except OSError as error:
+        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
+
+
+def find_newest(storage: Storage) -> int | None:
+    """The newest committed step; raises `UnreachableError` if the steps cannot be listed."""
+    try:
+        return newest_step(storage)
     except OSError as error:
         raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
 

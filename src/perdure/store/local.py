@@ -95,7 +95,10 @@ class LocalStorage:
         except FileNotFoundError as error:
             _require_target(error, self.path(prefix).rstrip("/"))
             return iter(())
-        return iter([prefix + entry.name for entry in entries if not _is_directory(entry)])
+        try:  # a run may have very many
+            return iter([prefix + entry.name for entry in entries if not entry.is_dir()])
+        except OSError:
+            return iter([prefix + entry.name for entry in entries if not _is_directory(entry)])
 
     def has_folder(self, prefix: str) -> bool:
         return os.path.isdir(self.path(prefix))

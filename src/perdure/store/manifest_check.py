@@ -65,6 +65,7 @@ def checked_fingerprint(
     # For each pack, the end of the chunk that ends last.
     ends = [0] * len(packs)
     path = ""
+    last_dtype, last_shape, last_length = "", (), -1
     try:
         for leaf in leaves:
             path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
@@ -73,7 +74,9 @@ def checked_fingerprint(
                 chunk = chunks[0]
                 length, pack = chunk.length, chunk.pack
                 end = chunk.offset + length
-                shapes[dtype, shape, length] = path
+                if length != last_length or dtype != last_dtype or shape != last_shape:
+                    shapes[dtype, shape, length] = path
+                    last_dtype, last_shape, last_length = dtype, shape, length
                 if end > ends[pack]:
                     ends[pack] = end
                 rows.append((path, dtype, shape, [chunk.hash]))

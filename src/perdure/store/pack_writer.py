@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
@@ -213,11 +213,23 @@ class NewPack:
         name, offset = self.name, self.size
         located, places, known = self.located, self.places, self.known
         joined = memoryview(b"".join([job[1] for job in jobs]))
-        ends = list(accumulate([len(job[1]) for job in jobs]))
+        sizes = [len(job[1]) for job in jobs]
+        ends = list(accumulate(sizes))
         copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
-        parts: list[memoryview] = []
-        for (slots, _), data, digest in zip(jobs, copies, hash_each(copies), strict=True):
+        digests = hash_each(copies)
+        for (slots, _), digest in zip(jobs, digests, strict=True):
             slots.append(digest)
+        begins = accumulate(sizes, initial=offset)
+        new = dict(zip(digests, map(Held, repeat(name), begins, sizes), strict=False))
+        is_held = map(places.__contains__, digests), map(known.__contains__, digests)
+        if len(new) == len(digests) and not any(chain(*is_held)):  # nearly always: in few calls
+            located.update(new)
+            places.update(new)
+            self.size += len(joined)
+            self._open(left).write(joined)
+            return
+        parts: list[memoryview] = []
+        for data, digest in zip(copies, digests, strict=True):
             if digest in places:
                 continue
             if (place := known.get(digest)) is not None:
@@ -229,9 +241,7 @@ class NewPack:
             parts.append(data)
         if parts:
             self.size = offset
-            self._open(left).write(
-                joined if len(parts) == len(copies) else memoryview(b"".join(parts))
-            )
+            self._open(left).write(memoryview(b"".join(parts)))
 
     def _place(self, digest: str, length: int, size: int) -> None:
         """Note that the next `length` bytes of the pack are a chunk of `size` decoded bytes."""

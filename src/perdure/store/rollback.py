@@ -19,7 +19,8 @@ from perdure.errors import (
     SaveError,
     UnreachableError,
 )
-from perdure.store.contents import Catalog, committed_steps
+from perdure.store.catalog import Catalog
+from perdure.store.contents import committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.journal_moves import (
     ReturningLines,

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
-from perdure.errors import CorruptionError, PruneError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, StepNotFoundError, StoreError
+from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import Catalog, Contents
+from perdure.store.contents import Contents, OutdatedPlanError
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import Held
@@ -26,9 +27,17 @@ from perdure.store.garbage_collection import (
     PruneRequest,
     execute_collect,
     plan_collect,
+    stopped,
 )
 from perdure.store.leaf import AnyLeaf, Leaf
-from perdure.store.loading import Loaded, list_pins, list_steps, load_step, read_manifest
+from perdure.store.loading import (
+    Loaded,
+    find_newest,
+    list_pins,
+    list_steps,
+    load_step,
+    read_manifest,
+)
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
@@ -36,7 +45,7 @@ from perdure.store.removal_notes import RemovalNotes, Removed
 from perdure.store.rollback import moving, roll_back, undo_rollback
 from perdure.store.rollback_notes import RolledBack, rolled_back
 from perdure.store.run_marker import is_run_directory
-from perdure.store.storage import LostLock, Storage
+from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers
 
@@ -77,10 +86,8 @@ class Run:
         self.storage: Storage = open_storage(where)
         read_clock = drilled_clock(clock)
 
-        def now() -> str:  # no reference to this object, so that it can be freed at once
-            return time_text(read_clock())
-
-        self._now = now
+        # No reference to this object, so that it can be freed at once.
+        self._now = now = lambda: time_text(read_clock())
         self._catalog = Catalog(self.storage)
         self._removals = RemovalNotes(self.storage)
         self._damage = DamageHandler(self._catalog, self.encode, now)
@@ -94,7 +101,7 @@ class Run:
 
     @property
     def is_run_directory(self) -> bool:
-        """Whether the directory has its marker; without it, the first writer writes it."""
+        """Whether the directory has its marker, which the first writer writes."""
         return self._session.marked
 
     @property
@@ -122,6 +129,10 @@ class Run:
         Raises `UnreachableError` if they cannot be listed.
         """
         return list_steps(self.storage)
+
+    def newest_step(self) -> int | None:
+        """The newest committed step, None before the first. Raises as `steps`, and costs less."""
+        return find_newest(self.storage)
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`.
@@ -314,53 +325,44 @@ class Run:
         """A snapshot of what is held now. Every manifest that changed is read, and no pack.
 
         Args:
-            fresh: Look for manifests that changed. Without it the writer takes a manifest that it
-                read or wrote before for unchanged, which is good enough for a plan; `execute` looks
-                again.
+            fresh: Look for manifests that changed. Without it the writer plans with what it remembers,
+                and `execute` looks again.
 
         Raises:
             PruneError: The run directory cannot be listed.
         """
         if not self.is_writer:
             self._catalog.forget()
-        return self._catalog.contents(fresh=fresh)
+        return self._catalog.contents(fresh=fresh, complete=fresh)
 
     def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""
         return plan_collect(self.contents(), request)
 
-    def execute(self, plan: CollectPlan) -> Collected:
+    def execute(self, plan: CollectPlan, *, remembered: bool = False) -> Collected:
         """Carry out a plan; every checkpoint that stays is readable at any instant.
 
-        What is deleted is decided again from the manifests as they are now, under the lock.
+        What is deleted is decided again from the manifests as they are now, under the lock. Those that
+        did not change are not read again if the plan was made from what the writer remembers.
 
         Raises:
-            StoreError: The run directory changed since the plan was made; nothing was deleted.
+            OutdatedPlanError: The run directory changed since the plan was made; nothing was deleted.
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        held = self.contents()
+        held = self._catalog.contents(fresh=True, complete=not remembered)
         if plan_collect(held, plan.request) != plan:
-            raise StoreError(
+            self._catalog.list_again()
+            raise OutdatedPlanError(
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
         try:
             done = execute_collect(self.storage, held, plan)
         except OSError as error:
             self._catalog.forget()
-            advice = (
-                "Open the run directory again."
-                if isinstance(error, LostLock)
-                else "Repair the cause, then run `perdure prune` or continue training."
-            )
-            raise PruneError(
-                f"{self.where}: deleting stopped in the middle: {error}. Every checkpoint that stays "
-                f"is readable. {advice}"
-            ) from error
-        for step in plan.steps:
-            self._catalog.remove(step)
-        for manifest in done.replaced.values():
-            self._catalog.replace(manifest)
+            raise stopped(self.where, error) from error
+        packs = {*plan.packs, *plan.orphans, *plan.compact}.difference(done.left)
+        self._catalog.pruned([*plan.steps, *plan.quarantined], packs, done.replaced.values())
         for error in done.damaged:
             self._catalog.distrust(error)
         return done
@@ -374,11 +376,13 @@ class Run:
         self.manifest(step)
         if step not in self.pinned():
             self.storage.create(pin_name(step), 0).commit()
+            self._catalog.list_again()
 
     def unpin(self, step: int) -> None:
         """Let a checkpoint be deleted again. A step that is not pinned is no error."""
         self.begin_writing()
         self.storage.delete(pin_name(step))
+        self._catalog.list_again()
 
     def pinned(self) -> frozenset[int]:
         """The pinned steps."""
@@ -478,7 +482,7 @@ class Run:
         self._catalog.distrust_pack(pack, reason)
 
     def quarantined(self) -> list[str]:
-        """Names of what is in quarantine: manifests, and packs that were set aside by a repair."""
+        """Names of what is in quarantine: manifests, and packs that a repair set aside."""
         return quarantined(self.storage)
 
     def leftovers(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class LostLock(OSError):
@@ -119,12 +119,24 @@ class StreamingStorage(Protocol):
         ...
 
 
-@runtime_checkable
-class VersionedStorage(Protocol):
-    """A `Storage` whose listing has versions, so that unchanged objects need not be read."""
+class Entry(NamedTuple):
+    """What a listing says about an object.
 
-    def versions(self, prefix: str) -> Mapping[str, str]:
-        """Names under `prefix`, each with a text that differs if the bytes do; "" if unknown."""
+    Attributes:
+        size: Its bytes; None if the listing does not say.
+        version: A text that differs if the bytes do; "" if unknown.
+    """
+
+    size: int | None
+    version: str
+
+
+@runtime_checkable
+class ListingStorage(Protocol):
+    """A `Storage` whose listing says more than names, so that objects need not be asked one by one."""
+
+    def entries(self, prefix: str, after: str = "") -> Mapping[str, Entry]:
+        """Every name under `prefix` that follows `after` in code point order, with its entry."""
         ...
 
 
@@ -138,6 +150,14 @@ class FolderStorage(Protocol):
 
     def make_folder(self, prefix: str) -> None:
         """Make that directory if it is not there; durable on return."""
+
+
+def entries_of(storage: Storage, prefix: str, after: str = "") -> Mapping[str, Entry]:
+    """`ListingStorage.entries` of any storage."""
+    if isinstance(storage, ListingStorage):
+        return storage.entries(prefix, after)
+    unknown = Entry(None, "")
+    return {name: unknown for name in storage.list(prefix) if name > after}
 
 
 def create_whole(storage: Storage, name: str, data: bytes) -> None:

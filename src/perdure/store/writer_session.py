@@ -12,9 +12,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from perdure.errors import LockedError, SaveError
-from perdure.store.contents import Catalog, lost_manifests
+from perdure.store.catalog import Catalog
+from perdure.store.contents import lost_manifests
 from perdure.store.damage_handler import DamageHandler
-from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE, TEMP_SUFFIX
+from perdure.store.format import (
+    LOCK,
+    MANIFESTS,
+    MARKER,
+    PACKS,
+    PINS,
+    QUARANTINE,
+    TEMP_SUFFIX,
+)
 from perdure.store.loading import list_steps
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.rollback import finish_moves
@@ -74,8 +83,9 @@ class WriterSession:
             self.close()
             raise SaveError(f"{where}: cannot be written to: {error}.") from error
         self._ready = True
-        for step in self._removals.steps & set(list_steps(self._storage)):
-            self._removals.committed_again(step)
+        if self._removals.steps:
+            for step in self._removals.steps & set(list_steps(self._storage)):
+                self._removals.committed_again(step)
         self._damage.quarantine_deferred()
 
     def take_lock(self) -> None:
@@ -104,7 +114,7 @@ class WriterSession:
             raise LockedError(self._locked(error)) from None
         except OSError as error:
             raise SaveError(f"{self._storage.where}: cannot be written to: {error}.") from error
-        self.holds_lock = True
+        self.holds_lock = self._catalog.indexed = True
         # Another writer may have changed what was read before.
         self._catalog.forget()
         self._catalog.durable.clear()
@@ -120,7 +130,7 @@ class WriterSession:
 
     def close(self) -> None:
         """Give the lock back. In a forked child the lock stays with the parent."""
-        self.holds_lock = self._ready = False
+        self.holds_lock = self._ready = self._catalog.indexed = False
         if os.getpid() != self._pid:
             return
         try:

@@ -1,0 +1,262 @@
+"""The folder `index/`: what a writer of a run with many checkpoints needs of their manifests.
+
+It can be deleted at any time. Invariant: no decision that could lose data rests on it alone. The place
+of a chunk is taken from the manifest that the index points to, and before anything is deleted the
+digest of each summary is compared with the file. So a wrong index costs time, or a chunk that is
+written again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from perdure.errors import CorruptionError
+from perdure.store.contents import Summary
+from perdure.store.entry_builder import Held
+from perdure.store.format import INDEX, TEMP_SUFFIX
+from perdure.store.manifest import Manifest
+from perdure.store.storage import Storage
+
+INDEX_FROM = 64
+"""So many manifests are read, rather than written into an index."""
+
+MAX_KEYS = 1024 * 1024
+"""A segment points to so many chunks, those of its newest manifests; 12 bytes each."""
+
+FILTER_BYTES = 4
+"""Bytes of memory for each key, in a table that most lookups of new chunks need not go beyond."""
+
+_MAGIC = b"perdure-index-1\n"
+_HASH_BYTES = 32
+_DIGITS = 16
+"""The first digits of a hash are its key. Two chunks with one key cost a manifest read in vain."""
+
+_Row = tuple[int, Summary]
+_rows = msgspec.json.Decoder(list[_Row])
+
+
+class Segment:
+    """One file of the index: the summaries of some manifests, and the keys of their chunks.
+
+    Attributes:
+        name: Its name.
+        summaries: The summaries by step.
+        keys: The keys of chunks, sorted.
+        owners: For each key, the number of the step (in `steps`) whose manifest has the chunk.
+    """
+
+    def __init__(self, name: str, data: bytes) -> None:
+        """Read a segment; raises `ValueError` if it is damaged."""
+        body = memoryview(data)[:-_HASH_BYTES]
+        head = len(_MAGIC)
+        if data[:head] != _MAGIC or blake3(body).digest() != data[-_HASH_BYTES:]:
+            raise ValueError(f"{name}: damaged")
+        count = int.from_bytes(body[head : head + 8], "little")
+        keys_end = head + 8 + 8 * count
+        owners_end = keys_end + 4 * count
+        self.name = name
+        self.keys = body[head + 8 : keys_end].cast("Q")
+        self.owners = body[keys_end:owners_end].cast("I")
+        self.summaries: dict[int, Summary] = dict(_rows.decode(body[owners_end:]))
+        self.steps = list(self.summaries)
+
+    def find(self, key: int) -> int | None:
+        """The step whose manifest may have the chunk with this key."""
+        place = bisect_left(self.keys, key)
+        if place < len(self.keys) and self.keys[place] == key:
+            return self.steps[self.owners[place]]
+        return None
+
+
+class ManifestIndex:
+    """The index of one run directory. Only the writer reads and writes it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._segments: list[Segment] | None = None
+        self._leftovers: list[str] = []
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments that can be read, oldest first."""
+        if self._segments is None:
+            self._segments = list(self._read())
+        return self._segments
+
+    def summaries(self) -> dict[int, Summary]:
+        """What was written last about the manifest of each step."""
+        merged: dict[int, Summary] = {}
+        for segment in self.segments:
+            merged.update(segment.summaries)
+        return merged
+
+    def steps_with(self, digest: str) -> Iterator[int]:
+        """Steps whose manifests may have a chunk, by its hash."""
+        key = int(digest[:_DIGITS], 16)
+        for segment in reversed(self.segments):
+            if (step := segment.find(key)) is not None:
+                yield step
+
+    def write(
+        self,
+        summaries: Mapping[int, Summary],
+        fresh: Mapping[int, Manifest | None],
+    ) -> None:
+        """Write the summaries of the `fresh` steps, together with small or mostly dead segments.
+
+        Args:
+            summaries: Those of all checkpoints. What the index has of other steps is dropped in time.
+            fresh: The steps to write, with their manifests; None if only the summary has changed.
+        """
+        merged: list[Segment] = []
+        kept = list(self.segments)
+        rows = sum(len(segment.summaries) for segment in kept)
+        everything = None in fresh.values() or rows > 2 * len(summaries)
+        size = len(fresh)
+        while kept and (everything or len(kept[-1].summaries) <= 2 * size):
+            merged.insert(0, kept.pop())
+            size += len(merged[0].summaries)
+        data = _encode(summaries, fresh, merged)
+        number = max((_number(segment.name) for segment in self.segments), default=0) + 1
+        name = f"{INDEX}{number:012d}-{max(summaries):012d}"
+        self._storage.replace(name, data)
+        self._segments = [*kept, Segment(name, data)]
+        for old in {*(segment.name for segment in merged), *self._leftovers} - {name}:
+            self._storage.delete(old)
+        self._leftovers = []
+
+    def _read(self) -> Iterator[Segment]:
+        with suppress(OSError):
+            for name in sorted(self._storage.list(INDEX)):
+                try:
+                    if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
+                        raise ValueError(f"{name}: not a segment")
+                    yield Segment(name, self._storage.read(name))
+                except (ValueError, TypeError):
+                    self._leftovers.append(name)  # removed by the next write
+
+
+class IndexedPlaces(dict[str, Held]):
+    """Places of chunks by hash, which reads the manifest to which the index points for a chunk.
+
+    It is made once the places of all manifests that the index lacks can be added.
+
+    Args:
+        index: The index.
+        places: Returns the places of the chunks of a step, from its manifest.
+    """
+
+    def __init__(
+        self, index: ManifestIndex, places: Callable[[int], Iterable[tuple[str, Held]]]
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self._places = places
+        self._table = _filter_of([segment.keys for segment in index.segments])
+        self._mask = len(self._table) - 1
+        self._read: set[int] = set()
+        self._turn = threading.RLock()  # threads that encode ask, too
+
+    def get(self, key: str, default: Any = None) -> Any:
+        place = dict.get(self, key)
+        # A save asks for each of its chunks, and nearly all of them are new.
+        if place is None and self._table[int(key[:_DIGITS], 16) & self._mask]:
+            place = self._look_up(key)
+        return default if place is None else place
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key) is not None
+
+    def __missing__(self, key: str) -> Held:
+        place = self.get(key)
+        if place is None:
+            raise KeyError(key)
+        return place
+
+    def _look_up(self, key: str) -> Held | None:
+        with self._turn:
+            for step in self._index.steps_with(key):
+                if step not in self._read:
+                    self._read.add(step)
+                    try:
+                        self.update(self._places(step))
+                    except ConnectionError:
+                        raise
+                    except (OSError, CorruptionError):
+                        continue  # it is no place to depend on
+                if (place := dict.get(self, key)) is not None:
+                    return place
+        return None
+
+
+def _number(name: str) -> int:
+    digits = name.removeprefix(INDEX)[:12]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _filter_of(keys: Sequence[memoryview]) -> bytes:
+    """A table whose length is a power of two: 0 at a key modulo its length if no one has the key."""
+    import numpy as np  # not needed to list a run
+
+    size = 1 << (FILTER_BYTES * sum(map(len, keys))).bit_length()
+    table = np.zeros(size, np.uint8)
+    for some in keys:
+        table[np.frombuffer(some, np.uint64) & np.uint64(size - 1)] = 1
+    return table.tobytes()
+
+
+def _encode(
+    summaries: Mapping[int, Summary],
+    fresh: Mapping[int, Manifest | None],
+    merged: Iterable[Segment],
+) -> bytes:
+    import numpy as np  # not needed to list a run
+
+    steps = set(fresh).union(*(segment.summaries for segment in merged)) & summaries.keys()
+    ordered = sorted(steps)
+    numbers = {step: number for number, step in enumerate(ordered)}
+    keys: list[Any] = []
+    owners: list[Any] = []
+    for segment in merged:
+        # Of a step that is written again, or gone, no chunk is taken over.
+        lasting = [
+            -1 if fresh.get(step) is not None else numbers.get(step, -1) for step in segment.steps
+        ]
+        of_key = np.asarray(lasting, np.int64)[np.frombuffer(segment.owners, np.uint32)]
+        keys.append(np.frombuffer(segment.keys, np.uint64)[of_key >= 0])
+        owners.append(of_key[of_key >= 0])
+    for step, manifest in fresh.items():
+        if manifest is not None and step in numbers:
+            digits = [
+                chunk.hash[:_DIGITS] for leaf in manifest.every_leaf() for chunk in leaf.chunks
+            ]
+            keys.append(np.frombuffer(bytes.fromhex("".join(digits)), ">u8").astype(np.uint64))
+            owners.append(np.full(len(digits), numbers[step], np.int64))
+    every_key = np.concatenate(keys) if keys else np.empty(0, np.uint64)
+    every_owner = np.concatenate(owners) if owners else np.empty(0, np.int64)
+    # Of the manifests that have one chunk, the newest, which retention keeps for longest.
+    order = np.lexsort((every_owner, every_key))
+    every_key, every_owner = every_key[order], every_owner[order]
+    last = np.append(every_key[1:] != every_key[:-1], True)[: len(every_key)]
+    every_key, every_owner = every_key[last], every_owner[last]
+    if len(every_key) > MAX_KEYS:
+        newest = np.sort(np.argsort(every_owner, kind="stable")[-MAX_KEYS:])
+        every_key, every_owner = every_key[newest], every_owner[newest]
+    body = b"".join(
+        [
+            _MAGIC,
+            len(every_key).to_bytes(8, "little"),
+            every_key.tobytes(),
+            every_owner.astype(np.uint32).tobytes(),
+            msgspec.json.encode([(step, summaries[step]) for step in ordered]),
+        ]
+    )
+    return body + blake3(body).digest()

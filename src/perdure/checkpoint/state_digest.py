@@ -11,6 +11,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
+from perdure.store.leaf import Leaves
 
 DIGITS = 32
 
@@ -28,9 +29,9 @@ def state_digest(tree: Any, processes: Processes | None = None) -> str:
         UnsupportedLeafError: A value has no exact form, or an array is sharded over processes.
     """
     group = processes or SingleProcess()
-    with rank_context(group.index, group.count, _refuse_sharded) as rank:
+    with rank_context(group.index, group.count) as rank:
         # The chief digests alone, so that nothing here may wait for other processes.
-        leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(flatten(tree))
+        leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(_whole(tree))
         return combined({path: leaves[path] for path in leaves if not rank.owns(path)}).hex
 
 
@@ -39,8 +40,12 @@ def combined_digest(digests: list[str]) -> str:
     return blake3("".join(digests).encode()).hexdigest()[:DIGITS]
 
 
-def _refuse_sharded() -> None:
-    raise UnsupportedLeafError(
-        "an array is sharded over the processes of the group, and the journal digests whole arrays. "
-        "Leave `journal_every` out for this run."
-    )
+def _whole(tree: Any) -> Leaves:
+    leaves = flatten(tree)
+    for path, leaf in leaves.items():
+        if leaf.shards is not None:
+            raise UnsupportedLeafError(
+                f"{path}: an array that is sharded over the processes of the group, and the journal "
+                f"digests whole arrays. Leave `journal_every` out for this run."
+            )
+    return leaves

@@ -19,9 +19,9 @@ from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, key_words, leaf_array
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import gathers_shards, own_chunks
+from perdure.state.shards import compares_shards
 from perdure.store.format import WEAK_PREFIX
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Region, Shards
 
 _BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
@@ -89,18 +89,12 @@ class JaxState(NoVariables):
             )
         dtype = leaf_dtype(value)
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            # Its shards are in several processes, which all have to call this.
-            context = current_rank_context()
-            context.agree()
-            value = multihost_utils.process_allgather(value, tiled=True)
-            if context.count > 1 and gathers_shards():
-                octets = array_bytes(np.asarray(numbers(value)))[0]
-                return own_chunks(
-                    dtype,
-                    spec.shape,
-                    len(octets),
-                    lambda *span: memoryview(bytes(octets[slice(*span)])),
+            if current_rank_context().count > 1 and not compares_shards():
+                return Leaf(
+                    dtype, spec.shape, memoryview(b""), frozen=True, shards=_shards(numbers(value))
                 )
+            # Its shards are in several processes, which all have to call this.
+            value = multihost_utils.process_allgather(value, tiled=True)
         data = numbers(value)
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
@@ -118,6 +112,18 @@ class JaxState(NoVariables):
             [(key_entry_text(path[0]), child) for path, child in children],
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
         )
+
+
+def _shards(array: Any) -> Shards:
+    """The shards of this process, each once, in the memory of the array where that is possible."""
+    parts: dict[Region, memoryview] = {}
+    for shard in array.addressable_shards:
+        region = tuple(
+            part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)
+        )
+        if region not in parts:
+            parts[region] = array_bytes(np.asarray(shard.data))[0]
+    return Shards(tuple(array.shape), array.dtype.itemsize, tuple(parts), tuple(parts.values()))
 
 
 def leaf_dtype(value: Any) -> str:

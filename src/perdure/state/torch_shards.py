@@ -1,8 +1,7 @@
-"""`DTensor`s: the whole tensor for a save, and the shard of this process for a restore."""
+"""`DTensor`s: the shard of this process, for a save and for a restore."""
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import cut, own_chunks
+from perdure.state.shards import cut
 from perdure.store.leaf import Leaf, Region
 
 
@@ -48,34 +47,14 @@ def has_all_elements(value: Any) -> bool:
     return not any(_shards(value))
 
 
-def gathered_leaf(value: Any, dtype: str) -> Leaf:
-    """The leaf of a sharded `DTensor` for a save. A collective of the processes of its mesh.
-
-    If several processes have the same elements (replicated along another dimension of the mesh), all
-    keep the whole array, so that the save can compare it.
-
-    Raises:
-        UnsupportedLeafError: This process saves alone.
-    """
-    context = current_rank_context()
-    if context.count == 1:
+def require_group(value: Any) -> None:
+    """Raise `UnsupportedLeafError` for a sharded `DTensor` if this process saves alone."""
+    if current_rank_context().count == 1:
         raise UnsupportedLeafError(
             f"a DTensor with the placements {_shown(value)} over {value.device_mesh.size()} processes, "
             f"and this process saves alone, so that it does not have all elements. Make the manager in "
             f"every process as CheckpointManager(..., processes=perdure.torch.process_group())."
         )
-    context.agree()
-    with torch.no_grad():
-        whole = value.detach().full_tensor().resolve_conj().resolve_neg().contiguous()
-    octets = whole.reshape(-1).view(torch.uint8)
-
-    if octets.numel() and math.prod(filter(None, _shards(value))) != context.count:
-        return Leaf(dtype, tuple(value.shape), octets.cpu().numpy().data, frozen=True)
-
-    def read(start: int, stop: int) -> memoryview:
-        return octets[start:stop].to("cpu", copy=True).numpy().data
-
-    return own_chunks(dtype, tuple(value.shape), octets.numel(), read)
 
 
 def region(value: Any) -> Region:

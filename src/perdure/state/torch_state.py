@@ -12,22 +12,22 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, LeafSpec
-from perdure.state.shards import gathers_shards
+from perdure.state.shards import compares_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_settings import optimizer_check, scheduler_check
 from perdure.state.torch_shards import (
-    gathered_leaf,
     has_all_elements,
     is_dtensor,
     local_tensor,
     region,
+    require_group,
     require_restorable,
     shard_of,
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Shards
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _ALIGNMENT = 64
@@ -76,15 +76,19 @@ class TorchState:
         part = None
         if is_dtensor(value):
             if not has_all_elements(value):
-                if gathers_shards():
-                    return gathered_leaf(value, spec.dtype)
                 part = region(value)
+                if not compares_shards():
+                    require_group(value)
             value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses it.
         octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
         data = octets.data if octets.size else memoryview(b"")
-        return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
+        is_copy = plain.data_ptr() != value.data_ptr()
+        if part is None or compares_shards():
+            return Leaf(spec.dtype, spec.shape, data, is_copy, part)
+        shards = Shards(spec.shape, plain.element_size(), (part,), (data,))
+        return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""

@@ -49,6 +49,10 @@ class Pretend:
         self.barrier()
         return gathered
 
+    def collect(self, data: bytes) -> list[bytes]:
+        gathered = self.gather(data)
+        return gathered if self.is_chief else []
+
     def broadcast(self, data: bytes | None) -> bytes:
         return self.gather(data or b"")[0]
 

@@ -12,8 +12,8 @@ from typing import Protocol
 class Processes(Protocol):
     """A group of processes that run the same program on one run directory.
 
-    `barrier`, `broadcast`, `gather` and `any` are collectives: every process calls them, and they raise
-    `WorkerLostError` if a process is gone.
+    `barrier`, `broadcast`, `gather`, `collect` and `any` are collectives: every process calls them, and
+    they raise `WorkerLostError` if a process is gone.
     """
 
     @property
@@ -43,6 +43,13 @@ class Processes(Protocol):
         """The bytes that each process passed, in the order of their numbers, in every process."""
         ...
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """In process 0 the bytes that each process passed, in the order of their numbers.
+
+        The others get an empty list, and wait for nobody: one message for each process.
+        """
+        ...
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true in at least one process, in every process."""
         ...
@@ -69,6 +76,9 @@ class SingleProcess:
         return given(data)
 
     def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def collect(self, data: bytes) -> list[bytes]:
         return [data]
 
     def any(self, flag: bool) -> bool:

@@ -223,12 +223,12 @@ def test_any_error_in_one_process_ends_the_save_in_all_at_once(
     real, fired = group_save.write_pack_part, []  # pyright: ignore[reportPrivateImportUsage]
 
     def write_share(
-        storage: Any, step: int, leaves: Any, known: Any, index: int, *rest: Any
+        storage: Any, step: int, leaves: Any, known: Any, share: Any, *rest: Any
     ) -> Any:
-        if index == victim and step == 2:
-            fired.append(index)
+        if share.process == victim and step == 2:
+            fired.append(share.process)
             raise kind("no room for a part")
-        return real(storage, step, leaves, known, index, *rest)
+        return real(storage, step, leaves, known, share, *rest)
 
     monkeypatch.setattr(group_save, "write_pack_part", write_share)
 
@@ -330,7 +330,7 @@ def test_processes_that_save_different_steps_raise(tmp_path: Path) -> None:
     errors = play(2, program)
     assert [type(error) for error in errors] == [StateError] * 2
     assert all("process 0: 1, process 1: 2" in str(error) for error in errors)
-    assert Run(tmp_path).steps() == []
+    assert Run(tmp_path, create=True).steps() == []
 
 
 def flip(data: memoryview) -> None:

@@ -1,52 +1,94 @@
-"""Arrays whose shards lie in several processes: each process writes the chunks that it is dealt.
+"""Arrays whose shards lie in several processes: each process writes the chunks of which it has most.
 
 Two-dimensional arrays play them here; `distribute/test_sharded*.py` has those of the frameworks.
 """
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, ManagerOptions, load_checkpoint, verify_run
-from perdure.errors import ArgumentError, CorruptionError, SaveError, StepExistsError
+from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
+from perdure.checkpoint import group_save, piece_exchange, save_messages
+from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import gathers_shards, own_chunks
-from perdure.store import Run
+from perdure.store import Run, pack_writer
 from perdure.store.format import CHUNK_BYTES
-from perdure.store.leaf import Leaf
-from perdure.store.pack_part import join_shards, shard_leaves
+from perdure.store.leaf import Leaf, Shards
 from pretend import Pretend, play
+
+CUTS: dict[str, Any] = {"axis": 0, "copies": 1}
+
+
+def region(shape: tuple[int, ...], index: int, count: int) -> Any:
+    """What process `index` has: an even share of one axis, or with copies that of another process."""
+    parts = count // CUTS["copies"]
+    axis = CUTS["axis"]
+    size = -(-shape[axis] // parts)
+    start = min(index % parts * size, shape[axis])
+    span = (start, min(start + size, shape[axis]))
+    return tuple(span if number == axis else (0, n) for number, n in enumerate(shape))
 
 
 @pytest.fixture(autouse=True)
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Arrays with two axes are gathered; returns the bytes that the processes kept of each."""
-    kept: list[int] = []
+def sharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Arrays with two axes are sharded."""
     real = builtin.ADAPTER.leaf
 
     def leaf(value: Any) -> Any:
         context = current_rank_context()
-        if getattr(value, "ndim", 0) != 2 or context.count == 1 or not gathers_shards():
+        if getattr(value, "ndim", 0) != 2 or context.count == 1:
             return real(value)
-        context.agree()
-        octets = array_bytes(value)[0]
-        made = own_chunks(
-            value.dtype.name,
-            value.shape,
-            len(octets),
-            lambda start, stop: memoryview(bytes(octets[start:stop])),
-        )
-        kept.append(sum(map(len, (made.chunks or {}).values())))
-        return made
+        own = region(value.shape, context.index, context.count)
+        part = array_bytes(value[tuple(slice(*span) for span in own)])[0]
+        shards = Shards(value.shape, value.dtype.itemsize, (own,), (memoryview(bytes(part)),))
+        return Leaf(value.dtype.name, value.shape, memoryview(b""), frozen=False, shards=shards)
+
+    load = builtin.ADAPTER.load
+
+    def regions(value: Any) -> Any:
+        context = current_rank_context()
+        if getattr(value, "ndim", 0) != 2 or context.count == 1:
+            return None
+        return (region(value.shape, context.index, context.count),)
+
+    def load_part(like: Any, leaf: Leaf) -> Any:
+        if leaf.shards is None:
+            return load(like, leaf)
+        (own,), (part,) = leaf.shards.regions, leaf.shards.parts
+        restored = np.zeros_like(like)
+        shape = [stop - start for start, stop in own]
+        restored[tuple(slice(*span) for span in own)] = np.frombuffer(
+            bytes(part), like.dtype
+        ).reshape(shape)
+        return restored
 
     monkeypatch.setattr(builtin.ADAPTER, "leaf", leaf)
-    return kept
+    monkeypatch.setattr(builtin.ADAPTER, "load", load_part)
+    monkeypatch.setattr(builtin.ADAPTER, "regions", regions, raising=False)
+    yield
+    CUTS.update(axis=0, copies=1)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that each save of each process gets from the others."""
+    counts: list[int] = []
+    real = piece_exchange.PieceExchange.close
+
+    def close(exchange: Any) -> None:
+        counts.append(exchange.received)
+        real(exchange)
+
+    monkeypatch.setattr(piece_exchange.PieceExchange, "close", close)
+    return counts
 
 
 def state(k: int) -> dict[str, Any]:
@@ -58,10 +100,26 @@ def state(k: int) -> dict[str, Any]:
     }
 
 
+def saver(directory: Path, value: Any, *steps: int, codec: Any = None) -> Any:
+    def program(processes: Pretend) -> list[int]:
+        options = ManagerOptions(codec=codec)
+        with CheckpointManager(directory, processes=processes, options=options) as manager:
+            for step in steps:
+                manager.save(step, value)
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("count", "axis", "copies"), [(2, 0, 1), (3, 1, 1), (3, 0, 1), (4, 1, 2), (2, 0, 2)]
+)
 @pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
 def test_a_sharded_state_is_saved_as_a_whole_one(
-    tmp_path: Path, gathered: list[int], codec: Any
+    tmp_path: Path, codec: Any, count: int, axis: int, copies: int
 ) -> None:
+    CUTS.update(axis=axis, copies=copies)
     together, alone = tmp_path / "together", tmp_path / "alone"
 
     def program(processes: Pretend) -> Any:
@@ -75,55 +133,84 @@ def test_a_sharded_state_is_saved_as_a_whole_one(
                 manager.save(1, state(2), force=True)
         return None
 
-    assert play(3, program) == [None] * 3
+    assert play(count, program) == [None] * count
     with CheckpointManager(alone) as manager:
         manager.save(1, state(1))
     manifest, whole = (Run(directory).manifest(1) for directory in (together, alone))
     assert manifest.fingerprint == whole.fingerprint
     assert (manifest.stored_nbytes < whole.stored_nbytes) == (codec is not None)
-    assert {pack.name.split("-")[1] for pack in manifest.packs} == {"00000", "00001", "00002"}
+    writers = {pack.name.split("-")[1] for pack in manifest.packs}
+    assert len(writers) == count if count == 2 or axis == 1 else len(writers) > 1
     assert verify_run(Run(together)).problems == ()
     restored = load_checkpoint(together)
     assert np.array_equal(restored["large"], state(1)["large"])
     assert np.array_equal(restored["net"]["small%"], state(1)["net"]["small%"])
-    assert max(gathered) <= 2 * CHUNK_BYTES, "no process keeps the whole array"
 
 
-def test_nothing_is_gathered_unless_all_save_the_same_step(
-    tmp_path: Path, gathered: list[int]
+def test_no_byte_moves_if_each_chunk_lies_in_one_process(tmp_path: Path, moved: list[int]) -> None:
+    words = CHUNK_BYTES // 4
+    rows = {"w": np.arange(6 * words, dtype=np.int32).reshape(6, words)}
+    assert play(3, saver(tmp_path / "rows", rows, 1, 2)) == [[1, 2]] * 3
+    assert moved == [0] * 6
+    uneven = {"w": np.arange(2 * words + 20, dtype=np.int32).reshape(2, -1)}
+    assert play(2, saver(tmp_path / "uneven", uneven, 1)) == [[1]] * 2
+    assert sorted(moved[6:]) == [0, 40], "the second row begins 40 bytes after the second chunk"
+
+
+def test_a_chunk_is_hashed_once_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    CUTS.update(axis=1)
+    hashed: list[int] = []
+    real = pack_writer.hash_bytes  # pyright: ignore[reportPrivateImportUsage]
+
+    def counted(data: Any) -> str:
+        hashed.append(len(data))
+        return real(data)
+
+    monkeypatch.setattr(pack_writer, "hash_bytes", counted)
+    play(2, saver(tmp_path, state(1), 1))
+    assert hashed.count(CHUNK_BYTES) == 5
+
+
+def test_chunks_that_a_checkpoint_holds_are_not_written_again(tmp_path: Path) -> None:
+    play(3, saver(tmp_path, state(1), 1))
+    packs = {*(tmp_path / "packs").iterdir()}
+    play(2, saver(tmp_path, state(1), 2))
+    assert {*(tmp_path / "packs").iterdir()} == packs
+
+
+def test_nothing_is_written_unless_all_save_the_same_step(tmp_path: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
-            with pytest.raises(SaveError, match="process 0: 1, process 1: 2"):
-                manager.save(1 + processes.index, state(1))
-            kept = list(gathered)
+            with pytest.raises(StateError, match="process 0: 1, process 1: 2"):
+                _ = manager.save(1 + processes.index, state(1)), manager.wait_until_finished()
+            packs = [*tmp_path.glob("packs/*")]
             processes.barrier()
             manager.save(3, state(3))
             manager.wait_until_finished()
-            return kept, manager.all_steps()
+            return packs, manager.all_steps()
 
     assert play(2, program) == [([], [3])] * 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_before_the_gather_ends_the_save_in_all_at_once(
-    tmp_path: Path, gathered: list[int], victim: int
-) -> None:
+def test_an_error_before_the_save_ends_it_in_all_at_once(tmp_path: Path, victim: int) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             loss: Any = "low" if processes.index == victim else 0.5
-            with pytest.raises((ArgumentError, SaveError)) as caught:
-                manager.save(1, state(1), {"loss": loss})
-            kept = list(gathered)
+            with pytest.raises(ArgumentError) as caught:
+                _ = manager.save(1, state(1), {"loss": loss}), manager.wait_until_finished()
+            packs = [*tmp_path.glob("packs/*")]
             processes.barrier()
             manager.save(2, state(2))
             manager.wait_until_finished()
-            return kept, str(caught.value), manager.all_steps()
+            return packs, str(caught.value), manager.all_steps()
 
-    for process, (kept, error, steps) in enumerate(play(2, program)):
-        assert kept == []
-        assert ("loss" in error) == (process == victim)
-        assert f"process {victim}: none" in error or process == victim
+    for process, (packs, error, steps) in enumerate(play(2, program)):
+        assert packs == []
+        assert "loss" in error
+        assert f"process {victim}: " in error or process == victim
         assert steps == [2]
 
 
@@ -131,7 +218,7 @@ def test_a_process_without_the_sharded_array_is_an_error_in_all(tmp_path: Path) 
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:
             mine = state(1) if processes.index else {"shared": np.zeros(3)}
-            with pytest.raises(SaveError, match=r"process 0: none|failed in 1 of 2 processes"):
+            with pytest.raises(SaveError, match=r"large is no sharded array in process 0"):
                 _ = manager.save(1, mine), manager.wait_until_finished()
             processes.barrier()
             manager.save(2, state(2))
@@ -141,8 +228,259 @@ def test_a_process_without_the_sharded_array_is_an_error_in_all(tmp_path: Path) 
     assert play(2, program) == [[2]] * 2
 
 
-def test_a_chunk_that_no_process_has_is_named() -> None:
-    chunks = {number: memoryview(b"1234") for number in (0, 2)}
-    leaves = shard_leaves("net/w", Leaf("int32", (3,), memoryview(b""), True, chunks=chunks))
-    with pytest.raises(CorruptionError, match=r"'net/w': no process wrote chunk 1"):
-        join_shards(leaves)
+def test_copies_that_differ_are_named(tmp_path: Path) -> None:
+    CUTS.update(copies=2)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            mine = state(1)
+            mine["large"][1, 7] += processes.index == 3
+            manager.save(1, mine)
+
+    for error in play(4, program):
+        assert isinstance(error, StateError)
+        assert "large: process 3 holds other bits than process 1" in str(error)
+        assert "small" not in str(error)
+    assert Run(tmp_path).steps() == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path: Path, victim: int) -> None:
+    CUTS.update(axis=1)  # so that each process needs the shards of the other
+    fired = []
+
+    def program(processes: Pretend) -> list[int]:
+        def before(operation: str, path: str) -> None:
+            if processes.index == victim and operation == "fsync" and "/packs/000000000002" in path:
+                fired.append(path)
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+
+        storage = LocalStorage(tmp_path, before)
+        with CheckpointManager(storage, processes=processes) as manager:
+            manager.save(1, state(1))
+            manager.save(2, state(2))
+            with pytest.raises(SaveError, match="No space left on device"):
+                manager.wait_until_finished()
+            manager.save(3, state(3))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    assert play(2, program) == [[1, 3], [1, 3]]
+    assert len(fired) == 1
+    assert verify_run(Run(tmp_path)).ok
+
+
+def test_an_answer_with_other_bytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CUTS.update(axis=1)
+    real, fired = group_save.read_pieces, []  # pyright: ignore[reportPrivateImportUsage]
+
+    class Changing(bytearray):
+        """Bytes that change after they were hashed."""
+
+    def changed(digest: Any) -> Any:
+        def wrapped(data: Any) -> Any:
+            out = digest(data)
+            if isinstance(data.obj, Changing) and not fired:
+                fired.append(len(data))
+                data[0] ^= 1
+            return out
+
+        return wrapped
+
+    monkeypatch.setattr(
+        group_save, "read_pieces", lambda *given: memoryview(Changing(real(*given)))
+    )
+    monkeypatch.setattr(piece_exchange, "blake3", changed(piece_exchange.blake3))  # pyright: ignore[reportPrivateImportUsage]
+    errors = play(2, saver(tmp_path, state(1), 1))
+    assert fired
+    for error in errors:
+        assert isinstance(error, SaveError)
+        assert "do not have the hash that it states" in str(error)
+    assert Run(tmp_path).steps() == []
+
+
+def test_messages_of_a_save_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    class Counted(Pretend):
+        def __init__(self, *given: Any, calls: list[str] | None = None) -> None:
+            super().__init__(*given)
+            self.calls = [] if calls is None else calls
+
+        def channel(self, name: str) -> Counted:
+            return Counted(self.index, self._world, f"{self._channel}/{name}", calls=self.calls)
+
+        def gather(self, data: bytes) -> list[bytes]:
+            self.calls.append("gather")
+            return super().gather(data)
+
+    def program(processes: Pretend) -> int:
+        counted = Counted(processes.index, processes._world)
+        with CheckpointManager(tmp_path / str(processes.count), processes=counted) as manager:
+            for step in (1, 2, 3):
+                before = len(counted.calls)
+                manager.save(step, state(step))
+                manager.wait_until_finished()
+            return len(counted.calls) - before
+
+    assert play(2, program) == [4] * 2, "begin, write and its answer, end"
+    assert play(4, program) == [4] * 4
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_cannot_listen_ends_the_save_in_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    real, fired = group_save.PieceExchange, []  # pyright: ignore[reportPrivateImportUsage]
+
+    def exchange(index: int) -> Any:
+        if index == victim and not fired:
+            fired.append(index)
+            raise OSError(errno.EADDRNOTAVAIL, "no address")
+        return real(index)
+
+    monkeypatch.setattr(group_save, "PieceExchange", exchange)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, state(1))
+            with pytest.raises(SaveError, match="no address"):
+                manager.wait_until_finished()
+            manager.save(2, state(2))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    assert play(2, program) == [[2], [2]]
+    assert fired == [victim]
+
+
+def test_layouts_are_sent_once_and_again_when_a_sharding_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bool] = []
+    real = group_save.SaveOrder  # pyright: ignore[reportPrivateImportUsage]
+
+    class Order(real):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "layouts":
+                sent.append(True)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(group_save, "SaveOrder", Order)
+
+    def program(processes: Pretend) -> list[int]:
+        found = []
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            for step in (1, 2, 3, 4):
+                if step == 3:
+                    CUTS.update(axis=1)
+                processes.barrier()
+                manager.save(step, state(step))
+                manager.wait_until_finished()
+                found.append(len(sent))
+        return found
+
+    assert play(2, program)[0] == [1, 1, 2, 2]
+    fingerprint = Run(tmp_path).manifest(4).fingerprint
+    play(1, saver(tmp_path / "alone", state(4), 4))
+    assert fingerprint == Run(tmp_path / "alone").manifest(4).fingerprint
+
+
+def test_large_answers_travel_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_messages, "LARGE_BYTES", 100)
+    written: list[str] = []
+    real = LocalStorage.replace
+
+    def replace(storage: LocalStorage, name: str, data: bytes) -> None:
+        written.append(name)
+        real(storage, name, data)
+
+    monkeypatch.setattr(LocalStorage, "replace", replace)
+    assert play(3, saver(tmp_path / "together", state(1), 1, 2)) == [[1, 2]] * 3
+    assert len([name for name in written if name.endswith(".part.tmp")]) == 6
+    assert [*(tmp_path / "together").rglob("*.tmp")] == []
+    with CheckpointManager(tmp_path / "alone") as manager:
+        manager.save(1, state(1))
+    prints = {Run(tmp_path / name).manifest(1).fingerprint for name in ("together", "alone")}
+    assert len(prints) == 1
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read from packs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.bytes_read = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self.bytes_read += len(target)
+        return super().read_into(name, offset, target)
+
+
+def restored_parts(directory: Path, count: int, step: int | None = None) -> list[Any]:
+    """(step, whether the part of the process is right and the rest was not read, bytes read)."""
+
+    def program(processes: Pretend) -> Any:
+        storage = Counting(directory)
+        like = {
+            **state(9),
+            "net": {"small%": np.zeros((3, 4), np.float32), "empty": np.ones((0, 4))},
+        }
+        with CheckpointManager(storage, processes=processes) as manager:
+            restored, found = manager.restore(step, like)
+        expected = state(found)
+        right = np.array_equal(restored["shared"], expected["shared"])
+        for value, whole in (
+            (restored["large"], expected["large"]),
+            (restored["net"]["small%"], expected["net"]["small%"]),
+        ):
+            own = tuple(slice(*span) for span in region(whole.shape, processes.index, count))
+            part = np.zeros_like(whole)
+            part[own] = whole[own]
+            right = right and np.array_equal(value, part)
+        return found, right, storage.bytes_read
+
+    return play(count, program)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
+@pytest.mark.parametrize(("saved", "restored"), [(1, 3), (2, 4), (3, 2)])
+def test_other_processes_restore_their_own_shards(
+    tmp_path: Path, saved: int, restored: int, axis: int, codec: Any
+) -> None:
+    CUTS.update(axis=1 - axis)
+    play(saved, saver(tmp_path, state(1), 1, codec=codec))
+    CUTS.update(axis=axis)
+    outcomes = restored_parts(tmp_path, restored)
+    assert [outcome[:2] for outcome in outcomes] == [(1, True)] * restored
+    if axis == 0 and codec is None:
+        assert max(read for *_, read in outcomes) < 4 * CHUNK_BYTES, (
+            "one row of two takes 2.5 chunks"
+        )
+
+
+def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:
+    play(2, saver(tmp_path, state(1), 1))
+    play(2, saver(tmp_path, state(2), 2))
+    manifest = Run(tmp_path).manifest(2)
+    (entry,) = [leaf for leaf in manifest.leaves if leaf.path == "large"]
+    chunk = entry.chunks[4]  # of the second row
+    pack = tmp_path / "packs" / manifest.packs[chunk.pack].name
+    data = bytearray(pack.read_bytes())
+    data[chunk.offset + 5] ^= 1
+    pack.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"step 2 is damaged and was skipped; step 1 .*'large'"):
+        outcomes = restored_parts(tmp_path, 2)
+    assert [outcome[:2] for outcome in outcomes] == [(1, True)] * 2
+    for error in restored_parts(tmp_path, 2, step=2):
+        assert isinstance(error, CorruptionError)
+        assert "'large'" in str(error)
+
+
+def test_undamaged_shards_are_read_once(tmp_path: Path) -> None:
+    """The control of the test above: nothing else is read unless something is damaged."""
+    play(2, saver(tmp_path, state(1), 1))
+    outcomes = restored_parts(tmp_path, 2)
+    whole = state(1)["large"].nbytes
+    assert sum(read for *_, read in outcomes) < whole + 3 * CHUNK_BYTES

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,8 +102,17 @@ def run(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
                 manager.save(step + 1, {**state, "tree": restored["tree"]})
             if step + 1 == KILLED and options.action == "kill":
                 manager.wait_until_finished()
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_all(Path(f"{options.directory}-ending"), processes)
     return {"start": start, "warnings": [str(warning.message) for warning in caught]}
+
+
+def kill_all(mark: Path, processes: Any) -> None:
+    """End this process; process 0, which serves the messages of the others, after the last of them."""
+    if processes.index:
+        mark.with_name(f"{mark.name}{processes.index}").touch()
+    while not processes.index and len([*mark.parent.glob(f"{mark.name}*")]) < processes.count - 1:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def restore(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_what_a_group_refuses(tmp_path: Path) -> None:
         assert report["per_rank"].startswith("UnsupportedLeafError: mine/rank")
         assert report["partial"].startswith("UnsupportedLeafError: net/sum: ")
         assert "Partial" in report["partial"]
-        assert report["steps"].startswith("SaveError")
+        assert report["steps"].startswith("StateError")
         assert "process 0: 1, process 1: 2, process 2: 3" in report["steps"]
         assert report["good"] == ""
         assert "tree/even: expected float32[4,7]" in report["shape"]

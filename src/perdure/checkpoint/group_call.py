@@ -106,6 +106,9 @@ class GroupCall:
             )
         return [message.data for message in messages]
 
+    def collect(self, data: bytes) -> list[bytes]:
+        return self._processes.collect(data)
+
     def broadcast(self, data: bytes | None) -> bytes:
         return self._processes.broadcast(data)
 

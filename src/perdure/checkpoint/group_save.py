@@ -1,49 +1,65 @@
 """One checkpoint saved by all processes of a group.
 
-Every process writes its share, and the chief, which holds the lock, commits. Invariant: the checkpoint
-is committed for all of them or for none, and an error, also of the prune after the commit, is raised in
-every process.
+Every process writes its share, and the chief, which holds the lock, commits. The others follow its
+orders: each order is one message to each process, and each answer one message from it. Invariant: the
+checkpoint is committed for all of them or for none, and an error, also of the prune after the commit,
+is raised in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
-from msgspec import Struct
 
 from perdure import errors
-from perdure.checkpoint.group_call import (
-    CallOutcome,
-    attempt,
-    broadcast_outcome,
-    decoded,
-    follow_chief,
+from perdure.checkpoint.group_call import CallOutcome, attempt, decoded
+from perdure.checkpoint.piece_exchange import PieceExchange
+from perdure.checkpoint.save_messages import (
+    COMPARE,
+    END,
+    HASH,
+    LAYOUT,
+    WRITE,
+    SaveAnswer,
+    SaveOrder,
+    SaveRow,
+    decode_answer,
+    encode_answer,
+)
+from perdure.checkpoint.shard_layouts import (
+    GroupLayouts,
+    digest_of,
+    merge_layouts,
+    own_regions,
 )
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.catalog import Catalog
 from perdure.store.entry_builder import Held
-from perdure.store.format import PACKS, hash_bytes
-from perdure.store.leaf import Leaves, RemoteLeaf, containers_of
+from perdure.store.format import PACKS, chunk_spans, hash_bytes
+from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import (
     OwnLeaves,
     OwnRows,
     PackPart,
+    ShardCopy,
+    WriterShare,
     assemble,
-    join_shards,
+    copy_digests,
     leaf_digests,
     write_pack_part,
 )
 from perdure.store.pack_writer import Written
+from perdure.store.shard_chunks import pieces_of, read_pieces
+from perdure.store.shard_plan import ShardPlan, plan_shards
 
-_WRITE, _NOTHING = b"write", b"nothing"
 _MOST_LINES = 20
 
 
@@ -56,42 +72,21 @@ class GroupState:
     own: OwnLeaves = field(default_factory=OwnLeaves)
 
 
-class _Share(Struct):
-    """What one process reports to the others: the part that it has written, or why it has not."""
+class LayoutCache:
+    """The layouts of the sharded arrays, from one save of this process to the next."""
 
-    step: int
-    part: PackPart | None = None
-    error: str = ""
-    kind: str = ""
+    def __init__(self) -> None:
+        self.layouts = GroupLayouts()
 
 
-class GatherAgreement:
-    """Whether all processes are about to gather the sharded arrays of one step.
+class _LaterHashes(RemoteLeaf, frozen=True, gc=True):
+    """A sharded array, whose chunks are hashed only if something asks for their hashes."""
 
-    Without it, a process that saves another step would gather other arrays, and one that has no state
-    to save would leave the others waiting in a collective of the framework.
-    """
+    hashed: HashedShards
+    path: str
 
-    def __init__(self, processes: Processes, step: int) -> None:
-        self._processes = processes
-        self._step = step
-        self.failed = False
-
-    def reach(self) -> None:
-        """Raise `SaveError` unless all processes call this for the same step. A collective."""
-        rows = _gather_rows(self._processes, OwnRows({}, {}, self._step))
-        if all(row.ready == self._step for row in rows):
-            return
-        self.failed = True
-        steps = ", ".join(
-            f"process {number}: {'none' if row.ready is None else row.ready}"
-            for number, row in enumerate(rows)
-        )
-        raise SaveError(
-            f"the processes of the group do not all gather the sharded arrays of step {self._step} "
-            f"({steps}). Nothing was saved. All processes must call `save` at the same steps, with a "
-            f"state of the same structure; a process with 'none' has another one, or raised an error."
-        )
+    def hashes(self) -> list[str]:
+        return self.hashed.of(self.path)
 
 
 @contextmanager
@@ -101,61 +96,51 @@ def save_in_group(
     state: GroupState,
     recipe: Mapping[str, RecipeValue],
     metrics: Mapping[str, float],
+    cache: LayoutCache | None = None,
 ) -> Iterator[None]:
     """Save one checkpoint by all processes, and run the block after the commit.
 
     Every process enters this with its own copy of the state, on a channel of its own. The block is for
     work of the chief (retention): when it ends, the checkpoint is durable and committed for all
     processes. An error of the save, or of the block in the chief, is raised in all of them. A process
-    that has no state to save calls `decline_save` instead.
+    that has no state to save calls `decline_save` instead. `cache` saves messages if it is that of the
+    save before.
 
     Raises:
         StateError: The copies of the state differ; names leaf and process.
         StoreError: As `Run.save`, or as the block.
     """
-    rows = _gather_own(processes, state.own)
-    if processes.is_chief:
-        error = _lead(run, processes, state, rows, recipe, metrics)
-        if error is None:
+    with ExitStack() as stack:
+        member = _Member(run, processes, state, cache or LayoutCache(), stack)
+        if processes.is_chief:
+            error: BaseException | None = None
             try:
+                _lead(member, recipe, metrics)
                 yield
-            except WorkerLostError:
-                raise
             except BaseException as raised:  # noqa: BLE001 (raised below in all processes)
                 error = raised
-        agreed = None if error is None else as_save_error(error)
-        broadcast_outcome(processes, CallOutcome.of(agreed))
-        if agreed is not None:
-            _raise_agreed(error, agreed)
-    else:
-        error = _follow(
-            processes,
-            state.leaves,
-            lambda: _write_share(run, processes, state, Catalog(run.storage)),
-        )
-        try:
-            follow_chief(processes)
-        except PerdureError as agreed:
-            _raise_agreed(error, agreed)
-        yield
+            _end(member, error)
+        else:
+            _follow(member)
+            yield
 
 
-def decline_save(
-    processes: Processes, step: int, error: BaseException, *, gathered: bool = False
-) -> None:
-    """Take part in a save without a share, so that every other process learns of `error` at once.
-
-    With `gathered`, a `GatherAgreement` failed, which was the first collective of the save.
-    """
-    if not gathered:
-        _gather_own(processes, OwnLeaves())
-    if processes.is_chief:
-        processes.broadcast(_NOTHING)
-        broadcast_outcome(processes, CallOutcome.of(as_save_error(error)))
-        return
+def decline_save(processes: Processes, step: int, error: BaseException) -> None:
+    """Take part in a save without a state, so that every other process learns of `error` at once."""
+    text, kind = _failure(processes, error)
+    sent = processes.collect(
+        msgspec.msgpack.encode(SaveRow(step, OwnRows({}, {}), error=text, kind=kind))
+    )
     try:
-        _follow(processes, {}, lambda: (_failed(processes, step, error), None))
-        follow_chief(processes)
+        if processes.is_chief:
+            rows = [decoded(data, SaveRow) for data in sent]
+            _, failed = attempt(lambda: _require_rows(processes, rows))
+            outcome = CallOutcome.of(as_save_error(failed or error))
+            processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, outcome=outcome)))
+        else:
+            while decoded(processes.broadcast(None), SaveOrder).what != END:
+                answer = SaveAnswer(step, error=text, kind=kind)
+                processes.collect(msgspec.msgpack.encode(answer))
     except WorkerLostError:
         raise
     except PerdureError:
@@ -174,81 +159,247 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
     digests = leaf_digests(leaves)
     digest = hash_bytes(msgspec.json.encode(digests)).encode()
     if len(set(processes.gather(digest))) > 1:
-        _raise_differing(processes, digests)
+        sent = processes.gather(msgspec.json.encode(digests))
+        raise _differing([msgspec.json.decode(data) for data in sent], [])
 
 
-def _gather_own(processes: Processes, own: OwnLeaves) -> list[OwnRows]:
-    """The leaves that each process has alone, by their hashes: the fingerprint covers all of them."""
-    return _gather_rows(processes, OwnRows.of(own))
+class _Member:
+    """One process in a save: its state, and what it knows of the others."""
+
+    def __init__(
+        self,
+        run: Run,
+        processes: Processes,
+        state: GroupState,
+        cache: LayoutCache,
+        stack: ExitStack,
+    ) -> None:
+        self.run, self.processes, self.state = run, processes, state
+        self.held: Mapping[str, Held] | None = None
+        """The chunks that need not be written, in the chief."""
+        self.error: BaseException | None = None
+        """The first error of this process."""
+        self._cache = cache
+        self._regions = own_regions(state.leaves)
+        self._exchange: PieceExchange | None = None
+        self._plans: dict[str, ShardPlan] | None = None
+        row, error = attempt(lambda: self._row(stack))
+        if row is None:
+            self.error = error
+            text, kind = _failure(processes, error or SaveError("no answer"))
+            row = SaveRow(state.step, OwnRows({}, {}), error=text, kind=kind)
+        sent = processes.collect(msgspec.msgpack.encode(row))
+        self.rows = [decoded(data, SaveRow) for data in sent]
+        """What each process began with, in the chief."""
+
+    def _row(self, stack: ExitStack) -> SaveRow:
+        address = None
+        if self._regions:
+            self._exchange = PieceExchange(self.processes.index)
+            stack.callback(self._exchange.close)
+            address = self._exchange.address
+        own, known = OwnRows.of(self.state.own), self._cache.layouts.digest()
+        return SaveRow(self.state.step, own, digest_of(self._regions), known, address)
+
+    def ask(self, what: str) -> list[SaveAnswer]:
+        """Give an order, in the chief; returns the answers of all if no process failed."""
+        order = SaveOrder(what)
+        if what != LAYOUT and self._regions:
+            layouts, order.addresses = self._cache.layouts, [row.address for row in self.rows]
+            if {row.known for row in self.rows} != {layouts.digest()}:
+                order.layouts = layouts
+        self.processes.broadcast(msgspec.msgpack.encode(order))
+        sent = self.processes.collect(self.answer(order))
+        answers = [decode_answer(self.run.storage, data) for data in sent]
+        _require_answers(self.processes, answers)
+        return answers
+
+    def answer(self, order: SaveOrder) -> bytes:
+        """Do what an order asks for; the answer to send."""
+        storage, index = self.run.storage, self.processes.index
+        data, error = attempt(lambda: encode_answer(storage, index, self._done(order)))
+        if error is not None or data is None:
+            error = error or SaveError("no answer")
+            self.error = self.error or error
+            text, kind = _failure(self.processes, error)
+            data = msgspec.msgpack.encode(SaveAnswer(self.state.step, error=text, kind=kind))
+        return data
+
+    def agree_on_layouts(self) -> None:
+        """Learn the layouts of all processes, in the chief, unless no shard has changed."""
+        known = self._cache.layouts
+        digests = tuple(row.regions for row in self.rows)
+        if not any(digests):
+            return
+        if known.digests != digests or {row.known for row in self.rows} != {known.digest()}:
+            answers = self.ask(LAYOUT)
+            self._cache.layouts = merge_layouts([answer.regions for answer in answers], digests)
+            self._plans = None
+
+    def _done(self, order: SaveOrder) -> SaveAnswer:
+        step, leaves = self.state.step, self.state.leaves
+        if order.what == LAYOUT:
+            return SaveAnswer(step, regions=self._regions)
+        share = self._share(order)
+        if order.what == HASH:
+            return SaveAnswer(step, hashes=share.hashes(leaves))
+        if order.what == COMPARE:
+            copies = copy_digests(leaves, share.plans)
+            return SaveAnswer(step, digests=leaf_digests(leaves), copies=copies)
+        known = Catalog(self.run.storage).held() if self.held is None else self.held
+        part = write_pack_part(
+            self.run.storage, step, leaves, known, share, self.run.encode, self.state.own
+        )
+        return SaveAnswer(step, part=part)
+
+    def _share(self, order: SaveOrder) -> WriterShare:
+        """What this process writes, with the layouts and addresses of an order."""
+        index, count = self.processes.index, self.processes.count
+        if self._exchange is None:
+            return WriterShare(index, count)
+        if self._plans is None:
+            self._cache.layouts = order.layouts or self._cache.layouts
+            layouts = self._cache.layouts.by_path()
+            self._plans = plan_shards(self.state.leaves, layouts, count)
+            leaves = [(self._plans[path], path) for path in sorted(self._plans)]
+
+            def read(writer: int, leaf: int, chunk: int) -> memoryview:
+                plan, path = leaves[leaf]
+                shards = self.state.leaves[path].shards
+                assert shards is not None
+                return read_pieces(pieces_of(plan, chunk, writer, index), shards)
+
+            self._exchange.begin(order.addresses, read)
+        numbers = {path: number for number, path in enumerate(sorted(self._plans))}
+        exchange = self._exchange
+        return WriterShare(index, count, self._plans, lambda path: exchange.fetch(numbers[path]))
 
 
-def _gather_rows(processes: Processes, rows: OwnRows) -> list[OwnRows]:
-    sent = processes.gather(msgspec.msgpack.encode(rows))
-    return [decoded(data, OwnRows) for data in sent]
+class HashedShards:
+    """The hashes of the chunks of sharded arrays, which all processes compute when one is asked for."""
+
+    def __init__(self, member: _Member) -> None:
+        self._member = member
+        self._by_path: dict[str, list[str]] | None = None
+
+    def of(self, path: str) -> list[str]:
+        """The hashes of the chunks of an array."""
+        if self._by_path is None:
+            hashes: dict[int, str] = {}
+            for answer in self._member.ask(HASH):
+                hashes |= answer.hashes
+            self._by_path = {}
+            first = 0
+            for name, leaf in sorted(self._member.state.leaves.items()):
+                count = 0 if leaf.is_scalar else len(chunk_spans(leaf.nbytes))
+                if leaf.shards is not None:
+                    self._by_path[name] = [hashes[first + number] for number in range(count)]
+                first += count
+        return self._by_path[path]
 
 
-def _lead(
-    run: Run,
-    processes: Processes,
-    state: GroupState,
-    rows: Sequence[OwnRows],
-    recipe: Mapping[str, RecipeValue],
-    metrics: Mapping[str, float],
-) -> BaseException | None:
-    """The chief's side of a save, up to the commit; returns its error."""
-    merged: dict[str, Any] = dict(state.leaves)
+def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[str, float]) -> None:
+    """The chief's side of a save, up to the commit."""
+    run, state = member.run, member.state
+    _require_rows(member.processes, member.rows)
+    member.agree_on_layouts()
+    hashed = HashedShards(member)
+    merged: dict[str, AnyLeaf] = {
+        path: leaf
+        if leaf.shards is None
+        else _LaterHashes(leaf.dtype, leaf.shape, leaf.nbytes, (), hashed, path)
+        for path, leaf in state.leaves.items()
+    }
     process_leaves: dict[str, RemoteLeaf] = {}
-    for process in rows:
-        merged |= process.per_rank
-        process_leaves |= process.process_leaves
-    others_wait = True
-
-    def commit() -> None:
-        nonlocal others_wait
-        leaves = Leaves(join_shards(merged), containers_of(state.leaves))
-        with run.prepare_save(state.step, leaves, process_leaves) as save:
-            written = None
-            if not save.is_committed:
-                others_wait = False
-                processes.broadcast(_WRITE)
-                written = _write_parts(run, processes, state, save.held)
-            run.commit_save(save, written, recipe, metrics)
-
-    _, error = attempt(commit)
-    if others_wait:
-        processes.broadcast(_NOTHING)
-    return error
+    for row in member.rows:
+        merged |= row.own.per_rank
+        process_leaves |= row.own.process_leaves
+    leaves = Leaves(merged, containers_of(state.leaves))  # type: ignore[arg-type]
+    with run.prepare_save(state.step, leaves, process_leaves) as save:
+        written = None
+        if not save.is_committed:
+            member.held = save.held
+            written = _write_parts(member)
+        run.commit_save(save, written, recipe, metrics)
 
 
-def _write_parts(
-    run: Run, processes: Processes, state: GroupState, held: Mapping[str, Held]
-) -> Written:
-    """Write the chief's part, wait for the others, and put the parts together. A collective."""
-    share, error = _write_share(run, processes, state, held)
-    try:
-        parts = _agreed_parts(processes, state.leaves, share)
-    except PerdureError as agreed:
-        _raise_agreed(error, agreed)
-    require_visible(run, parts, {place.pack for place in held.values()})
-    return assemble(state.leaves, parts)
+def _write_parts(member: _Member) -> Written:
+    """Let every process write its part, in the chief, and put the parts together."""
+    assert member.held is not None
+    parts = [answer.part for answer in member.ask(WRITE) if answer.part is not None]
+    if len({part.state_hash for part in parts}) > 1 or _have_other_copies(parts):
+        answers = member.ask(COMPARE)
+        raise _differing(
+            [answer.digests for answer in answers], [answer.copies for answer in answers]
+        )
+    require_visible(member.run, parts, {place.pack for place in member.held.values()})
+    return assemble(member.state.leaves, parts)
 
 
-def _follow(
-    processes: Processes,
-    leaves: Mapping[str, Leaf],
-    write: Callable[[], tuple[_Share, BaseException | None]],
-) -> BaseException | None:
-    """The side of the other processes, up to the commit; returns the error of this process."""
-    if processes.broadcast(None) != _WRITE:
-        return None
-    share, error = write()
-    try:
-        _agreed_parts(processes, leaves, share)
-    except WorkerLostError:
-        raise
-    except PerdureError:
-        pass  # the chief finds the same, and broadcasts it
-    return error
+def _end(member: _Member, error: BaseException | None) -> None:
+    """Tell all processes how the save ended, in the chief, and raise its error."""
+    agreed = None if error is None else as_save_error(error)
+    order = SaveOrder(END, outcome=CallOutcome.of(agreed))
+    member.processes.broadcast(msgspec.msgpack.encode(order))
+    if agreed is not None:
+        _raise_agreed(member.error or error, agreed)
+
+
+def _follow(member: _Member) -> None:
+    """The side of the other processes: answer orders until the save has ended; raises its error."""
+    processes = member.processes
+    while True:
+        order = decoded(processes.broadcast(None), SaveOrder)
+        if order.what == END:
+            break
+        processes.collect(member.answer(order))
+    if order.outcome is not None and order.outcome.kind is not None:
+        agreed = order.outcome.error_of("the chief process")
+        assert isinstance(agreed, PerdureError)
+        _raise_agreed(member.error, agreed)
+
+
+def _failure(processes: Processes, error: BaseException) -> tuple[str, str]:
+    """Text of an error for the other processes, and its class if they are to raise the same."""
+    text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
+    kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
+    return f"process {processes.index}: {text}", kind
+
+
+def _require_rows(processes: Processes, rows: Sequence[SaveRow]) -> None:
+    """Raise unless every process begins to save the same step."""
+    _require_answers(processes, rows)
+    if len({row.step for row in rows}) > 1:
+        steps = ", ".join(f"process {number}: {row.step}" for number, row in enumerate(rows))
+        raise StateError(
+            f"the processes of the group save different steps ({steps}). Nothing was saved. All "
+            f"processes must call `save` at the same steps, from one thread."
+        )
+
+
+def _require_answers(
+    processes: Processes, answers: Sequence[SaveRow] | Sequence[SaveAnswer]
+) -> None:
+    """Raise what failed, if some processes failed."""
+    if not (failed := [answer for answer in answers if answer.error]):
+        return
+    kinds = {answer.kind for answer in failed}
+    kind = getattr(errors, kinds.pop()) if len(kinds) == 1 and all(kinds) else SaveError
+    texts = "; ".join(answer.error.rstrip(".") for answer in failed)
+    raise kind(
+        f"saving step {failed[0].step} failed in {len(failed)} of {processes.count} processes: "
+        f"{texts}. Every earlier checkpoint is unchanged. Save again once the cause is removed."
+    )
+
+
+def _have_other_copies(parts: Sequence[PackPart]) -> bool:
+    """Whether two processes hold different bits in copies of a shard."""
+    seen: dict[str, str] = {}
+    return any(
+        seen.setdefault(holders, digest) != digest
+        for part in parts
+        for holders, digest in part.copies.items()
+    )
 
 
 def _raise_agreed(error: BaseException | None, agreed: PerdureError) -> NoReturn:
@@ -256,53 +407,6 @@ def _raise_agreed(error: BaseException | None, agreed: PerdureError) -> NoReturn
     if error is not None and not isinstance(error, Exception):
         raise error
     raise agreed from (None if error is agreed else error)
-
-
-def _write_share(
-    run: Run, processes: Processes, state: GroupState, held: Mapping[str, Held] | Catalog
-) -> tuple[_Share, BaseException | None]:
-    def write() -> PackPart:
-        known = held.held() if isinstance(held, Catalog) else held
-        index, count = processes.index, processes.count
-        return write_pack_part(
-            run.storage, state.step, state.leaves, known, index, count, run.encode, state.own
-        )
-
-    part, error = attempt(write)
-    if error is not None:
-        return _failed(processes, state.step, error), error
-    return _Share(state.step, part), None
-
-
-def _failed(processes: Processes, step: int, error: BaseException) -> _Share:
-    text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
-    kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
-    return _Share(step, error=f"process {processes.index}: {text}", kind=kind)
-
-
-def _agreed_parts(
-    processes: Processes, leaves: Mapping[str, Leaf], share: _Share
-) -> list[PackPart]:
-    """The parts of all processes, if none failed and all hold the same state. A collective."""
-    shares = [decoded(data, _Share) for data in processes.gather(msgspec.msgpack.encode(share))]
-    if failed := [share for share in shares if share.error]:
-        kinds = {share.kind for share in failed}
-        kind = getattr(errors, kinds.pop()) if len(kinds) == 1 and all(kinds) else SaveError
-        texts = "; ".join(share.error.rstrip(".") for share in failed)
-        raise kind(
-            f"saving step {share.step} failed in {len(failed)} of {processes.count} processes: "
-            f"{texts}. Every earlier checkpoint is unchanged. Save again once the cause is removed."
-        )
-    if len({share.step for share in shares}) > 1:
-        steps = ", ".join(f"process {number}: {share.step}" for number, share in enumerate(shares))
-        raise StateError(
-            f"the processes of the group save different steps ({steps}). Nothing was saved. All "
-            f"processes must call `save` at the same steps, from one thread."
-        )
-    parts = [share.part for share in shares if share.part is not None]
-    if len({part.state_hash for part in parts}) > 1:
-        _raise_differing(processes, leaf_digests(leaves))
-    return parts
 
 
 def require_visible(run: Run, parts: Sequence[PackPart], held: AbstractSet[str]) -> None:
@@ -330,10 +434,10 @@ def require_visible(run: Run, parts: Sequence[PackPart], held: AbstractSet[str])
                 )
 
 
-def _raise_differing(processes: Processes, digests: Mapping[str, str]) -> NoReturn:
-    """Raise, the same in every process, which leaves differ between them. A collective."""
-    sent = processes.gather(msgspec.json.encode(digests))
-    gathered: Sequence[dict[str, str]] = [msgspec.json.decode(data) for data in sent]
+def _differing(
+    gathered: Sequence[Mapping[str, str]], copies: Sequence[Mapping[str, ShardCopy]]
+) -> StateError:
+    """Which leaves differ between the processes, by the hashes of the leaves and copies of each."""
     first = gathered[0]
     lines = [
         f"  {path}: process {number} holds other bits than process 0"
@@ -341,9 +445,17 @@ def _raise_differing(processes: Processes, digests: Mapping[str, str]) -> NoRetu
         for path in sorted(first.keys() | other.keys())
         if other.get(path) != first.get(path)
     ]
-    raise StateError(
+    seen: dict[str, tuple[int, str]] = {}
+    for number, shards in enumerate(copies):
+        for name, copy in shards.items():
+            holder, digest = seen.setdefault(name, (number, copy.digest))
+            if digest != copy.digest:
+                lines.append(
+                    f"  {copy.path}: process {number} holds other bits than process {holder}"
+                )
+    return StateError(
         "the processes of the group hold different states:\n"
-        + "\n".join(lines[:_MOST_LINES])
+        + "\n".join([*dict.fromkeys(lines)][:_MOST_LINES])
         + "\nAll processes must start from the same state and run the same steps: give them one seed, "
         "and restore in all of them. What each process has for itself (the buffers of BatchNorm under "
         "DistributedDataParallel, the position in its shard of the data) must be made equal before the "

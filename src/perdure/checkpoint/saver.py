@@ -16,8 +16,8 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall, run_in_chief
 from perdure.checkpoint.group_save import (
-    GatherAgreement,
     GroupState,
+    LayoutCache,
     as_save_error,
     decline_save,
     save_in_group,
@@ -43,7 +43,7 @@ from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 from perdure.store.format import RETENTION
-from perdure.store.pack_part import OwnLeaves, shard_leaves
+from perdure.store.pack_part import OwnLeaves
 
 
 class BackgroundSaver:
@@ -67,6 +67,7 @@ class BackgroundSaver:
         self._grace = grace
         self._background = Background()
         self._buffer = SnapshotBuffer()
+        self._layouts = LayoutCache()
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = False
@@ -143,13 +144,12 @@ class BackgroundSaver:
         self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
         self._journal.require_agreement()
-        agreement = GatherAgreement(self._processes.channel("save"), step)
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             generators = self.random.capture() if self.random else None
             own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
-            with rank_context(index, count, agreement.reach) as rank:
+            with rank_context(index, count) as rank:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
@@ -157,7 +157,7 @@ class BackgroundSaver:
                 own |= frozen_leaves(state)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
-                self._background.submit(partial(self._decline, step, error, agreement.failed))
+                self._background.submit(partial(self._decline, step, error))
                 shared = as_save_error(error)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
@@ -249,16 +249,15 @@ class BackgroundSaver:
         ranked: dict[str, Leaf] = {}
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
-        for path in [path for path, leaf in leaves.items() if leaf.chunks is not None]:
-            ranked |= shard_leaves(path, leaves.pop(path))
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         channel = self._processes.channel("save")
-        with save_in_group(self._run, channel, state, self._managed.recipe.recipe, metrics):
+        recipe = self._managed.recipe.recipe
+        with save_in_group(self._run, channel, state, recipe, metrics, self._layouts):
             if self._processes.is_chief:
                 self._prune(step)
 
-    def _decline(self, step: int, error: BaseException, gathered: bool) -> None:
-        decline_save(self._processes.channel("save"), step, error, gathered=gathered)
+    def _decline(self, step: int, error: BaseException) -> None:
+        decline_save(self._processes.channel("save"), step, error)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool
@@ -321,7 +320,7 @@ class BackgroundSaver:
 def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
     """Raise `UnsupportedLeafError` for a sharded array that is wrapped in `PerRank`."""
     for path, leaf in leaves.items() if rank.members else ():
-        if leaf.chunks is not None and rank.owns(path):
+        if leaf.shards is not None and rank.owns(path):
             raise UnsupportedLeafError(
                 f"{path}: an array that is sharded over the processes is one member of all of them; "
                 f"expected it outside of PerRank."

@@ -15,6 +15,7 @@ from perdure.process_group import Processes, SingleProcess
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
 from perdure.store.drill_hook import drill_hook
+from perdure.store.leaf import Leaves
 
 DIGITS = 32
 
@@ -37,9 +38,9 @@ def state_digest(tree: Any, processes: Processes | None = None) -> str:
 
 def digests_by_path(tree: Any, group: Processes) -> dict[str, Digest]:
     """The digest of each leaf, without members in `PerRank`; errors as `state_digest`."""
-    with rank_context(group.index, group.count, _refuse_sharded) as rank:
+    with rank_context(group.index, group.count) as rank:
         # The chief digests alone, so that nothing here may wait for other processes.
-        leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(flatten(tree))
+        leaves = leaf_digests(tree) if group.count == 1 else digests_of_leaves(_whole(tree))
         return {path: leaves[path] for path in leaves if not rank.owns(path)}
 
 
@@ -65,7 +66,7 @@ def batch_digest(batch: Any) -> str:
 
 def share_digests(shares: Sequence[Any]) -> list[str]:
     """`batch_digest` of each share of a batch, all in one pass."""
-    with rank_context(0, 1, _refuse_sharded) as rank:
+    with rank_context(0, 1) as rank:
         try:
             return [
                 combined(
@@ -110,8 +111,12 @@ def _no_batch(error: UnsupportedLeafError) -> UnsupportedLeafError:
     )
 
 
-def _refuse_sharded() -> None:
-    raise UnsupportedLeafError(
-        "an array is sharded over the processes of the group, and the journal digests whole arrays. "
-        "Leave `journal_every` out for this run."
-    )
+def _whole(tree: Any) -> Leaves:
+    leaves = flatten(tree)
+    for path, leaf in leaves.items():
+        if leaf.shards is not None:
+            raise UnsupportedLeafError(
+                f"{path}: an array that is sharded over the processes of the group, and the journal "
+                f"digests whole arrays. Leave `journal_every` out for this run."
+            )
+    return leaves

@@ -39,7 +39,7 @@ from perdure.store import Leaf, Run, Storage
 from perdure.store.catalog import Catalog
 from perdure.store.leaf import RemoteLeaf
 from perdure.store.manifest import LeafEntry
-from perdure.store.pack_part import OwnLeaves, PackPart, assemble, write_pack_part
+from perdure.store.pack_part import OwnLeaves, PackPart, WriterShare, assemble, write_pack_part
 
 
 class Writer(StorageWriter):
@@ -136,7 +136,8 @@ class Writer(StorageWriter):
         run = self._run or Run(self._directory, create=True)
         held = Catalog(run.storage).held()
         own = OwnLeaves(leaves, local)
-        part = write_pack_part(run.storage, self._step, {}, held, index, 1, None, own)
+        share = WriterShare(index, 1)
+        part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
         size = sum(leaf.nbytes for leaf in leaves.values())
         return done([WriteResult(MetadataIndex(""), size, part)])
 

@@ -56,6 +56,7 @@ class KeyValueProcesses:
         self._round = 0
         self._channels: dict[str, KeyValueProcesses] = {}
         self._old: list[str] = []
+        self._collected: list[str] = []
 
     @property
     def is_chief(self) -> bool:
@@ -72,15 +73,29 @@ class KeyValueProcesses:
         ]
         # All processes have entered this round and left the one before, whose keys are now free. A
         # broadcast does not prove that, so its keys stay until the next gather.
-        for key in self._old:
-            self._store.delete(key)
-        self._old = written
+        self._delete(self._old + self._collected)
+        self._old, self._collected = written, []
+        return values
+
+    def collect(self, data: bytes) -> list[bytes]:
+        self._round += 1
+        if not self.is_chief:
+            self._collected += self._write(f"{self.index}", data)
+            return []
+        values = [data, *(self._read(process) for process in range(1, self.count))]
+        # All processes have entered this round, so that they have left those of earlier broadcasts.
+        self._delete(self._old)
+        self._old = []
         return values
 
     def broadcast(self, data: bytes | None) -> bytes:
         self._round += 1
         if not self.is_chief:
-            return self._read(0)
+            value = self._read(0)
+            # Process 0 has read what it collected before.
+            self._delete(self._collected)
+            self._collected = []
+            return value
         self._old += self._write("0", given(data))
         return given(data)
 
@@ -103,6 +118,10 @@ class KeyValueProcesses:
             len(members),
             name,
         )
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete(key)
 
     def _write(self, writer: str, data: bytes) -> list[str]:
         """Write the pieces first, then the key that readers wait for, which has their number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -50,22 +50,13 @@ class RankContext:
     """The process that flattens or restores a state, and the `PerRank` members of that state.
 
     `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
-    `has_shards` becomes true if a restore meets an array of which each process has a shard. `dealt`
-    counts the chunks of such arrays that a save has given to a process.
+    `has_shards` becomes true if a restore meets an array of which each process has a shard.
     """
 
     index: int = 0
     count: int = 1
     members: dict[str, int | None] = field(default_factory=dict)
     has_shards: bool = False
-    dealt: int = 0
-    before_gather: Callable[[], None] | None = None
-
-    def agree(self) -> None:
-        """Called before an array is gathered: the first time, `before_gather` is called."""
-        check, self.before_gather = self.before_gather, None
-        if check is not None:
-            check()
 
     def owns(self, path: str) -> bool:
         """Whether a leaf belongs to a `PerRank` member."""
@@ -85,14 +76,9 @@ _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=No
 
 
 @contextmanager
-def rank_context(
-    index: int, count: int, before_gather: Callable[[], None] | None = None
-) -> Iterator[RankContext]:
-    """States that are flattened or restored inside are those of process `index` of `count`.
-
-    `before_gather` makes sure that all processes save the same step, before the first collective.
-    """
-    context = RankContext(index, count, before_gather=before_gather)
+def rank_context(index: int, count: int) -> Iterator[RankContext]:
+    """States that are flattened or restored inside are those of process `index` of `count`."""
+    context = RankContext(index, count)
     token = _context.set(context)
     try:
         yield context

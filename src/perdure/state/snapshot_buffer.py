@@ -7,8 +7,9 @@ takes several times as long. Invariant: a buffer holds one snapshot at a time.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
 
 from perdure.store.aligned_buffers import pages
 from perdure.store.direct import copy_bytes
@@ -38,34 +39,45 @@ class SnapshotBuffer:
         The copies of the call before are overwritten, so nothing may use them any more.
         """
         copied = Leaves(leaves, containers_of(leaves))
-        large = []
-        small = []
-        for path, leaf in leaves.items():
-            if leaf.frozen:
-                continue
-            (small if len(leaf.data) <= SMALL_BYTES else large).append((path, leaf))
-        # In one call, because there may be very many.
-        joined = memoryview(b"".join([leaf.data for _, leaf in small]))
-        ends = list(accumulate([len(leaf.data) for _, leaf in small]))
-        parts = map(joined.__getitem__, map(slice, [0, *ends], ends))
-        for (path, leaf), part in zip(small, parts, strict=True):
-            copied[path] = Leaf(leaf.dtype, leaf.shape, part, True)
-        size = sum(-(-len(leaf.data) // ALIGNMENT) for _, leaf in large) * ALIGNMENT
-        if not size:
-            return copied
-        if self._memory is None or len(self._memory) < size:
+        changing = [
+            (path, leaf, leaf.shards.parts if leaf.shards else (leaf.data,))
+            for path, leaf in leaves.items()
+            if not leaf.frozen
+        ]
+        copies = self._copies([part for _, _, parts in changing for part in parts])
+        for path, leaf, parts in changing:
+            new = [next(copies) for _ in parts]
+            if leaf.shards is None:
+                copied[path] = Leaf(leaf.dtype, leaf.shape, new[0], True)
+            else:
+                shards = msgspec.structs.replace(leaf.shards, parts=tuple(new))
+                copied[path] = Leaf(leaf.dtype, leaf.shape, leaf.data, True, shards=shards)
+        return copied
+
+    def _copies(self, arrays: Sequence[memoryview]) -> Iterator[memoryview]:
+        """A copy of each array, in order."""
+        # Small ones in one call, because there may be very many.
+        joined = memoryview(b"".join([data for data in arrays if len(data) <= SMALL_BYTES]))
+        large = [data for data in arrays if len(data) > SMALL_BYTES]
+        size = sum(-(-len(data) // ALIGNMENT) for data in large) * ALIGNMENT
+        if size and (self._memory is None or len(self._memory) < size):
             self._memory = None  # freed first, so that both are never allocated at once
             self._memory = pages(size)
-        memory = memoryview(self._memory)
-        pairs: list[tuple[memoryview, memoryview]] = []
-        offset = 0
-        for path, leaf in large:
-            target = memory[offset : offset + len(leaf.data)]
-            pairs.append((target, leaf.data))
-            copied[path] = Leaf(leaf.dtype, leaf.shape, target, True)
-            offset += -(-len(target) // ALIGNMENT) * ALIGNMENT
-        _copy_pairs(pairs)
-        return copied
+        memory = memoryview(self._memory or b"")
+        targets: list[memoryview] = []
+        start = 0
+        for data in large:
+            targets.append(memory[start : start + len(data)])
+            start += -(-len(data) // ALIGNMENT) * ALIGNMENT
+        _copy_pairs(list(zip(targets, large, strict=True)))
+        copies = iter(targets)
+        start = 0
+        for data in arrays:
+            if len(data) > SMALL_BYTES:
+                yield next(copies)
+            else:
+                yield joined[start : start + len(data)]
+                start += len(data)
 
     def release(self) -> None:
         """Free the memory once nothing uses the last snapshot. May be called twice."""

@@ -1,17 +1,20 @@
-"""`DTensor`s: the whole tensor for a save, and the shard of this process for a restore."""
+"""`DTensor`s: the shard of this process, for a save and for a restore."""
 
 from __future__ import annotations
 
-import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import cut, own_chunks
+from perdure.state.shards import cut
 from perdure.store.leaf import Leaf, Region
+
+ALIGNMENT = 64
+"""The memory of PyTorch's tensors begins at a multiple of this."""
 
 
 def is_dtensor(value: Any) -> bool:
@@ -48,34 +51,23 @@ def has_all_elements(value: Any) -> bool:
     return not any(_shards(value))
 
 
-def gathered_leaf(value: Any, dtype: str) -> Leaf:
-    """The leaf of a sharded `DTensor` for a save. A collective of the processes of its mesh.
+def sharded_parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` of which this process has only some elements."""
+    return {
+        path: value.detach()
+        for path, value in values.items()
+        if is_dtensor(value) and not has_all_elements(value)
+    }
 
-    If several processes have the same elements (replicated along another dimension of the mesh), all
-    keep the whole array, so that the save can compare it.
 
-    Raises:
-        UnsupportedLeafError: This process saves alone.
-    """
-    context = current_rank_context()
-    if context.count == 1:
+def require_group(value: Any) -> None:
+    """Raise `UnsupportedLeafError` for a sharded `DTensor` if this process saves alone."""
+    if current_rank_context().count == 1:
         raise UnsupportedLeafError(
             f"a DTensor with the placements {_shown(value)} over {value.device_mesh.size()} processes, "
             f"and this process saves alone, so that it does not have all elements. Make the manager in "
             f"every process as CheckpointManager(..., processes=perdure.torch.process_group())."
         )
-    context.agree()
-    with torch.no_grad():
-        whole = value.detach().full_tensor().resolve_conj().resolve_neg().contiguous()
-    octets = whole.reshape(-1).view(torch.uint8)
-
-    if octets.numel() and math.prod(filter(None, _shards(value))) != context.count:
-        return Leaf(dtype, tuple(value.shape), octets.cpu().numpy().data, frozen=True)
-
-    def read(start: int, stop: int) -> memoryview:
-        return octets[start:stop].to("cpu", copy=True).numpy().data
-
-    return own_chunks(dtype, tuple(value.shape), octets.numel(), read)
 
 
 def region(value: Any) -> Region:
@@ -113,13 +105,21 @@ def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
     require_restorable(like)
     present = local_tensor(like)
     octets = cut(leaf, region(like)).data
-    local = torch.empty(present.shape, dtype=getattr(torch, leaf.dtype))
-    if octets.nbytes:
-        local.reshape(-1).view(torch.uint8).numpy()[:] = octets
-    device = like.device_mesh.device_type if present.is_meta else present.device
-    made = torch.empty_strided(present.shape, present.stride(), dtype=local.dtype, device=device)
+    dtype = getattr(torch, leaf.dtype)
+    device = torch.device(like.device_mesh.device_type) if present.is_meta else present.device
+    local = None
+    if leaf.shards is not None and octets.nbytes and not octets.readonly:
+        # Read for this target alone, so that the tensor may lie in the same memory.
+        local = torch.frombuffer(octets, dtype=torch.uint8).view(dtype).reshape(present.shape)
+    if local is None or local.data_ptr() % ALIGNMENT:
+        local = torch.empty(present.shape, dtype=dtype)
+        if octets.nbytes:
+            local.reshape(-1).view(torch.uint8).numpy()[:] = octets
+    if local.device.type != device.type or local.stride() != present.stride():
+        made = torch.empty_strided(present.shape, present.stride(), dtype=dtype, device=device)
+        local = made.copy_(local)
     return DTensor.from_local(
-        made.copy_(local),
+        local,
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -13,25 +13,26 @@ from perdure.state.adapter import Node
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.leaf_values import BUFFER_DTYPES
-from perdure.state.shards import gathers_shards
+from perdure.state.shards import compares_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_settings import optimizer_check, scheduler_check
 from perdure.state.torch_shards import (
-    gathered_leaf,
+    ALIGNMENT,
     has_all_elements,
     is_dtensor,
     local_tensor,
     region,
+    require_group,
     require_restorable,
     shard_of,
+    sharded_parts,
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, Region, Shards
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
-_ALIGNMENT = 64
 _BUFFER_DTYPES = {
     dtype
     for name in BUFFER_DTYPES.values()
@@ -82,9 +83,9 @@ class TorchState:
         part = None
         if is_dtensor(value):
             if not has_all_elements(value):
-                if gathers_shards():
-                    return gathered_leaf(value, spec.dtype)
                 part = region(value)
+                if not compares_shards():
+                    require_group(value)
             value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
@@ -93,7 +94,18 @@ class TorchState:
             # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses.
             octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
             data = octets.data if octets.size else memoryview(b"")
-        return Leaf(spec.dtype, spec.shape, data, plain.data_ptr() != value.data_ptr(), part)
+        is_copy = plain.data_ptr() != value.data_ptr()
+        if part is None or compares_shards():
+            return Leaf(spec.dtype, spec.shape, data, is_copy, part)
+        shards = Shards(spec.shape, plain.element_size(), (part,), (data,))
+        return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
+
+    def regions(self, like: Any) -> tuple[Region, ...] | None:
+        """The elements that this process needs of a target; None for all, and for other values."""
+        if not is_dtensor(like) or has_all_elements(like):
+            return None
+        require_restorable(like)
+        return (region(like),)
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""
@@ -128,7 +140,7 @@ class TorchState:
         is_contiguous = like.is_contiguous() or like.shape != leaf.shape
         if is_plain and is_contiguous and leaf.nbytes and not leaf.data.readonly:
             octets = torch.frombuffer(leaf.data, dtype=torch.uint8)
-            if not octets.data_ptr() % _ALIGNMENT:
+            if not octets.data_ptr() % ALIGNMENT:
                 return octets.view(getattr(torch, leaf.dtype)).reshape(leaf.shape)
         return self.load(like, leaf)
 
@@ -189,6 +201,19 @@ class _Optimizer(Stateful):
 
     def depends_on(self) -> Iterable[Any]:
         return [param for group in self.target.param_groups for param in group["params"]]
+
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        """A moment of a sharded parameter is sharded as the parameter is."""
+        if not self._is_standard or not self._has_groups:
+            return {}
+        parameters = {f"{number}": value for number, value in enumerate(self.depends_on())}
+        values = {}
+        for path, spec in stored.items():
+            first, number, *_ = f"{path}//".split("/")
+            parameter = parameters.get(number) if first == "state" else None
+            if parameter is not None and spec.shape == tuple(parameter.shape):
+                values[path] = parameter
+        return sharded_parts(values)
 
     def may_add(self, path: str) -> bool:
         return path.startswith("param_groups/") and path.count("/") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -11,6 +12,27 @@ from perdure.store.manifest import Container
 
 Region = tuple[tuple[int, int], ...]
 """A part of an array: (start, stop) along each axis."""
+
+
+class Shards(Struct, frozen=True, gc=False):
+    """The shards of an array that this process has. Other processes have the rest of the array.
+
+    Attributes:
+        shape: The shape of the array. Of PRNG keys it ends with the number of words of a key.
+        itemsize: Bytes of one element.
+        regions: Which elements each shard has. No region occurs twice.
+        parts: The bytes of each shard, row-major and little-endian.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    regions: tuple[Region, ...]
+    parts: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
 
 
 # `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
@@ -26,8 +48,8 @@ class Leaf(Struct, frozen=True, gc=False):
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
         region: The part of the array that `data` has; None for all of it. A leaf with a region is only
             compared, never saved.
-        chunks: Of an array whose shards lie in several processes, the chunks that this process writes,
-            by number. `data` is empty then. Such a leaf is only saved, by a group.
+        shards: Of an array whose shards lie in several processes, those of this process. `data` is
+            empty then. Such a leaf is only saved by a group, or restored into such an array.
     """
 
     dtype: str
@@ -35,12 +57,12 @@ class Leaf(Struct, frozen=True, gc=False):
     data: memoryview
     frozen: bool = False
     region: Region | None = None
-    chunks: dict[int, memoryview] | None = None
+    shards: Shards | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `data`."""
-        return len(self.data)
+        """Bytes of `data`, or of the whole array of which `shards` are a part."""
+        return len(self.data) if self.shards is None else self.shards.nbytes
 
     @property
     def is_scalar(self) -> bool:
@@ -54,7 +76,8 @@ class Leaf(Struct, frozen=True, gc=False):
 
     def strong(self) -> Leaf:
         """The same bits without the weak type, for code that does not use JAX."""
-        return Leaf(self.dtype.removeprefix(WEAK_PREFIX), self.shape, self.data, self.frozen)
+        dtype = self.dtype.removeprefix(WEAK_PREFIX)
+        return Leaf(dtype, self.shape, self.data, self.frozen, shards=self.shards)
 
     @property
     def text(self) -> str:

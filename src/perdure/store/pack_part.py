@@ -1,17 +1,16 @@
-"""Writing one checkpoint from several processes, each of which holds the state.
+"""Writing one checkpoint from several processes, each of which holds the state or a part of it.
 
-Chunk i of the state, in path order, is written by process i mod P. What only one process has
-(`OwnLeaves`), leaves or chunks of a sharded array, is written by that one. The chief puts the parts
-together. Nothing here commits: the manifest, which the chief writes once all parts are durable, makes
-all of it visible, or nothing.
+The chunks of the state are numbered in path order. Chunk i is written by process i mod P, one of an
+array whose shards lie in several processes by the process that its plan names. What only one process
+has (`OwnLeaves`) is written by that one. The chief puts the parts together. Nothing here commits: the
+manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -20,25 +19,31 @@ from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
 from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.format import chunk_spans, hash_bytes
-from perdure.store.leaf import AnyLeaf, Leaf, RemoteLeaf, containers_of
+from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
-from perdure.store.pack_writer import Written, write_pack
+from perdure.store.pack_writer import NewLeaf, Written, write_pack
+from perdure.store.shard_chunks import (
+    AssembledChunk,
+    ChunkBytes,
+    Fetch,
+    copy_hashes,
+    own_chunks,
+)
+from perdure.store.shard_plan import ShardPlan
 from perdure.store.storage import Storage
-
-_SHARD = "%chunk"
-"""Follows the path of a sharded array in the names of its chunks. In a path, % is escaped."""
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process wrote.
 
     Attributes:
-        state_hash: The hash of the whole state as this process holds it.
+        state_hash: The hash of what all processes hold of the state, as this process holds it.
         chunks: Its chunks by number, each as (hash, pack, offset, length).
         packs: The packs that it reads from, with their bytes.
         per_rank: The entries of its own leaves that are part of the state. Their chunks number the
             packs in the order of `packs`.
         process_leaves: The entries of its own leaves that are not part of the state.
+        copies: For each set of processes that hold copies of the same shards, the hash of these.
     """
 
     state_hash: str
@@ -46,6 +51,7 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
     packs: dict[str, int]
     per_rank: tuple[LeafEntry, ...] = ()
     process_leaves: tuple[LeafEntry, ...] = ()
+    copies: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,7 @@ class OwnLeaves:
     """The leaves that only one process has, by path.
 
     Attributes:
-        per_rank: Leaves that are part of the state (members wrapped in `PerRank`), and chunks of
-            sharded arrays (`shard_leaves`).
+        per_rank: Leaves that are part of the state: members wrapped in `PerRank`.
         process_leaves: Leaves that are no part of it, such as the state of its random generators.
     """
 
@@ -63,15 +68,10 @@ class OwnLeaves:
 
 
 class OwnRows(Struct, frozen=True):
-    """The `OwnLeaves` leaves of one process, as the others get them.
-
-    With `ready`, this process is about to gather sharded arrays for the save of that step, and has not
-    sent its leaves yet.
-    """
+    """The `OwnLeaves` leaves of one process, as the others get them."""
 
     per_rank: dict[str, RemoteLeaf]
     process_leaves: dict[str, RemoteLeaf]
-    ready: int | None = None
 
     @classmethod
     def of(cls, own: OwnLeaves) -> OwnRows:
@@ -84,42 +84,47 @@ class OwnRows(Struct, frozen=True):
         return cls(rows(own.per_rank), rows(own.process_leaves))
 
 
-def shard_leaves(path: str, leaf: Leaf) -> dict[str, Leaf]:
-    """The chunks that this process has of the sharded leaf at `path`, for `OwnLeaves.per_rank`.
+@dataclass(frozen=True)
+class WriterShare:
+    """Which chunks of a state a process writes.
 
-    Each is a leaf with the shape of the whole array. `join_shards` and `assemble` put them together.
+    Attributes:
+        process, count: The number of this process, and of how many.
+        plans: The plans of the sharded arrays, by path.
+        fetch: Given the path of one, gets pieces of its chunks from other processes.
     """
-    return {
-        f"{path}{_SHARD}{number:09d}": Leaf(leaf.dtype, leaf.shape, data, frozen=True)
-        for number, data in (leaf.chunks or {}).items()
-    }
 
+    process: int
+    count: int
+    plans: Mapping[str, ShardPlan] = field(default_factory=dict)
+    fetch: Callable[[str], Fetch] | None = None
 
-def join_shards(leaves: Mapping[str, AnyLeaf]) -> dict[str, Any]:
-    """The leaves of all processes, with each sharded array as one leaf."""
-    joined = {path: leaf for path, leaf in leaves.items() if _SHARD not in path}
-    for path, names in _shards_by_path(leaves).items():
-        parts = [leaves[name] for name in names]
-        joined[path] = RemoteLeaf(
-            parts[0].dtype,
-            parts[0].shape,
-            sum(part.nbytes for part in parts),
-            tuple(digest for part in parts for digest in part.hashes()),
-        )
-    return joined
+    def chunks(self, leaves: Mapping[str, Leaf]) -> Iterator[tuple[int, str, ChunkBytes]]:
+        """Number, dtype and bytes of each chunk that this process writes."""
+        first = 0
+        for path, leaf in sorted(leaves.items()):
+            if leaf.is_scalar:
+                continue
+            if leaf.shards is None:
+                own = (
+                    (number, leaf.data[start:stop])
+                    for number, (start, stop) in enumerate(chunk_spans(leaf.nbytes))
+                    if (first + number) % self.count == self.process
+                )
+            else:
+                assert self.fetch is not None
+                own = own_chunks(self.plans[path], leaf.shards, self.process, self.fetch(path))
+            for number, data in own:
+                yield first + number, leaf.dtype, data
+            first += len(chunk_spans(leaf.nbytes))
 
-
-def _shards_by_path(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of `shard_leaves` in the order of their chunks, by the path of the array."""
-    by_path: dict[str, list[str]] = {}
-    for name in sorted(name for name in names if _SHARD in name):
-        by_path.setdefault(name.partition(_SHARD)[0], []).append(name)
-    for path, shards in by_path.items():
-        numbers = [int(name.partition(_SHARD)[2]) for name in shards]
-        if numbers != list(range(len(numbers))):
-            missing = min({*range(len(numbers))} - {*numbers})
-            raise CorruptionError(f"leaf {path!r}: no process wrote chunk {missing} of this save.")
-    return by_path
+    def hashes(self, leaves: Mapping[str, Leaf]) -> dict[int, str]:
+        """The hash of each chunk of a sharded array that this process writes, by number."""
+        sharded = {path: leaf for path, leaf in leaves.items() if leaf.shards is not None}
+        return {
+            number: hash_bytes(data.copy() if isinstance(data, AssembledChunk) else data)
+            for number, _, data in self.chunks(sharded)
+        }
 
 
 def write_pack_part(
@@ -127,24 +132,24 @@ def write_pack_part(
     step: int,
     leaves: Mapping[str, Leaf],
     known: Mapping[str, Held],
-    process: int,
-    count: int,
+    share: WriterShare,
     encode: Encode | None = None,
     own: OwnLeaves | None = None,
 ) -> PackPart:
-    """Write the chunks of this process that `known` lacks; durable on return.
-
-    `process` is the number of this process, `count` that of all processes.
-    """
+    """Write the chunks of this process that `known` lacks; durable on return."""
     own = own or OwnLeaves()
-    mine = {
+    mine: dict[str, NewLeaf] = {
         # Names that sort as the numbers do, and before all others.
-        f"{number:012d}": Leaf(leaves[path].dtype, (len(data),), data, frozen=True)
-        for number, (path, data) in enumerate(_chunks(leaves))
-        if number % count == process
+        f"{number:012d}": NewLeaf(dtype, (len(data),), data)
+        for number, dtype, data in share.chunks(leaves)
     }
-    everything = mine | {f"r{path}": leaf for path, leaf in own.per_rank.items()}
-    written = write_pack(storage, step, process, everything, known, encode, own.process_leaves)
+    everything = mine | {
+        f"r{path}": NewLeaf(leaf.dtype, leaf.shape, leaf.data)
+        for path, leaf in own.per_rank.items()
+    }
+    written = write_pack(
+        storage, step, share.process, everything, known, encode, own.process_leaves
+    )
     packs = written.packs
     chunks = {
         int(entry.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
@@ -161,6 +166,7 @@ def write_pack_part(
             for entry in written.leaves[len(mine) :]
         ),
         process_leaves=tuple(written.process_leaves),
+        copies=_hash_by_holders(copy_digests(leaves, share.plans)),
     )
 
 
@@ -176,7 +182,10 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
         if leaf.is_scalar:
             state.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
-        chunks = [_placed(placed, path, next(numbers), len(data)) for data in _cut(leaf)]
+        chunks = [
+            _placed(placed, path, next(numbers), stop - start)
+            for start, stop in chunk_spans(leaf.nbytes)
+        ]
         located.update(chunks)
         digests = [digest for digest, _ in chunks]
         state.append(
@@ -194,24 +203,10 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
 
         per_rank += [builder.moved(entry, place) for entry in part.per_rank]
         process_leaves += [builder.moved(entry, place) for entry in part.process_leaves]
-    state += _joined(per_rank)
+    state += per_rank
     for entries in (state, process_leaves):
         entries.sort(key=lambda entry: entry.path)
     return Written(state, builder.packs(sizes.__getitem__), located, process_leaves)
-
-
-def _joined(entries: Sequence[LeafEntry]) -> Iterator[LeafEntry]:
-    """The entries, with those of the chunks of a sharded array as one."""
-    by_name = {entry.path: entry for entry in entries}
-    yield from (entry for entry in entries if _SHARD not in entry.path)
-    for path, names in _shards_by_path(by_name).items():
-        parts = [by_name[name] for name in names]
-        chunks = tuple(chunk for part in parts for chunk in part.chunks)
-        nbytes = sum(part.nbytes for part in parts)
-        is_encoded = nbytes != sum(chunk.length for chunk in chunks)
-        yield msgspec.structs.replace(
-            parts[0], path=path, chunks=chunks, size=nbytes if is_encoded else None
-        )
 
 
 def _placed(
@@ -234,7 +229,8 @@ def leaf_digests(
 ) -> dict[str, str]:
     """One hash for each leaf, by which processes find out whether they hold the same one.
 
-    Dtype and shape are included. `hashed` has the hashes of chunks that are known already, by number.
+    Dtype and shape are included, the elements of sharded arrays are not. `hashed` has the hashes of
+    chunks that are known already, by number.
     """
     hashed = hashed or {}
     digests: dict[str, str] = {}
@@ -244,22 +240,41 @@ def leaf_digests(
             digests[path] = hash_bytes(f"{leaf.dtype}{hash_bytes(leaf.data)}".encode())
             continue
         parts = [leaf.describe()]
-        for data in _cut(leaf):
-            parts.append(hashed.get(number) or hash_bytes(data))
-            number += 1
+        if leaf.shards is None:
+            for start, stop in chunk_spans(len(leaf.data)):
+                parts.append(hashed.get(number) or hash_bytes(leaf.data[start:stop]))
+                number += 1
+        else:  # each process has other elements, and `copy_digests` compares copies
+            number += len(chunk_spans(leaf.nbytes))
         digests[path] = hash_bytes("".join(parts).encode())
     for path, container in containers_of(leaves).items():
         digests[f"{path} (structure)"] = hash_bytes(msgspec.json.encode(container))
     return digests
 
 
-def _chunks(leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, memoryview]]:
-    for path, leaf in sorted(leaves.items()):
-        if not leaf.is_scalar:
-            for data in _cut(leaf):
-                yield path, data
+class ShardCopy(Struct, frozen=True, array_like=True):
+    """A shard that several processes hold: the path of its leaf, these processes, and its hash."""
+
+    path: str
+    holders: list[int]
+    digest: str
 
 
-def _cut(leaf: Leaf) -> Iterator[memoryview]:
-    for start, stop in chunk_spans(len(leaf.data)):
-        yield leaf.data[start:stop]
+def copy_digests(
+    leaves: Mapping[str, Leaf], plans: Mapping[str, ShardPlan]
+) -> dict[str, ShardCopy]:
+    """The shards of this process of which others hold copies, by a name that is the same there."""
+    return {
+        f"{path} {region}": ShardCopy(path, holders, digest)
+        for path, leaf in sorted(leaves.items())
+        if leaf.shards is not None
+        for region, holders, digest in copy_hashes(plans[path], leaf.shards)
+    }
+
+
+def _hash_by_holders(copies: Mapping[str, ShardCopy]) -> dict[str, str]:
+    by_holders: dict[str, list[str]] = {}
+    for name, copy in sorted(copies.items()):
+        holders = hash_bytes(msgspec.json.encode(copy.holders))
+        by_holders.setdefault(holders, []).append(f"{name} {copy.digest}")
+    return {holders: hash_bytes("\n".join(lines).encode()) for holders, lines in by_holders.items()}

@@ -17,6 +17,8 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.direct import copy_bytes
@@ -36,6 +38,7 @@ from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, PackEntry
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pools import map_ahead, pool
+from perdure.store.shard_chunks import AssembledChunk, ChunkBytes, copy_chunk
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
@@ -60,6 +63,20 @@ Release = Callable[[], None] | None
 """Gives a buffer of page-aligned memory back; None for memory that Python frees."""
 
 
+class NewLeaf(Struct, frozen=True, gc=False):
+    """A leaf to write, whose bytes may be one chunk that is put together when it is written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: ChunkBytes
+
+    @property
+    def text(self) -> str:
+        """The text of a scalar."""
+        assert isinstance(self.data, memoryview)
+        return bytes(self.data).decode()
+
+
 class Written(NamedTuple):
     """What a save wrote.
 
@@ -80,7 +97,7 @@ def write_pack(
     storage: Storage,
     step: int,
     process: int,
-    leaves: Mapping[str, Leaf],
+    leaves: Mapping[str, Leaf] | Mapping[str, NewLeaf],
     known: Mapping[str, Held],
     encode: Encode | None = None,
     process_leaves: Mapping[str, Leaf] = MappingProxyType({}),
@@ -198,18 +215,19 @@ class NewPack:
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
         """
-        gathered: list[_Small] = []
+        gathered: list[_Gathered] = []
         waiting = 0
-        for job in jobs:
-            gathered.append(job)
-            waiting += len(job[1])
+        for slots, chunk in jobs:
+            data = chunk.copy() if isinstance(chunk, AssembledChunk) else chunk
+            gathered.append((slots, data))
+            waiting += len(data)
             if waiting >= GATHER_BYTES:
                 self._add_gathered(gathered, left)
                 gathered, waiting = [], 0
         if gathered:
             self._add_gathered(gathered, left)
 
-    def _add_gathered(self, jobs: Sequence[_Small], left: int) -> None:
+    def _add_gathered(self, jobs: Sequence[_Gathered], left: int) -> None:
         name, offset = self.name, self.size
         located, places, known = self.located, self.places, self.known
         joined = memoryview(b"".join([job[1] for job in jobs]))
@@ -271,16 +289,17 @@ class NewPack:
             self._sink.abort()
 
 
-_Job = tuple[list[str], int, memoryview, str]
+_Job = tuple[list[str], int, ChunkBytes, str]
 """The hashes of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
-_Small = tuple[list[str], memoryview]
+_Small = tuple[list[str], ChunkBytes]
 """The hashes of a leaf, and its last chunk, which is small. A tuple, because there may be many."""
+_Gathered = tuple[list[str], memoryview]
 _Prepared = tuple[_Job, str, memoryview, Release]
 """A large chunk, its hash, its stored bytes, and what to call once they are written."""
 
 
 def _in_pack_order(
-    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], large_from: int
+    ordered: Sequence[tuple[str, Leaf | NewLeaf]], hashes: Sequence[list[str]], large_from: int
 ) -> tuple[list[_Job], list[_Small]]:
     """(large chunks, small chunks) in the order of the pack: chunks of whole blocks first."""
     whole: list[_Job] = []
@@ -296,12 +315,13 @@ def _in_pack_order(
             continue
         for index, (start, stop) in enumerate(chunk_spans(size)):
             length = stop - start
+            chunk = data if isinstance(data, AssembledChunk) else data[start:stop]
             if length < large_from:
-                small.append((slots, data[start:stop]))
+                small.append((slots, chunk))
                 continue
             slots.append("")
             into = uneven if length % BLOCK else whole
-            into.append((slots, index, data[start:stop], leaf.dtype))
+            into.append((slots, index, chunk, leaf.dtype))
     return whole + uneven, small
 
 
@@ -323,11 +343,15 @@ def _prepared(
         return job, digest, encode(copy, job[3], digest), release
 
     if sum(len(data) for _, _, data, _ in chunks) <= ALONE_BYTES:
-        return (work(job, memoryview(bytes(job[2])), None) for job in chunks)
+        return (work(job, _private(job[2]), None) for job in chunks)
     if encode is None:
         return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
     executor = pool("encode", ENCODE_THREADS)
     return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
+
+
+def _private(chunk: ChunkBytes) -> memoryview:
+    return chunk.copy() if isinstance(chunk, AssembledChunk) else memoryview(bytes(chunk))
 
 
 def _on_copies(
@@ -349,7 +373,7 @@ def _on_copies(
         if slot is None:
             raise RuntimeError("the save was given up")
         copy = slot[: len(job[2])]
-        copy_bytes(copy, job[2])
+        copy_chunk(copy, job[2], copy_bytes)
         return work(job, copy, lambda: free.put(slot))
 
     prepared = map_ahead(executor, copied, chunks, ahead)
@@ -362,7 +386,7 @@ def _on_copies(
 
 
 def _entries(
-    ordered: Sequence[tuple[str, Leaf]], hashes: Sequence[list[str]], pack: NewPack
+    ordered: Sequence[tuple[str, Leaf | NewLeaf]], hashes: Sequence[list[str]], pack: NewPack
 ) -> tuple[list[LeafEntry], list[PackEntry]]:
     places = pack.places
     builder = EntryBuilder()

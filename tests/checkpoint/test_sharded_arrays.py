@@ -15,7 +15,7 @@ import pytest
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import group_save, piece_exchange
-from perdure.errors import ArgumentError, SaveError, StateError, StepExistsError
+from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
@@ -51,7 +51,28 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         shards = Shards(value.shape, value.dtype.itemsize, (own,), (memoryview(bytes(part)),))
         return Leaf(value.dtype.name, value.shape, memoryview(b""), frozen=False, shards=shards)
 
+    load = builtin.ADAPTER.load
+
+    def regions(value: Any) -> Any:
+        context = current_rank_context()
+        if getattr(value, "ndim", 0) != 2 or context.count == 1:
+            return None
+        return (region(value.shape, context.index, context.count),)
+
+    def load_part(like: Any, leaf: Leaf) -> Any:
+        if leaf.shards is None:
+            return load(like, leaf)
+        (own,), (part,) = leaf.shards.regions, leaf.shards.parts
+        restored = np.zeros_like(like)
+        shape = [stop - start for start, stop in own]
+        restored[tuple(slice(*span) for span in own)] = np.frombuffer(
+            bytes(part), like.dtype
+        ).reshape(shape)
+        return restored
+
     monkeypatch.setattr(builtin.ADAPTER, "leaf", leaf)
+    monkeypatch.setattr(builtin.ADAPTER, "load", load_part)
+    monkeypatch.setattr(builtin.ADAPTER, "regions", regions, raising=False)
     yield
     CUTS.update(axis=0, copies=1)
 
@@ -304,3 +325,84 @@ def test_messages_of_a_save_do_not_depend_on_the_number_of_processes(tmp_path: P
 
     assert play(2, program) == [4] * 2, "begin, write and its answer, end"
     assert play(4, program) == [4] * 4
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read from packs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.bytes_read = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self.bytes_read += len(target)
+        return super().read_into(name, offset, target)
+
+
+def restored_parts(directory: Path, count: int, step: int | None = None) -> list[Any]:
+    """(step, whether the part of the process is right and the rest was not read, bytes read)."""
+
+    def program(processes: Pretend) -> Any:
+        storage = Counting(directory)
+        like = {
+            **state(9),
+            "net": {"small%": np.zeros((3, 4), np.float32), "empty": np.ones((0, 4))},
+        }
+        with CheckpointManager(storage, processes=processes) as manager:
+            restored, found = manager.restore(step, like)
+        expected = state(found)
+        right = np.array_equal(restored["shared"], expected["shared"])
+        for value, whole in (
+            (restored["large"], expected["large"]),
+            (restored["net"]["small%"], expected["net"]["small%"]),
+        ):
+            own = tuple(slice(*span) for span in region(whole.shape, processes.index, count))
+            part = np.zeros_like(whole)
+            part[own] = whole[own]
+            right = right and np.array_equal(value, part)
+        return found, right, storage.bytes_read
+
+    return play(count, program)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
+@pytest.mark.parametrize(("saved", "restored"), [(1, 3), (2, 4), (3, 2)])
+def test_other_processes_restore_their_own_shards(
+    tmp_path: Path, saved: int, restored: int, axis: int, codec: Any
+) -> None:
+    CUTS.update(axis=1 - axis)
+    play(saved, saver(tmp_path, state(1), 1, codec=codec))
+    CUTS.update(axis=axis)
+    outcomes = restored_parts(tmp_path, restored)
+    assert [outcome[:2] for outcome in outcomes] == [(1, True)] * restored
+    if axis == 0 and codec is None:
+        assert max(read for *_, read in outcomes) < 4 * CHUNK_BYTES, (
+            "one row of two takes 2.5 chunks"
+        )
+
+
+def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:
+    play(2, saver(tmp_path, state(1), 1))
+    play(2, saver(tmp_path, state(2), 2))
+    manifest = Run(tmp_path).manifest(2)
+    (entry,) = [leaf for leaf in manifest.leaves if leaf.path == "large"]
+    chunk = entry.chunks[4]  # of the second row
+    pack = tmp_path / "packs" / manifest.packs[chunk.pack].name
+    data = bytearray(pack.read_bytes())
+    data[chunk.offset + 5] ^= 1
+    pack.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"step 2 is damaged and was skipped; step 1 .*'large'"):
+        outcomes = restored_parts(tmp_path, 2)
+    assert [outcome[:2] for outcome in outcomes] == [(1, True)] * 2
+    for error in restored_parts(tmp_path, 2, step=2):
+        assert isinstance(error, CorruptionError)
+        assert "'large'" in str(error)
+
+
+def test_undamaged_shards_are_read_once(tmp_path: Path) -> None:
+    """The control of the test above: nothing else is read unless something is damaged."""
+    play(2, saver(tmp_path, state(1), 1))
+    outcomes = restored_parts(tmp_path, 2)
+    whole = state(1)["large"].nbytes
+    assert sum(read for *_, read in outcomes) < whole + 3 * CHUNK_BYTES

@@ -14,6 +14,7 @@ from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
 from perdure.store import Loaded, Run, Storage
+from perdure.store.loading import Needs
 from perdure.store.selection import Selection
 from perdure.store.urls import split_step
 
@@ -146,7 +147,7 @@ def load_verified(
         step = named if step is None else step
     run = Run(directory)
     step = None if step is None else step_number(step)
-    loaded = load_good(run, None, step, wanted).loaded
+    loaded = load_good(run, None, step, Needs(wanted)).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)

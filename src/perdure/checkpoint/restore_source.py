@@ -6,7 +6,7 @@ one. A checkpoint that cannot be read now is not damaged, and nothing older take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,9 +29,8 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.process_group import Processes
-from perdure.store import Loaded, Run
-
-Wanted = Callable[[str], bool]
+from perdure.store import Loaded, Run, Storage
+from perdure.store.loading import EVERYTHING, Needs
 
 
 class RestoreSource(NamedTuple):
@@ -52,7 +51,7 @@ def load_in_group(
     run: Run,
     processes: Processes,
     step: int | None,
-    wanted: Wanted | None = None,
+    needs: Needs = EVERYTHING,
     mirror: Mirror | None = None,
 ) -> tuple[RestoreSource, Collection[int]]:
     """The same checkpoint in every process: the chief picks it, the others load the same step.
@@ -60,15 +59,23 @@ def load_in_group(
     With a mirror the chief picks from both, and all read where it did. If `step` is None and the bytes
     are damaged for some process, all of them take an older checkpoint. Returns the checkpoint, and the
     skipped steps that the chief itself can read.
+
+    Without a mirror all read the newest checkpoint at the same time. Only if it is damaged does the
+    chief read first, and verify all bytes.
     """
     unreadable: dict[int, str] = {}
     if processes.count == 1:
-        return load_good(run, mirror, step, wanted), ()
+        return load_good(run, mirror, step, needs), ()
+    if mirror is None:
+        source = _load_at_once(run, processes, step, needs)
+        if source is not None:
+            return source, ()
+        needs = needs._replace(verifies_all=True)
     while True:
         if processes.is_chief:
-            source, error = _lead(run, mirror, processes, step, wanted, unreadable), None
+            source, error = _lead(run, mirror, processes, step, needs, unreadable), None
         else:
-            source, error = _follow(run, mirror, processes, wanted)
+            source, error = _follow(run, mirror, processes, needs._replace(verifies_all=False))
         failed = gather_failures(processes, error)
         if not failed and source is not None:
             return source, unreadable.keys()
@@ -86,7 +93,7 @@ def load_good(
     run: Run,
     mirror: Mirror | None = None,
     step: int | None = None,
-    wanted: Wanted | None = None,
+    needs: Needs = EVERYTHING,
     unreadable: Mapping[int, str] = MappingProxyType({}),
 ) -> RestoreSource:
     """Read and verify `step`, or the newest good checkpoint, of `run` and its mirror.
@@ -97,7 +104,7 @@ def load_good(
         run: The run directory.
         mirror: Its mirror, if there is one.
         step: The step; None for the newest good one.
-        wanted: Only leaves whose path it accepts are read; None for all.
+        needs: What is read.
         unreadable: Steps that are not tried if `step` is None, with the reasons.
 
     Returns:
@@ -111,7 +118,7 @@ def load_good(
         UnreachableError: A checkpoint cannot be read now; or `run` holds none and the mirror does not
             answer.
     """
-    copies = _Copies(run, mirror, wanted, unreadable)
+    copies = _Copies(run, mirror, needs, unreadable)
     if step is not None:
         try:
             copies.find(step)
@@ -148,7 +155,7 @@ class _Copies:
     """The copies of each checkpoint that one restore may read, and what it found out about them."""
 
     def __init__(
-        self, run: Run, mirror: Mirror | None, wanted: Wanted | None, damaged: Mapping[int, str]
+        self, run: Run, mirror: Mirror | None, needs: Needs, damaged: Mapping[int, str]
     ) -> None:
         self.where = run.where if mirror is None else f"{run.where} and {mirror.name}"
         self.notes: list[str] = []
@@ -157,7 +164,7 @@ class _Copies:
         """A line for each damaged copy."""
         self.failure: UnreachableError | None = None
         """The error of a mirror that does not answer for a step that only it may have undamaged."""
-        self._run, self._mirror, self._wanted = run, mirror, wanted
+        self._run, self._mirror, self._needs = run, mirror, needs
         self._target: Run | None = None
         self._mirrored: list[int] = []
         self._skipped = dict(damaged)
@@ -190,7 +197,7 @@ class _Copies:
         the step.
         """
         try:
-            loaded, mirrored = self._run.load(step, self._wanted), False
+            loaded, mirrored = self._run.load(step, self._needs), False
         except StoreError as error:
             if isinstance(error, CorruptionError):
                 self._skipped[step] = str(error)
@@ -208,7 +215,7 @@ class _Copies:
         assert mirror is not None
         assert target is not None
         try:
-            loaded = target.load(step, self._wanted)
+            loaded = target.load(step, self._needs)
         except StepNotFoundError:
             return None
         except UnreachableError as silent:
@@ -241,11 +248,11 @@ def _lead(
     mirror: Mirror | None,
     processes: Processes,
     step: int | None,
-    wanted: Wanted | None,
+    needs: Needs,
     unreadable: Mapping[int, str],
 ) -> RestoreSource | None:
     """Pick and load a checkpoint in the chief, and tell the others which one."""
-    source, error = attempt(lambda: load_good(run, mirror, step, wanted, unreadable))
+    source, error = attempt(lambda: load_good(run, mirror, step, needs, unreadable))
     outcome = CallOutcome.of(error)
     if source is not None:
         outcome.mirrored = source.mirrored
@@ -259,28 +266,61 @@ def _lead(
 
 
 def _follow(
-    run: Run, mirror: Mirror | None, processes: Processes, wanted: Wanted | None
+    run: Run, mirror: Mirror | None, processes: Processes, needs: Needs
 ) -> tuple[RestoreSource | None, BaseException | None]:
     """The checkpoint that the chief has picked, or why this process could not load it."""
     outcome = follow_chief(processes)
-    if (step := outcome.step) is None:
+    if outcome.step is None:
         return RestoreSource(None, False, []), None
     storage = mirror.storage if mirror is not None and outcome.mirrored else run.storage
+    return attempt(lambda: _load_picked(storage, outcome, needs))
 
-    def load() -> RestoreSource:
-        try:
-            loaded = Run(storage).load(step, wanted)
-        except NotARunError as error:
-            raise StoreError(
-                f"it does not see the run directory that the chief restores from; all processes need "
-                f"one shared directory. {error}"
-            ) from error
-        if loaded.manifest.fingerprint != outcome.fingerprint:
-            raise StoreError(
-                f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
-                f"{loaded.manifest.fingerprint}) than process 0 does ({outcome.fingerprint}); all "
-                f"processes need one shared directory. Nothing was restored."
-            )
-        return RestoreSource(loaded, outcome.mirrored, [])
 
-    return attempt(load)
+def _load_at_once(
+    run: Run, processes: Processes, step: int | None, needs: Needs
+) -> RestoreSource | None:
+    """The newest checkpoint, or `step`, read by all processes at the same time.
+
+    None in every process if there is none, or if it is damaged. A collective; raises any other error.
+    """
+    picked = CallOutcome()
+    if processes.is_chief:
+
+        def pick() -> None:
+            picked.step = max(run.steps()) if step is None else step
+            picked.fingerprint = run.manifest(picked.step).fingerprint
+
+        _, error = attempt(pick)
+        picked.step = picked.step if error is None else None
+        broadcast_outcome(processes, picked)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+    else:
+        picked = follow_chief(processes)
+    if picked.step is None:
+        return None
+    source, error = attempt(lambda: _load_picked(run.storage, picked, needs))
+    failed = gather_failures(processes, error)
+    if not all(outcome.is_damage for outcome in failed.values()):
+        raise_first(processes, failed, error)
+    return None if failed else source
+
+
+def _load_picked(storage: Storage, picked: CallOutcome, needs: Needs) -> RestoreSource:
+    """The checkpoint that the chief has picked."""
+    step = picked.step
+    assert step is not None
+    try:
+        loaded = Run(storage).load(step, needs)
+    except NotARunError as error:
+        raise StoreError(
+            f"it does not see the run directory that the chief restores from; all processes need one "
+            f"shared directory. {error}"
+        ) from error
+    if loaded.manifest.fingerprint != picked.fingerprint:
+        raise StoreError(
+            f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
+            f"{loaded.manifest.fingerprint}) than process 0 does ({picked.fingerprint}); all "
+            f"processes need one shared directory. Nothing was restored."
+        )
+    return RestoreSource(loaded, picked.mirrored, [])

@@ -19,8 +19,11 @@ from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_plan import StoredState
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
+from perdure.state.shard_targets import needed_regions
 from perdure.state.tree_restore import restore_requested, restore_without_target
-from perdure.store import Loaded, Run
+from perdure.store import Loaded, Manifest, Run
+from perdure.store.leaf import Region
+from perdure.store.loading import Needs
 
 
 class Restorer:
@@ -53,7 +56,8 @@ class Restorer:
         self._managed.recipe.check_group("restore")
         wanted = None if request.selection is None else request.wants
         run, mirror = self._managed.run, self._managed.mirror
-        source, readable = load_in_group(run, self._processes, step, wanted, mirror)
+        needs = Needs(wanted, self._regions(like, request))
+        source, readable = load_in_group(run, self._processes, step, needs, mirror)
         for note in source.notes:
             warn_caller(f"{run.where}: {note}")
         if (loaded := source.loaded) is None:
@@ -89,6 +93,18 @@ class Restorer:
         self.expect(like)
         if self._random:
             self._random.begin()
+
+    def _regions(self, like: Any, request: RestoreRequest) -> Any:
+        """Finds what this process needs of arrays that are sharded over the group; None for all."""
+        if self._processes.count == 1 or like is None or request.cast:
+            return None
+
+        def regions(manifest: Manifest) -> Mapping[str, tuple[Region, ...]]:
+            specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
+            with rank_context(self._processes.index, self._processes.count):
+                return needed_regions(like, request, specs)
+
+        return regions
 
     def _rebuild(
         self,

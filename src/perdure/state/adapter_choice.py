@@ -25,7 +25,7 @@ def node_of(
     Raises:
         UnsupportedLeafError: no adapter takes the value, or it cannot be restored exactly.
     """
-    stored_below = None if stored is None else _SpecsBelow(stored, path)
+    stored_below = None if stored is None else SpecsBelow(stored, path)
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)
     for candidate in adapters:
@@ -58,7 +58,7 @@ def load_leaf(taker: Adapter, like: Any, leaf: Leaf) -> Any:
     return taker.load(like, leaf.strong())
 
 
-class _SpecsBelow(Mapping[str, LeafSpec]):
+class SpecsBelow(Mapping[str, LeafSpec]):
     """The part of a mapping below one path. It is searched only if an adapter looks at it."""
 
     def __init__(self, specs: Mapping[str, LeafSpec], path: str) -> None:

@@ -20,6 +20,7 @@ from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, key_words, leaf_array
 from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import compares_shards
+from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, Region, Shards
 
@@ -58,7 +59,21 @@ class JaxState(NoVariables):
                 "arguments. Save the state that the step returned, or save before the step."
             ) from None
 
+    def regions(self, like: Any) -> tuple[Region, ...] | None:
+        """The elements that this process needs of a target; None for all, and for other values."""
+        if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+            return None
+        sharding, name = like.sharding, _dtype_name(like.dtype)
+        if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
+            return None
+        if name is None or (name in _WIDE and not _x64()):
+            return None
+        indices = sharding.addressable_devices_indices_map(like.shape)
+        return tuple(dict.fromkeys(_region(index, like.shape) for index in indices.values()))
+
     def load(self, like: Any, leaf: Leaf) -> Any:
+        if leaf.shards is not None:
+            return _place_shards(like, leaf, leaf.shards)
         if leaf.dtype.startswith("key<"):
             words = key_words(leaf)
             if not words.size:
@@ -118,12 +133,14 @@ def _shards(array: Any) -> Shards:
     """The shards of this process, each once, in the memory of the array where that is possible."""
     parts: dict[Region, memoryview] = {}
     for shard in array.addressable_shards:
-        region = tuple(
-            part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)
-        )
+        region = _region(shard.index, array.shape)
         if region not in parts:
             parts[region] = array_bytes(np.asarray(shard.data))[0]
     return Shards(tuple(array.shape), array.dtype.itemsize, tuple(parts), tuple(parts.values()))
+
+
+def _region(index: Any, shape: tuple[int, ...]) -> Region:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def leaf_dtype(value: Any) -> str:
@@ -161,6 +178,21 @@ def _place(like: Any, array: Any, weak: bool = False) -> Any:
     if sharding is not None and getattr(like, "committed", True):
         return jax.device_put(array, sharding)
     return jnp.asarray(array)
+
+
+def _place_shards(like: Any, leaf: Leaf, shards: Shards) -> Any:
+    """An array with the sharding of `like`, of which this process has read its own shards."""
+    dtype = numpy_dtype(leaf.strong().dtype)
+    parts = dict(zip(shards.regions, shards.parts, strict=True))
+
+    def part(index: Any) -> Any:
+        region = _region(index, leaf.shape)
+        shape = [stop - start for start, stop in region]
+        data = parts[region]
+        return np.frombuffer(data, dtype).reshape(shape) if data else np.empty(shape, dtype)
+
+    placed = jax.make_array_from_callback(leaf.shape, like.sharding, part)
+    return _weakly_typed(placed, like.sharding) if leaf.is_weak else placed
 
 
 def _weakly_typed(array: Any, sharding: Any = None) -> Any:

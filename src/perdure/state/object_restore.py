@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -44,7 +45,8 @@ class ObjectStates:
 
     `rebuild` restores a live object inside a state from its leaves, given the object and its path.
     `keep` has the paths of the values of modules that keep their present value. With `takes`, nobody
-    uses the leaves afterwards, so that an object which changes no array may get their memory.
+    uses the leaves afterwards, so that an object which changes no array may get their memory. `sharded`
+    has, by path, an array with the sharding of each leaf of which only shards were read.
     Reading the state of one object visits only the leaves below its path.
     """
 
@@ -54,8 +56,10 @@ class ObjectStates:
         rebuild: Callable[[Any, str], Any],
         keep: Collection[str] = (),
         takes: bool = False,
+        sharded: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.leaves = leaves
+        self._sharded = sharded
         self._keep = keep
         self._may_take = takes
         self._takes = False
@@ -201,6 +205,11 @@ class ObjectStates:
         if leaf.is_scalar:
             return plain_value(leaf)
         with PathInErrors(path):
+            if leaf.shards is not None:
+                target = self._sharded[path]
+                chosen = leaf_adapter(target, self._adapters)
+                assert chosen is not None
+                return load_leaf(chosen[0], target, leaf)
             target, chosen = like, None
             if like is not _MISSING and _same_library(array_class_name(like), arrays):
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target

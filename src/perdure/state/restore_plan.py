@@ -18,6 +18,7 @@ from perdure.state.paths import ancestors, join_part, nearest
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
+from perdure.state.shard_targets import shard_targets
 from perdure.state.template import TargetWalk, differences
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
@@ -48,6 +49,7 @@ class RestorePlan:
         keep_branches: Branches of the target that are not entered.
         expected: dtype and shape of each leaf of the target that can be restored on its own; None if it
             takes any. Empty if everything has to fit.
+        sharded: By path, the arrays of the target that decide how leaves of objects are sharded.
         report: How the result differs from a restore of everything.
         differences: Why it cannot be done; empty if it can.
     """
@@ -57,6 +59,7 @@ class RestorePlan:
     keep: set[str]
     keep_branches: set[str]
     expected: dict[str, LeafSpec | None] = field(default_factory=dict)
+    sharded: dict[str, Any] = field(default_factory=dict)
     report: RestoreReport = field(default_factory=RestoreReport)
     differences: list[Difference] = field(default_factory=list)
 
@@ -93,6 +96,9 @@ def plan_restore(
         own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
     planner = _Planner(walk, Leaves(own, stored.containers), request, stored, refusals or {})
     plan = planner.plan()
+    if any(leaf.shards is not None for leaf in own.values()):
+        targets = shard_targets(walk, stored.specs)
+        plan.sharded = {path: target.like for path, target in targets.items()}
     renamed = (
         sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
     )

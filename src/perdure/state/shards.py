@@ -33,7 +33,10 @@ def compares_shards() -> bool:
 
 
 def cut(leaf: Leaf, region: Region) -> Leaf:
-    """The part of a whole leaf that has the elements in `region`."""
+    """The part of a leaf that has the elements in `region`: of a whole one, or one of its shards."""
+    if leaf.shards is not None:
+        data = leaf.shards.parts[leaf.shards.regions.index(region)]
+        return Leaf(leaf.dtype, leaf.shape, data, region=region)
     if not leaf.nbytes:
         return leaf
     element = leaf.nbytes // int(np.prod(leaf.shape))

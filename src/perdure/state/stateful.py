@@ -65,6 +65,14 @@ class Stateful:
         """The live values of `parts`, by the same paths."""
         return {}
 
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        """The arrays that decide how stored leaves are sharded, by the path of the leaf.
+
+        Args:
+            stored: The stored leaves of the object. Paths are relative to the object.
+        """
+        return {}
+
     def misfits(self, state: Any) -> list[Difference]:
         """Why the object cannot take the `state` that was built for it, as far as that can be known
         before the load. Paths are relative to the object."""

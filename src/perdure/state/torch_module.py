@@ -12,7 +12,7 @@ from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
 from perdure.state.stateful import ModuleValues, Stateful, copy_state
-from perdure.state.torch_shards import local_tensor
+from perdure.state.torch_shards import local_tensor, sharded_parts
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
 
@@ -63,6 +63,9 @@ class ModuleState(Stateful):
         state = self.target.state_dict(keep_vars=True)
         full_names = _full_names(self.target, state)
         return {join_dotted("", name): state[full] for name, full in full_names.items()}
+
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        return {} if self.can_fail else sharded_parts(self.part_values())
 
     def load(self, state: Mapping[str, Any]) -> None:
         live = self.target.state_dict(keep_vars=True)

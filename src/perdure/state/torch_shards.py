@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ def require_restorable(value: Any) -> None:
 def has_all_elements(value: Any) -> bool:
     """Whether this process has all elements of a `DTensor`."""
     return not any(_shards(value))
+
+
+def sharded_parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` of which this process has only some elements."""
+    return {
+        path: value.detach()
+        for path, value in values.items()
+        if is_dtensor(value) and not has_all_elements(value)
+    }
 
 
 def require_group(value: Any) -> None:

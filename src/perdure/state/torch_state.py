@@ -25,9 +25,10 @@ from perdure.state.torch_shards import (
     require_group,
     require_restorable,
     shard_of,
+    sharded_parts,
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
-from perdure.store.leaf import Leaf, Shards
+from perdure.store.leaf import Leaf, Region, Shards
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _ALIGNMENT = 64
@@ -89,6 +90,13 @@ class TorchState:
             return Leaf(spec.dtype, spec.shape, data, is_copy, part)
         shards = Shards(spec.shape, plain.element_size(), (part,), (data,))
         return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
+
+    def regions(self, like: Any) -> tuple[Region, ...] | None:
+        """The elements that this process needs of a target; None for all, and for other values."""
+        if not is_dtensor(like) or has_all_elements(like):
+            return None
+        require_restorable(like)
+        return (region(like),)
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         """A tensor of the class and memory format of `like`; it requires a gradient if `like` does."""
@@ -184,6 +192,19 @@ class _Optimizer(Stateful):
 
     def depends_on(self) -> Iterable[Any]:
         return [param for group in self.target.param_groups for param in group["params"]]
+
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        """A moment of a sharded parameter is sharded as the parameter is."""
+        if not self._is_standard or not self._has_groups:
+            return {}
+        parameters = {f"{number}": value for number, value in enumerate(self.depends_on())}
+        values = {}
+        for path, spec in stored.items():
+            first, number, *_ = f"{path}//".split("/")
+            parameter = parameters.get(number) if first == "state" else None
+            if parameter is not None and spec.shape == tuple(parameter.shape):
+                values[path] = parameter
+        return sharded_parts(values)
 
     def may_add(self, path: str) -> bool:
         return path.startswith("param_groups/") and path.count("/") == 2

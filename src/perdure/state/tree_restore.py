@@ -157,7 +157,9 @@ class _Restore:
         self._keep, self._keep_branches = plan.keep, plan.keep_branches
         self._keeps_some = bool(plan.keep or plan.keep_branches)
         self._adapters = loaded_adapters()
-        self._objects = ObjectStates(plan.leaves, self._build_inside_object, plan.keep, takes)
+        self._objects = ObjectStates(
+            plan.leaves, self._build_inside_object, plan.keep, takes, plan.sharded
+        )
         self._changes: list[_Change] = []
 
     def run(self, like: Any) -> Any:

@@ -49,7 +49,7 @@ class Leaf(Struct, frozen=True, gc=False):
         region: The part of the array that `data` has; None for all of it. A leaf with a region is only
             compared, never saved.
         shards: Of an array whose shards lie in several processes, those of this process. `data` is
-            empty then. Such a leaf is only saved, by a group.
+            empty then. Such a leaf is only saved by a group, or restored into such an array.
     """
 
     dtype: str
@@ -76,7 +76,8 @@ class Leaf(Struct, frozen=True, gc=False):
 
     def strong(self) -> Leaf:
         """The same bits without the weak type, for code that does not use JAX."""
-        return Leaf(self.dtype.removeprefix(WEAK_PREFIX), self.shape, self.data, self.frozen)
+        dtype = self.dtype.removeprefix(WEAK_PREFIX)
+        return Leaf(dtype, self.shape, self.data, self.frozen, shards=self.shards)
 
     @property
     def text(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from perdure.errors import (
     CorruptionError,
@@ -16,7 +17,7 @@ from perdure.errors import (
 from perdure.store.contents import Catalog, committed_steps, pinned_steps
 from perdure.store.failures import read_error
 from perdure.store.format import manifest_name, steps_text
-from perdure.store.leaf import Leaf, Leaves
+from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.rollback_notes import rolled_back
@@ -75,20 +76,38 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     return decode_manifest(data, f"{storage.where}/{name}", step)
 
 
-def load_step(
-    storage: Storage, catalog: Catalog, step: int, wanted: Callable[[str], bool] | None = None
-) -> Loaded:
-    """Read and verify one checkpoint, or only the leaves whose path `wanted` accepts.
+class Needs(NamedTuple):
+    """What a load of a checkpoint reads.
+
+    Attributes:
+        wanted: Given the path of a leaf, whether to read it; None for all.
+        regions: Given the manifest, the only elements of some arrays that are read (`Leaf.shards`).
+        verifies_all: Whether the chunks of these arrays that are not needed are verified too.
+    """
+
+    wanted: Callable[[str], bool] | None = None
+    regions: Callable[[Manifest], Mapping[str, tuple[Region, ...]]] | None = None
+    verifies_all: bool = False
+
+
+EVERYTHING = Needs()
+
+
+def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVERYTHING) -> Loaded:
+    """Read and verify what is needed of one checkpoint.
 
     Damage is noted in `catalog`. Raises as `read_manifest` does.
     """
     # numpy: not needed to list a run
-    from perdure.store.reader import load_entries, load_leaves
+    from perdure.store.reader import load_entries, load_leaves, verify_leaves
 
-    manifest = read_manifest(storage, step)
+    manifest, wanted = read_manifest(storage, step), needs.wanted
     while True:
         try:
-            leaves = load_leaves(storage, manifest, wanted)
+            regions = {} if needs.regions is None else needs.regions(manifest)
+            if regions and needs.verifies_all:
+                verify_leaves(storage, manifest, wanted)
+            leaves = load_leaves(storage, manifest, wanted, regions)
             entries = () if wanted else manifest.process_leaves
             return Loaded(manifest, leaves, process_leaves=load_entries(storage, manifest, entries))
         except CorruptionError as error:

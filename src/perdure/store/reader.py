@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from perdure.errors import StepNotFoundError
 from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
-from perdure.store.leaf import Leaf, Leaves
+from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.storage import Storage, StreamingStorage
 
@@ -53,7 +54,10 @@ class PackRead:
 
 
 def load_leaves(
-    storage: Storage, manifest: Manifest, wanted: Callable[[str], bool] | None = None
+    storage: Storage,
+    manifest: Manifest,
+    wanted: Callable[[str], bool] | None = None,
+    regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
 ) -> Leaves:
     """Read and verify the leaves of a manifest.
 
@@ -61,6 +65,7 @@ def load_leaves(
         storage: The run directory.
         manifest: A manifest of it.
         wanted: Given the path of a leaf, whether to read it; all are read by default.
+        regions: Of some arrays, the only elements that are read (`Leaf.shards`).
 
     Raises:
         CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
@@ -80,7 +85,14 @@ def load_leaves(
             if wanted is None or wanted(path)
         }
     )
-    leaves.update(load_entries(storage, manifest, entries))
+    whole = [leaf for leaf in entries if leaf.path not in regions]
+    leaves.update(load_entries(storage, manifest, whole))
+    if len(whole) < len(entries):
+        from perdure.store.shard_reader import load_shards  # which imports this module
+
+        parts = [leaf for leaf in entries if leaf.path in regions]
+        loaded = load_shards(storage, manifest, parts, regions) | leaves
+        leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
     return leaves
 
 
@@ -90,13 +102,13 @@ def load_entries(
     """Read and verify some leaves of `manifest`, local ones too; raises as `load_leaves` does."""
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
-    _require_packs(storage, manifest, entries)
+    require_packs(storage, manifest, entries)
     for entry in entries:
         if entry.text is not None:
             leaves[entry.path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
         try:
-            target = _memory(entry.nbytes)
+            target = new_memory(entry.nbytes)
         except (MemoryError, OSError) as error:
             what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
             raise read_error(error, f"{what} of {entry.nbytes} bytes") from error
@@ -108,13 +120,20 @@ def load_entries(
         for chunk, size in zip(entry.chunks, entry.sizes(), strict=True):
             parts.append((entry, chunk, target[start : start + size]))
             start += size
+    read_parts(storage, manifest, parts)
+    return leaves
 
+
+def read_parts(
+    storage: Storage, manifest: Manifest, parts: list[tuple[LeafEntry, Chunk, memoryview]]
+) -> None:
+    """Read and verify chunks, each into the memory that is given; raises as `load_leaves` does."""
     spans = _spans(storage, list(grouped_reads(parts)))
     if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
         for span in spans:
             for check in fetch_reads(storage, manifest, span):
                 check()
-        return leaves
+        return
     hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash")
     threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
     failed = threading.Event()
@@ -140,14 +159,18 @@ def load_entries(
             readers.shutdown(wait=False, cancel_futures=True)
             hashers.shutdown(wait=False, cancel_futures=True)
             raise
-    return leaves
 
 
-def verify_leaves(storage: Storage, manifest: Manifest) -> None:
-    """Read and verify every leaf, a part of them at a time; raises as `load_leaves` does."""
+def verify_leaves(
+    storage: Storage, manifest: Manifest, wanted: Callable[[str], bool] | None = None
+) -> None:
+    """Read and verify every leaf, or all that are wanted, a part of them at a time.
+
+    Raises as `load_leaves` does.
+    """
     part: list[LeafEntry] = []
     size = 0
-    entries = manifest.every_leaf()
+    entries = [leaf for leaf in manifest.every_leaf() if wanted is None or wanted(leaf.path)]
     for number, leaf in enumerate(entries, 1):
         part.append(leaf)
         size += leaf.nbytes
@@ -195,7 +218,7 @@ def damaged_chunks(
     return errors
 
 
-def _require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
+def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
     """Raise unless the packs are long enough for the chunks of `entries`.
 
     This comes before memory is allocated, because a manifest may state any size. It is left out for
@@ -224,7 +247,7 @@ def _require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafE
             )
 
 
-def _memory(nbytes: int) -> memoryview:
+def new_memory(nbytes: int) -> memoryview:
     """Writable memory; page-aligned when it is large."""
     return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 

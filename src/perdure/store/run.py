@@ -28,7 +28,7 @@ from perdure.store.garbage_collection import (
     plan_collect,
 )
 from perdure.store.leaf import AnyLeaf, Leaf
-from perdure.store.loading import Loaded, list_pins, list_steps, load_step, read_manifest
+from perdure.store.loading import Loaded, Needs, list_pins, list_steps, load_step, read_manifest
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
@@ -133,21 +133,24 @@ class Run:
         """
         return read_manifest(self.storage, step)
 
-    def load(self, step: int, wanted: Callable[[str], bool] | None = None) -> Loaded:
+    def load(self, step: int, needs: Needs | Callable[[str], bool] | None = None) -> Loaded:
         """Read and verify one checkpoint.
 
         Later saves of this object write the chunks of a pack again in which this finds damage.
 
         Args:
             step: A committed step.
-            wanted: Given the path of a leaf, whether to read it; all are read by default.
+            needs: What to read, or a function that is given the path of a leaf and returns whether to
+                read it; all leaves are read by default.
 
         Raises:
             StepNotFoundError: There is no such checkpoint, or none of its leaves is wanted.
             CorruptionError: The manifest or a chunk is damaged; the text names leaf, pack and offset.
             UnreachableError: A file cannot be read.
         """
-        return load_step(self.storage, self._catalog, step, wanted)
+        return load_step(
+            self.storage, self._catalog, step, needs if isinstance(needs, Needs) else Needs(needs)
+        )
 
     def begin_writing(self) -> None:
         """Become the writer, as every change does by itself. May be called often.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.store.format import hash_bytes
 from perdure.store.leaf import Region, Shards
-from perdure.store.shard_plan import Piece, ShardPlan, first_element, volume
+from perdure.store.shard_plan import Overlap, Piece, ShardPlan, first_element, volume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,6 +131,15 @@ def read_pieces(pieces: Sequence[Piece], shards: Shards) -> memoryview:
     for piece, data in _cut(memory, pieces, shards.itemsize):
         data[...] = _elements(shards, piece)
     return memory
+
+
+def place_elements(data: memoryview, shards: Shards, overlaps: Iterable[Overlap]) -> None:
+    """Copy elements of a chunk, whose bytes are `data`, into the shards that have them."""
+    for part, region, block, start in overlaps:
+        stop = start + volume(block) * shards.itemsize
+        shard = _array(shards.parts[shards.regions.index(region)], region, shards.itemsize)
+        source = _array(data[start:stop], block, shards.itemsize)
+        shard[_inside(part, region)] = source[_inside(part, block)]
 
 
 def copy_chunk(target: memoryview, chunk: ChunkBytes, copy: Callable[..., None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -61,6 +61,49 @@ class Piece(NamedTuple):
     start: int
 
 
+class Overlap(NamedTuple):
+    """Elements that a chunk and a region have in common.
+
+    Attributes:
+        part: These elements.
+        region: The region.
+        block: The block of the chunk that they are in: elements that follow each other.
+        start: Where the block begins in the chunk, in bytes.
+    """
+
+    part: Region
+    region: Region
+    block: Region
+    start: int
+
+
+class RegionIndex:
+    """Finds which of many regions of an array have elements in a chunk."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, regions: Iterable[Region]) -> None:
+        self._shape, self._itemsize = shape, itemsize
+        self._regions = sorted(region for region in regions if volume(region))
+        self._starts = [region[0][0] if region else 0 for region in self._regions]
+        stops = [region[0][1] if region else 1 for region in self._regions]
+        self._reach = list(accumulate(stops, max))
+
+    def overlaps(self, start: int, stop: int) -> list[Overlap]:
+        """What the regions have of the bytes from `start` to `stop`, which are whole elements."""
+        size = self._itemsize
+        found = []
+        offset = 0
+        for block in blocks(self._shape, start // size, stop // size):
+            first, last = block[0] if block else (0, 1)
+            index = bisect_left(self._starts, last) - 1
+            while index >= 0 and self._reach[index] > first:
+                region = self._regions[index]
+                if (part := intersection(block, region)) is not None:
+                    found.append(Overlap(part, region, block, offset))
+                index -= 1
+            offset += volume(block) * size
+        return found
+
+
 class ShardPlan:
     """The plan for one array.
 
@@ -79,12 +122,8 @@ class ShardPlan:
     """
 
     def __init__(self, name: str, layout: Layout, load: list[int]) -> None:
-        self._layout = layout
         self.holders = layout.holders()
-        self._regions = sorted(self.holders)
-        self._starts = [region[0][0] if region else 0 for region in self._regions]
-        stops = [region[0][1] if region else 1 for region in self._regions]
-        self._reach = list(accumulate(stops, max))
+        self._index = RegionIndex(layout.shape, layout.itemsize, self.holders)
         nbytes = math.prod(layout.shape) * layout.itemsize
         if nbytes and CHUNK_BYTES % layout.itemsize:
             raise CorruptionError(f"{name}: elements of {layout.itemsize} bytes cross chunks.")
@@ -93,7 +132,7 @@ class ShardPlan:
         for number, (start, stop) in enumerate(self.spans):
             held: dict[int, int] = {}
             total = 0
-            for part, region, _, _ in self._overlaps(start, stop):
+            for part, region, _, _ in self._index.overlaps(start, stop):
                 size = volume(part) * layout.itemsize
                 total += size
                 for process in self.holders[region]:
@@ -110,28 +149,11 @@ class ShardPlan:
     def pieces(self, number: int, writer: int) -> list[Piece]:
         """Where `writer` takes the bytes of a chunk from: from itself, or the first that has them."""
         pieces = []
-        for part, region, block, start in self._overlaps(*self.spans[number]):
+        for part, region, block, start in self._index.overlaps(*self.spans[number]):
             holders = self.holders[region]
             process = writer if writer in holders else holders[0]
             pieces.append(Piece(process, region, part, block, start))
         return pieces
-
-    def _overlaps(self, start: int, stop: int) -> list[tuple[Region, Region, Region, int]]:
-        """(common elements, region, block, start of the block) for the chunk from `start` to `stop`."""
-        size, shape = self._layout.itemsize, self._layout.shape
-        found = []
-        offset = 0
-        for block in blocks(shape, start // size, stop // size):
-            first, last = block[0] if block else (0, 1)
-            index = bisect_left(self._starts, last) - 1
-            while index >= 0 and self._reach[index] > first:
-                region = self._regions[index]
-                part = intersection(block, region)
-                if part is not None:
-                    found.append((part, region, block, offset))
-                index -= 1
-            offset += volume(block) * size
-        return found
 
 
 def plan_shards(

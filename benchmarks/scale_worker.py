@@ -236,9 +236,7 @@ def join(subject: str) -> Callable[[], object]:
     if SUBJECTS[subject] in (PerdureTorch, Dcp):
         import torch.distributed as dist
 
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://{address}", rank=rank, world_size=count
-        )
+        dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=count)
         return dist.barrier
     if count == 1:
         return lambda: None
@@ -290,10 +288,10 @@ def main() -> None:
         barrier()
         write = time.perf_counter() - start
         peak = memory.end()
-        if step > 1:  # the first one allocates what the others use again
+        out["save peak"].append(peak)
+        if step > 1:  # the first one allocates memory that the others use again
             out["stall"].append(stall)
             out["write"].append(write)
-            out["save peak"].append(peak)
         del state
     out["received"] = max(received, default=0)
     for onto in ("rows", "columns"):

@@ -2,6 +2,7 @@
 
 Twelve shardings for each engine, on one to four processes, uneven ones and copies among them. The state
 is saved under each, and restored under each: 144 pairs. Leaves and fingerprints are the same in all.
+Then one of four processes is killed ahead of each of its operations of a save and of a restore.
 
 Run by `make proof-scale`; ARGS='--engine torch' runs one engine.
 """
@@ -22,11 +23,13 @@ TESTS = HERE.parent / "tests"
 for folder in (TESTS, TESTS / "distribute"):
     sys.path.insert(0, str(folder))
 
-from group import results  # noqa: E402
+from group import launch, results  # noqa: E402
 from shard_worker import DEVICES, SHARDINGS, names  # noqa: E402
 
 from perdure import verify_run  # noqa: E402
 from perdure.store import Run  # noqa: E402
+
+LIMIT_S = 30.0
 
 Outcome = tuple[str, bool, str]
 
@@ -69,15 +72,50 @@ def pairs(engine: str, root: Path) -> Iterator[Row]:
     yield row(f"{engine}: pairs", [True] * len(leaves) if len(leaves) == 144 else [False])
 
 
+def kills(action: str, victim: int) -> Iterator[Row]:
+    """Kill one of four processes ahead of each of its operations on the disk."""
+    whole: list[bool] = []
+    ended: list[bool] = []
+    for at in range(1, 1000):
+        with tempfile.TemporaryDirectory(prefix="perdure-proof-") as scratch:
+            root = Path(scratch, "run")
+            arguments = ("--engine", "torch", "--action", action, "--root", str(root))
+            where = ("--victim", str(victim), "--at", str(at))
+            program: Any = str(HERE / "shard_worker.py")
+            group = launch(program, 4, *arguments, *where, forked="torch")
+            statuses = [status for status, _, _ in group]
+            if statuses[victim] == 0:  # it has fewer operations
+                break
+            report = verify_run(Run(root))
+            whole.append(1 in report.good and report.ok)
+            others = [found for number, (_, found, _) in enumerate(group) if number != victim]
+            name = f"process {victim}" if victim else "of the group is gone"
+            ended.append(
+                statuses[victim] == -9
+                and all(found and name in found["error"] for found in others)
+                and all(found["seconds"] < LIMIT_S for found in others)
+            )
+            if not (whole[-1] and ended[-1]):
+                print(f"       {action}, process {victim}, operation {at}: {group}")
+    what = f"torch: {action}, process {victim} of 4 killed ahead of each operation"
+    yield row(f"{what}: the earlier checkpoint is whole", whole)
+    yield row(f"{what}: the others end with one error that says so, within {LIMIT_S:g} s", ended)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("jax", "torch"))
+    parser.add_argument("--kills", action="store_true", help="the killed processes alone")
     given = parser.parse_args()
 
     def rows() -> Iterator[Row]:
-        for engine in SHARDINGS if given.engine is None else (given.engine,):
+        engines = SHARDINGS if given.engine is None else (given.engine,)
+        for engine in () if given.kills else engines:
             with tempfile.TemporaryDirectory(prefix="perdure-proof-") as scratch:
                 yield from pairs(engine, Path(scratch))
+        for action in ("kill-save", "kill-restore") if given.engine != "jax" else ():
+            for victim in (3, 0):
+                yield from kills(action, victim)
 
     finish("scale", rows())
 

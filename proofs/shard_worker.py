@@ -1,14 +1,18 @@
 """One process of a group that saves a state under several shardings, or restores it under them.
 
 `--action save` saves under each sharding of this number of processes. `--action restore` restores every
-saved checkpoint under each of them, compares what this process has, and saves again.
+saved checkpoint under each of them, compares what this process has, and saves again. `--action
+kill-save` and `kill-restore` kill a process ahead of one of its operations on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +25,9 @@ sys.path.insert(0, str(HERE.parent / "tests" / "distribute"))
 
 from worker_program import answer, arguments  # noqa: E402
 
-from perdure import CheckpointManager  # noqa: E402
+from perdure import CheckpointManager, LocalStorage  # noqa: E402
 from perdure.checkpoint import SingleProcess  # noqa: E402
+from perdure.errors import PerdureError  # noqa: E402
 from perdure.store import Run  # noqa: E402
 
 JAX: dict[int, list[tuple[tuple[int, ...], Any]]] = {
@@ -189,10 +194,56 @@ def outcomes(states: Any, options: Any) -> Iterator[tuple[str, bool, str]]:
             yield f"{saved} to {own}", equal, Run(again).manifest(1).fingerprint
 
 
+class Deadly(LocalStorage):
+    """A run directory: its process is killed ahead of operation `at`, counted from `arm` on."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__(path, self._count)
+        self._left = at
+        self.is_armed = False
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self._count("read", name)
+        return super().read_into(name, offset, target)
+
+    def _count(self, _operation: str, _path: str) -> None:
+        if self.is_armed:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(states: Any, options: Any) -> dict[str, Any]:
+    """Save one step, and then save or restore while a process is killed; how that ended here."""
+    is_victim = options.process == options.victim
+    storage = Deadly(Path(options.root), options.at if is_victim else 0)
+    number = [axes for _, axes in SHARDINGS[options.engine][options.processes]].index((1,))
+    manager = CheckpointManager(storage, processes=states.processes)
+    manager.save(1, states.state(number, fill=True))
+    manager.wait_until_finished()
+    states.processes.barrier()
+    storage.is_armed = True
+    start, error = time.monotonic(), ""
+    try:
+        if options.action == "kill-restore":
+            manager.restore(1, states.state(0, fill=False))
+        else:
+            changed = {**states.state(number, fill=True), "step": 4}
+            changed["w"] = changed["w"] * 2
+            manager.save(2, changed)
+            manager.wait_until_finished()
+    except PerdureError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "seconds": time.monotonic() - start}
+
+
 def main() -> None:
-    options = arguments(engine=str, action=str, root=str)
+    options = arguments(engine=str, action=str, root=str, victim=-1, at=0)
     warnings.simplefilter("ignore")
     states: Any = (JaxStates if options.engine == "jax" else TorchStates)(options)
+    if options.action.startswith("kill"):
+        answer(killed(states, options))
+        return  # process 0, which serves the messages of the others, waits for them at its exit
     answer({"outcomes": list(outcomes(states, options))})
     if options.engine == "torch":
         import torch.distributed as dist

@@ -155,14 +155,12 @@ def save_in_group(
     with ExitStack() as stack:
         member = _Member(run, processes, state, cache or LayoutCache(), stack)
         if processes.is_chief:
-            _, error = attempt(lambda: _lead(member, recipe, metrics))
-            if error is None:
-                try:
-                    yield
-                except WorkerLostError:
-                    raise
-                except BaseException as raised:  # noqa: BLE001 (raised below in all processes)
-                    error = raised
+            error: BaseException | None = None
+            try:
+                _lead(member, recipe, metrics)
+                yield
+            except BaseException as raised:  # noqa: BLE001 (raised below in all processes)
+                error = raised
             _end(member, error)
         else:
             _follow(member)

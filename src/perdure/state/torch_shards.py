@@ -13,6 +13,9 @@ from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import cut
 from perdure.store.leaf import Leaf, Region
 
+ALIGNMENT = 64
+"""The memory of PyTorch's tensors begins at a multiple of this."""
+
 
 def is_dtensor(value: Any) -> bool:
     """Whether `value` is a `torch.distributed.tensor.DTensor`. Imports nothing."""
@@ -102,13 +105,21 @@ def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
     require_restorable(like)
     present = local_tensor(like)
     octets = cut(leaf, region(like)).data
-    local = torch.empty(present.shape, dtype=getattr(torch, leaf.dtype))
-    if octets.nbytes:
-        local.reshape(-1).view(torch.uint8).numpy()[:] = octets
-    device = like.device_mesh.device_type if present.is_meta else present.device
-    made = torch.empty_strided(present.shape, present.stride(), dtype=local.dtype, device=device)
+    dtype = getattr(torch, leaf.dtype)
+    device = torch.device(like.device_mesh.device_type) if present.is_meta else present.device
+    local = None
+    if leaf.shards is not None and octets.nbytes and not octets.readonly:
+        # Read for this target alone, so that the tensor may lie in the same memory.
+        local = torch.frombuffer(octets, dtype=torch.uint8).view(dtype).reshape(present.shape)
+    if local is None or local.data_ptr() % ALIGNMENT:
+        local = torch.empty(present.shape, dtype=dtype)
+        if octets.nbytes:
+            local.reshape(-1).view(torch.uint8).numpy()[:] = octets
+    if local.device.type != device.type or local.stride() != present.stride():
+        made = torch.empty_strided(present.shape, present.stride(), dtype=dtype, device=device)
+        local = made.copy_(local)
     return DTensor.from_local(
-        made.copy_(local),
+        local,
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -18,6 +18,7 @@ from perdure.state.torch_module import ModuleState
 from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_settings import optimizer_check, scheduler_check
 from perdure.state.torch_shards import (
+    ALIGNMENT,
     has_all_elements,
     is_dtensor,
     local_tensor,
@@ -31,7 +32,6 @@ from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, te
 from perdure.store.leaf import Leaf, Region, Shards
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
-_ALIGNMENT = 64
 _NO_DISPATCH = (
     torch.Tensor.__torch_dispatch__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_dispatch_impl,
@@ -131,7 +131,7 @@ class TorchState:
         is_contiguous = like.is_contiguous() or like.shape != leaf.shape
         if is_plain and is_contiguous and leaf.nbytes and not leaf.data.readonly:
             octets = torch.frombuffer(leaf.data, dtype=torch.uint8)
-            if not octets.data_ptr() % _ALIGNMENT:
+            if not octets.data_ptr() % ALIGNMENT:
                 return octets.view(getattr(torch, leaf.dtype)).reshape(leaf.shape)
         return self.load(like, leaf)
 

@@ -61,6 +61,33 @@ def test_every_process_gets_the_same_answers() -> None:
     assert answers == [([b"p0", b"p1", b"p2"], big, False, True, True, b"")] * 3
 
 
+def test_process_0_collects_with_one_message_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: list[int] = []
+    real = Shelf.get
+
+    def get(shelf: Shelf, key: str, process: int) -> bytes:
+        reads.append(process)
+        return real(shelf, key, process)
+
+    monkeypatch.setattr(Shelf, "get", get)
+
+    def work(group: KeyValueProcesses) -> Any:
+        found = []
+        for number in range(3):
+            found.append(group.collect(b"%d of %d" % (number, group.index)))
+            group.broadcast(b"next" if group.is_chief else None)
+        return found
+
+    answers, shelf = together(4, work)
+    assert answers[0] == [[b"%d of %d" % (n, index) for index in range(4)] for n in range(3)]
+    assert answers[1:] == [[[]] * 3] * 3
+    assert reads.count(0) == 9, "each of three processes reads the orders of process 0"
+    assert len(reads) == 9 + 9, "and process 0 one answer of each"
+    assert len(shelf.content) <= 1, "only the last order is left"
+
+
 def test_channels_do_not_wait_for_each_other() -> None:
     def work(group: KeyValueProcesses) -> Any:
         # In another order in each process: on one channel this would be a deadlock or a mix-up.

@@ -253,7 +253,7 @@ def test_a_lack_of_memory_is_not_damage(tmp_path: Path, monkeypatch: pytest.Monk
     def none(nbytes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("perdure.store.reader._memory", none)
+    monkeypatch.setattr("perdure.store.reader.new_memory", none)
     with pytest.raises(UnreachableError, match=r"step 4, leaf .*out of memory.*Free memory"):
         load_good(Run(tmp_path))
 

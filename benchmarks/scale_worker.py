@@ -213,7 +213,9 @@ class Dcp(_Torch):
     def save(self, step: int, state: Any) -> None:
         import torch.distributed.checkpoint as dcp
 
-        self._future: Any = dcp.async_save(state, checkpoint_id=self._path / f"{step}")
+        self._future: Any = dcp.async_save(  # pyright: ignore[reportPrivateImportUsage]
+            state, checkpoint_id=self._path / f"{step}"
+        )
 
     def finish(self) -> None:
         self._future.result()
@@ -222,7 +224,9 @@ class Dcp(_Torch):
         import torch.distributed.checkpoint as dcp
 
         state = self.target(cut)
-        dcp.load(state, checkpoint_id=self._path / f"{step}")
+        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+            state, checkpoint_id=self._path / f"{step}"
+        )
         return state
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
-from perdure.checkpoint import group_save, piece_exchange
+from perdure.checkpoint import group_save, piece_exchange, save_messages
 from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
@@ -325,6 +325,25 @@ def test_messages_of_a_save_do_not_depend_on_the_number_of_processes(tmp_path: P
 
     assert play(2, program) == [4] * 2, "begin, write and its answer, end"
     assert play(4, program) == [4] * 4
+
+
+def test_large_answers_travel_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_messages, "LARGE_BYTES", 100)
+    written: list[str] = []
+    real = LocalStorage.replace
+
+    def replace(storage: LocalStorage, name: str, data: bytes) -> None:
+        written.append(name)
+        real(storage, name, data)
+
+    monkeypatch.setattr(LocalStorage, "replace", replace)
+    assert play(3, saver(tmp_path / "together", state(1), 1, 2)) == [[1, 2]] * 3
+    assert len([name for name in written if name.endswith(".part.tmp")]) == 6
+    assert [*(tmp_path / "together").rglob("*.tmp")] == []
+    with CheckpointManager(tmp_path / "alone") as manager:
+        manager.save(1, state(1))
+    prints = {Run(tmp_path / name).manifest(1).fingerprint for name in ("together", "alone")}
+    assert len(prints) == 1
 
 
 class Counting(LocalStorage):

@@ -15,14 +15,24 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import msgspec
-from msgspec import Struct
 
 from perdure import errors
 from perdure.checkpoint.group_call import CallOutcome, attempt, decoded
-from perdure.checkpoint.piece_exchange import Address, PieceExchange
+from perdure.checkpoint.piece_exchange import PieceExchange
+from perdure.checkpoint.save_messages import (
+    COMPARE,
+    END,
+    HASH,
+    LAYOUT,
+    WRITE,
+    SaveAnswer,
+    SaveOrder,
+    SaveRow,
+    decode_answer,
+    encode_answer,
+)
 from perdure.checkpoint.shard_layouts import (
     GroupLayouts,
-    OwnRegions,
     digest_of,
     merge_layouts,
     own_regions,
@@ -50,7 +60,6 @@ from perdure.store.pack_writer import Written
 from perdure.store.shard_chunks import pieces_of, read_pieces
 from perdure.store.shard_plan import ShardPlan, plan_shards
 
-_LAYOUT, _HASH, _WRITE, _COMPARE, _END = "layout", "hash", "write", "compare", "end"
 _MOST_LINES = 20
 
 
@@ -68,57 +77,6 @@ class LayoutCache:
 
     def __init__(self) -> None:
         self.layouts = GroupLayouts()
-
-
-class _Row(Struct):
-    """With what one process begins a save, or why it does not.
-
-    Attributes:
-        step: The step that it saves.
-        own: The leaves that it alone has, by their hashes: the fingerprint covers all of them.
-        regions: The `digest_of` of its shards.
-        known: The digest of the layouts that it knows from an earlier save.
-        address: Where it answers requests for pieces; None without sharded arrays.
-    """
-
-    step: int
-    own: OwnRows
-    regions: str = ""
-    known: str = ""
-    address: Address | None = None
-    error: str = ""
-    kind: str = ""
-
-
-class _Order(Struct):
-    """What the chief asks all processes to do next."""
-
-    what: str
-    layouts: GroupLayouts | None = None
-    addresses: list[Address | None] = []
-    outcome: CallOutcome | None = None
-
-
-class _Answer(Struct):
-    """What one process answers to an order, or why it cannot.
-
-    Attributes:
-        step: The step that it saves.
-        regions: Its shards, for a layout order.
-        hashes: The hashes of the chunks of sharded arrays that it would write, for a hash order.
-        part: What it has written, for a write order.
-        digests, copies: The hashes of its leaves, and of its shards that others have too, for a
-            compare order.
-    """
-
-    step: int
-    regions: dict[str, OwnRegions] = {}
-    hashes: dict[int, str] = {}
-    part: PackPart | None = None
-    digests: dict[str, str] = {}
-    copies: dict[str, ShardCopy] = {}
-    error: str = ""
-    kind: str = ""
 
 
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):
@@ -171,17 +129,17 @@ def decline_save(processes: Processes, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
     text, kind = _failure(processes, error)
     sent = processes.collect(
-        msgspec.msgpack.encode(_Row(step, OwnRows({}, {}), error=text, kind=kind))
+        msgspec.msgpack.encode(SaveRow(step, OwnRows({}, {}), error=text, kind=kind))
     )
     try:
         if processes.is_chief:
-            rows = [decoded(data, _Row) for data in sent]
+            rows = [decoded(data, SaveRow) for data in sent]
             _, failed = attempt(lambda: _require_rows(processes, rows))
             outcome = CallOutcome.of(as_save_error(failed or error))
-            processes.broadcast(msgspec.msgpack.encode(_Order(_END, outcome=outcome)))
+            processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, outcome=outcome)))
         else:
-            while decoded(processes.broadcast(None), _Order).what != _END:
-                answer = _Answer(step, error=text, kind=kind)
+            while decoded(processes.broadcast(None), SaveOrder).what != END:
+                answer = SaveAnswer(step, error=text, kind=kind)
                 processes.collect(msgspec.msgpack.encode(answer))
     except WorkerLostError:
         raise
@@ -228,7 +186,7 @@ class _Member:
         if self._regions:
             self._exchange = PieceExchange(processes.index)
             stack.callback(self._exchange.close)
-        row = _Row(
+        row = SaveRow(
             state.step,
             OwnRows.of(state.own),
             digest_of(self._regions),
@@ -236,28 +194,30 @@ class _Member:
             None if self._exchange is None else self._exchange.address,
         )
         sent = processes.collect(msgspec.msgpack.encode(row))
-        self.rows = [decoded(data, _Row) for data in sent]
+        self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
 
-    def ask(self, what: str) -> list[_Answer]:
+    def ask(self, what: str) -> list[SaveAnswer]:
         """Give an order, in the chief; returns the answers of all if no process failed."""
-        order = _Order(what, self._cache.layouts, [row.address for row in self.rows])
-        if what == _LAYOUT or not self._regions:
-            order = _Order(what)
+        order = SaveOrder(what, self._cache.layouts, [row.address for row in self.rows])
+        if what == LAYOUT or not self._regions:
+            order = SaveOrder(what)
         self.processes.broadcast(msgspec.msgpack.encode(order))
         sent = self.processes.collect(self.answer(order))
-        answers = [decoded(data, _Answer) for data in sent]
+        answers = [decode_answer(self.run.storage, data) for data in sent]
         _require_answers(self.processes, answers)
         return answers
 
-    def answer(self, order: _Order) -> bytes:
+    def answer(self, order: SaveOrder) -> bytes:
         """Do what an order asks for; the answer to send."""
-        answer, error = attempt(lambda: self._done(order))
-        if error is not None:
+        storage, index = self.run.storage, self.processes.index
+        data, error = attempt(lambda: encode_answer(storage, index, self._done(order)))
+        if error is not None or data is None:
+            error = error or SaveError("no answer")
             self.error = self.error or error
             text, kind = _failure(self.processes, error)
-            answer = _Answer(self.state.step, error=text, kind=kind)
-        return msgspec.msgpack.encode(answer)
+            data = msgspec.msgpack.encode(SaveAnswer(self.state.step, error=text, kind=kind))
+        return data
 
     def agree_on_layouts(self) -> None:
         """Learn the layouts of all processes, in the chief, unless no shard has changed."""
@@ -266,27 +226,27 @@ class _Member:
         if not any(digests):
             return
         if known.digests != digests or {row.known for row in self.rows} != {known.digest()}:
-            answers = self.ask(_LAYOUT)
+            answers = self.ask(LAYOUT)
             self._cache.layouts = merge_layouts([answer.regions for answer in answers], digests)
             self._plans = None
 
-    def _done(self, order: _Order) -> _Answer:
+    def _done(self, order: SaveOrder) -> SaveAnswer:
         step, leaves = self.state.step, self.state.leaves
-        if order.what == _LAYOUT:
-            return _Answer(step, regions=self._regions)
+        if order.what == LAYOUT:
+            return SaveAnswer(step, regions=self._regions)
         share = self._share(order)
-        if order.what == _HASH:
-            return _Answer(step, hashes=share.hashes(leaves))
-        if order.what == _COMPARE:
+        if order.what == HASH:
+            return SaveAnswer(step, hashes=share.hashes(leaves))
+        if order.what == COMPARE:
             copies = copy_digests(leaves, share.plans)
-            return _Answer(step, digests=leaf_digests(leaves), copies=copies)
+            return SaveAnswer(step, digests=leaf_digests(leaves), copies=copies)
         known = Catalog(self.run.storage).held() if self.held is None else self.held
         part = write_pack_part(
             self.run.storage, step, leaves, known, share, self.run.encode, self.state.own
         )
-        return _Answer(step, part=part)
+        return SaveAnswer(step, part=part)
 
-    def _share(self, order: _Order) -> WriterShare:
+    def _share(self, order: SaveOrder) -> WriterShare:
         """What this process writes, with the layouts and addresses of an order."""
         index, count = self.processes.index, self.processes.count
         if self._exchange is None or order.layouts is None:
@@ -319,7 +279,7 @@ class HashedShards:
         """The hashes of the chunks of an array."""
         if self._by_path is None:
             hashes: dict[int, str] = {}
-            for answer in self._member.ask(_HASH):
+            for answer in self._member.ask(HASH):
                 hashes |= answer.hashes
             self._by_path = {}
             first = 0
@@ -359,9 +319,9 @@ def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[s
 def _write_parts(member: _Member) -> Written:
     """Let every process write its part, in the chief, and put the parts together."""
     assert member.held is not None
-    parts = [answer.part for answer in member.ask(_WRITE) if answer.part is not None]
+    parts = [answer.part for answer in member.ask(WRITE) if answer.part is not None]
     if len({part.state_hash for part in parts}) > 1 or _have_other_copies(parts):
-        answers = member.ask(_COMPARE)
+        answers = member.ask(COMPARE)
         raise _differing(
             [answer.digests for answer in answers], [answer.copies for answer in answers]
         )
@@ -372,7 +332,7 @@ def _write_parts(member: _Member) -> Written:
 def _end(member: _Member, error: BaseException | None) -> None:
     """Tell all processes how the save ended, in the chief, and raise its error."""
     agreed = None if error is None else as_save_error(error)
-    order = _Order(_END, outcome=CallOutcome.of(agreed))
+    order = SaveOrder(END, outcome=CallOutcome.of(agreed))
     member.processes.broadcast(msgspec.msgpack.encode(order))
     if agreed is not None:
         _raise_agreed(member.error or error, agreed)
@@ -382,8 +342,8 @@ def _follow(member: _Member) -> None:
     """The side of the other processes: answer orders until the save has ended; raises its error."""
     processes = member.processes
     while True:
-        order = decoded(processes.broadcast(None), _Order)
-        if order.what == _END:
+        order = decoded(processes.broadcast(None), SaveOrder)
+        if order.what == END:
             break
         processes.collect(member.answer(order))
     if order.outcome is not None and order.outcome.kind is not None:
@@ -399,7 +359,7 @@ def _failure(processes: Processes, error: BaseException) -> tuple[str, str]:
     return f"process {processes.index}: {text}", kind
 
 
-def _require_rows(processes: Processes, rows: Sequence[_Row]) -> None:
+def _require_rows(processes: Processes, rows: Sequence[SaveRow]) -> None:
     """Raise unless every process begins to save the same step."""
     _require_answers(processes, rows)
     if len({row.step for row in rows}) > 1:
@@ -410,7 +370,9 @@ def _require_rows(processes: Processes, rows: Sequence[_Row]) -> None:
         )
 
 
-def _require_answers(processes: Processes, answers: Sequence[_Row] | Sequence[_Answer]) -> None:
+def _require_answers(
+    processes: Processes, answers: Sequence[SaveRow] | Sequence[SaveAnswer]
+) -> None:
     """Raise what failed, if some processes failed."""
     if not (failed := [answer for answer in answers if answer.error]):
         return

@@ -59,7 +59,8 @@ def group(name: str, cut: str, processes: int, given: argparse.Namespace, path: 
     ]
     ended = [process.communicate() for process in started]
     if any(process.returncode for process in started):
-        raise RuntimeError("\n".join(error[-2000:] for _, error in ended))
+        errors = "\n".join(error[-3000:] for _, error in ended)
+        raise RuntimeError(f"{name}, {cut}, {processes} processes failed:\n{errors}")
     reports: list[Report] = [json.loads(out.splitlines()[-1]) for out, _ in ended]
     total = sum(report["expected"] for report in reports)
     for onto in (0, 1):

@@ -113,6 +113,9 @@ class PerdureJax(_Jax):
     def finish(self) -> None:
         self._manager.wait_until_finished()
 
+    def close(self) -> None:
+        self._manager.close()
+
     def load(self, step: int, cut: str) -> Any:
         return self._manager.restore(step, self.target(cut))[0]
 
@@ -134,6 +137,9 @@ class Orbax(_Jax):
 
     def finish(self) -> None:
         self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
 
     def load(self, step: int, cut: str) -> Any:
         return self._manager.restore(step, args=self._args.StandardRestore(self.target(cut)))
@@ -199,6 +205,9 @@ class PerdureTorch(_Torch):
     def finish(self) -> None:
         self._manager.wait_until_finished()
 
+    def close(self) -> None:
+        self._manager.close()
+
     def load(self, step: int, cut: str) -> Any:
         return self._manager.restore(step, self.target(cut))[0]
 
@@ -220,6 +229,9 @@ class Dcp(_Torch):
     def finish(self) -> None:
         self._future.result()
 
+    def close(self) -> None:
+        return None
+
     def load(self, step: int, cut: str) -> Any:
         import torch.distributed.checkpoint as dcp
 
@@ -233,23 +245,23 @@ class Dcp(_Torch):
 SUBJECTS = {"perdure-jax": PerdureJax, "Orbax": Orbax, "perdure-torch": PerdureTorch, "DCP": Dcp}
 
 
-def join(subject: str) -> Callable[[], object]:
-    """Join the group of the framework; returns a barrier."""
+def join(subject: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Join the group of the framework; returns a barrier, and how to leave it."""
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if SUBJECTS[subject] in (PerdureTorch, Dcp):
         import torch.distributed as dist
 
         dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=count)
-        return dist.barrier
+        return dist.barrier, dist.destroy_process_group
     if count == 1:
-        return lambda: None
+        return lambda: None, lambda: None
     import jax
     from jax.experimental import multihost_utils
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, count, rank)
-    return lambda: multihost_utils.sync_global_devices("scale")
+    return lambda: multihost_utils.sync_global_devices("scale"), jax.distributed.shutdown
 
 
 def count_received() -> list[int]:
@@ -270,7 +282,7 @@ def count_received() -> list[int]:
 def main() -> None:
     name, cut, mib, saves, directory = sys.argv[1:]
     warnings.simplefilter("ignore")
-    barrier = join(name)
+    barrier, leave = join(name)
     path, is_chief = Path(directory), os.environ["RANK"] == "0"
     shape = int(mib) * 2**20 // (4 * ARRAYS * COLUMNS), COLUMNS
     received = count_received()
@@ -314,7 +326,9 @@ def main() -> None:
         del state
     out["expected"] = expected
     print("\n" + json.dumps(out), flush=True)
-    os._exit(0)  # without the farewells of the frameworks
+    subject.close()
+    barrier()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,17 +6,32 @@ A chunk that lies in one shard is read into it; others pass through the memory o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from queue import SimpleQueue
+from typing import NamedTuple
 
-from perdure.store.chunk_stream import ChunkNumber, stream_chunks
+from perdure.store.aligned_buffers import give_buffer, take_buffer
 from perdure.store.failures import read_error
-from perdure.store.format import chunk_spans
+from perdure.store.format import CHUNK_BYTES, chunk_spans
 from perdure.store.leaf import Leaf, Region, Shards
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
-from perdure.store.reader import new_memory, read_parts, require_packs
+from perdure.store.pools import map_ahead
+from perdure.store.reader import (
+    READ_THREADS,
+    fetch_reads,
+    grouped_reads,
+    new_memory,
+    read_parts,
+    require_packs,
+)
 from perdure.store.shard_chunks import place_elements
 from perdure.store.shard_plan import Overlap, RegionIndex, first_element, volume
-from perdure.store.storage import Storage
+from perdure.store.storage import Storage, StreamingStorage
+
+MOST_STREAMS = 8
+"""Of chunks that do not lie in one shard; each takes a buffer."""
 
 Regions = Mapping[str, tuple[Region, ...]]
 """The regions that this process needs, by the path of the array."""
@@ -28,7 +43,7 @@ def load_shards(
     """Read and verify parts of some arrays of `manifest`; raises as `load_leaves` does."""
     leaves: dict[str, Leaf] = {}
     in_place: list[tuple[LeafEntry, Chunk, memoryview]] = []
-    passing: list[tuple[ChunkNumber, Shards, Sequence[Overlap]]] = []
+    passing: list[_Passing] = []
     require_packs(storage, manifest, entries)
     for entry in entries:
         wanted = tuple(dict.fromkeys(regions[entry.path]))
@@ -49,12 +64,69 @@ def load_shards(
             if (target := _memory_inside(shards, overlaps, start, stop)) is not None:
                 in_place.append((entry, entry.chunks[number], target))
             else:
-                passing.append(((entry, number), shards, overlaps))
+                chunk = entry.chunks[number]
+                passing.append(_Passing(entry, chunk, stop - start, shards, overlaps))
     read_parts(storage, manifest, in_place)
-    stream = stream_chunks(storage, manifest, [chunk for chunk, _, _ in passing])
-    for (_, shards, overlaps), data in zip(passing, stream, strict=True):
-        place_elements(data, shards, overlaps)
+    _pass_through(storage, manifest, passing)
     return leaves
+
+
+class _Passing(NamedTuple):
+    """A chunk of `nbytes` bytes, of which some elements belong into shards."""
+
+    entry: LeafEntry
+    chunk: Chunk
+    nbytes: int
+    shards: Shards
+    overlaps: Sequence[Overlap]
+
+
+def _pass_through(storage: Storage, manifest: Manifest, passing: Sequence[_Passing]) -> None:
+    """Read and verify chunks in the memory of a few, and copy their elements into the shards."""
+    if not passing:
+        return
+    threads = READ_THREADS
+    if isinstance(storage, StreamingStorage):
+        threads = min(storage.streams, MOST_STREAMS)
+    buffers = [take_buffer() for _ in range(threads)]
+    free: SimpleQueue[memoryview] = SimpleQueue()
+    for buffer in buffers:
+        free.put(memoryview(buffer)[:CHUNK_BYTES])
+
+    def work(batch: Sequence[_Passing]) -> None:
+        memory = free.get()
+        try:
+            ends = list(accumulate([item.nbytes for item in batch], initial=0))
+            places = [memory[start:stop] for start, stop in pairwise(ends)]
+            pairs = list(zip(batch, places, strict=True))
+            for read in grouped_reads([(item.entry, item.chunk, data) for item, data in pairs]):
+                for check in fetch_reads(storage, manifest, [read]):
+                    check()
+            for item, data in pairs:
+                place_elements(data, item.shards, item.overlaps)
+        finally:
+            free.put(memory)
+
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
+            for _ in map_ahead(readers, work, _batches(passing), 2 * threads):
+                pass
+    finally:
+        for buffer in buffers:
+            give_buffer(buffer)
+
+
+def _batches(passing: Sequence[_Passing]) -> Iterator[list[_Passing]]:
+    """A large chunk, or small ones of CHUNK_BYTES together, in the order of the packs."""
+    batch: list[_Passing] = []
+    nbytes = 0
+    for item in sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset)):
+        if batch and nbytes + item.nbytes > CHUNK_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item.nbytes
+    yield batch
 
 
 def _memory_inside(

@@ -327,6 +327,65 @@ def test_messages_of_a_save_do_not_depend_on_the_number_of_processes(tmp_path: P
     assert play(4, program) == [4] * 4
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_cannot_listen_ends_the_save_in_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    real, fired = group_save.PieceExchange, []  # pyright: ignore[reportPrivateImportUsage]
+
+    def exchange(index: int) -> Any:
+        if index == victim and not fired:
+            fired.append(index)
+            raise OSError(errno.EADDRNOTAVAIL, "no address")
+        return real(index)
+
+    monkeypatch.setattr(group_save, "PieceExchange", exchange)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(1, state(1))
+            with pytest.raises(SaveError, match="no address"):
+                manager.wait_until_finished()
+            manager.save(2, state(2))
+            manager.wait_until_finished()
+            return manager.all_steps()
+
+    assert play(2, program) == [[2], [2]]
+    assert fired == [victim]
+
+
+def test_layouts_are_sent_once_and_again_when_a_sharding_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bool] = []
+    real = group_save.SaveOrder  # pyright: ignore[reportPrivateImportUsage]
+
+    class Order(real):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "layouts":
+                sent.append(True)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(group_save, "SaveOrder", Order)
+
+    def program(processes: Pretend) -> list[int]:
+        found = []
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            for step in (1, 2, 3, 4):
+                if step == 3:
+                    CUTS.update(axis=1)
+                processes.barrier()
+                manager.save(step, state(step))
+                manager.wait_until_finished()
+                found.append(len(sent))
+        return found
+
+    assert play(2, program)[0] == [1, 1, 2, 2]
+    fingerprint = Run(tmp_path).manifest(4).fingerprint
+    play(1, saver(tmp_path / "alone", state(4), 4))
+    assert fingerprint == Run(tmp_path / "alone").manifest(4).fingerprint
+
+
 def test_large_answers_travel_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_messages, "LARGE_BYTES", 100)
     written: list[str] = []

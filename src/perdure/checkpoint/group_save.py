@@ -183,25 +183,31 @@ class _Member:
         self._regions = own_regions(state.leaves)
         self._exchange: PieceExchange | None = None
         self._plans: dict[str, ShardPlan] | None = None
-        if self._regions:
-            self._exchange = PieceExchange(processes.index)
-            stack.callback(self._exchange.close)
-        row = SaveRow(
-            state.step,
-            OwnRows.of(state.own),
-            digest_of(self._regions),
-            cache.layouts.digest(),
-            None if self._exchange is None else self._exchange.address,
-        )
+        row, error = attempt(lambda: self._row(stack))
+        if row is None:
+            self.error = error
+            text, kind = _failure(processes, error or SaveError("no answer"))
+            row = SaveRow(state.step, OwnRows({}, {}), error=text, kind=kind)
         sent = processes.collect(msgspec.msgpack.encode(row))
         self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
 
+    def _row(self, stack: ExitStack) -> SaveRow:
+        address = None
+        if self._regions:
+            self._exchange = PieceExchange(self.processes.index)
+            stack.callback(self._exchange.close)
+            address = self._exchange.address
+        own, known = OwnRows.of(self.state.own), self._cache.layouts.digest()
+        return SaveRow(self.state.step, own, digest_of(self._regions), known, address)
+
     def ask(self, what: str) -> list[SaveAnswer]:
         """Give an order, in the chief; returns the answers of all if no process failed."""
-        order = SaveOrder(what, self._cache.layouts, [row.address for row in self.rows])
-        if what == LAYOUT or not self._regions:
-            order = SaveOrder(what)
+        order = SaveOrder(what)
+        if what != LAYOUT and self._regions:
+            layouts, order.addresses = self._cache.layouts, [row.address for row in self.rows]
+            if {row.known for row in self.rows} != {layouts.digest()}:
+                order.layouts = layouts
         self.processes.broadcast(msgspec.msgpack.encode(order))
         sent = self.processes.collect(self.answer(order))
         answers = [decode_answer(self.run.storage, data) for data in sent]
@@ -249,11 +255,12 @@ class _Member:
     def _share(self, order: SaveOrder) -> WriterShare:
         """What this process writes, with the layouts and addresses of an order."""
         index, count = self.processes.index, self.processes.count
-        if self._exchange is None or order.layouts is None:
+        if self._exchange is None:
             return WriterShare(index, count)
         if self._plans is None:
-            self._cache.layouts = order.layouts
-            self._plans = plan_shards(self.state.leaves, order.layouts.by_path(), count)
+            self._cache.layouts = order.layouts or self._cache.layouts
+            layouts = self._cache.layouts.by_path()
+            self._plans = plan_shards(self.state.leaves, layouts, count)
             leaves = [(self._plans[path], path) for path in sorted(self._plans)]
 
             def read(writer: int, leaf: int, chunk: int) -> memoryview:

@@ -44,7 +44,14 @@ class SaveRow(Struct):
 
 
 class SaveOrder(Struct):
-    """What the chief asks all processes to do next."""
+    """What the chief asks all processes to do next.
+
+    Attributes:
+        what: LAYOUT, HASH, WRITE, COMPARE or END.
+        layouts: The layouts of all sharded arrays; None if every process knows them.
+        addresses: Where each process answers requests for pieces.
+        outcome: How the save ended, for END.
+    """
 
     what: str
     layouts: GroupLayouts | None = None

@@ -100,9 +100,9 @@ def test_should_save_does_not_overwrite_the_save_of_another_thread() -> None:
     class Listing:
         """A run in which another thread saves step 25 while its checkpoints are listed."""
 
-        def steps(self) -> list[int]:
+        def newest_step(self) -> int:
             interval.record(25)
-            return [7]
+            return 7
 
     listing: Any = Listing()
     interval = SaveInterval(10, listing)

@@ -13,7 +13,14 @@ from perdure.store import format as store_format
 from perdure.store import shard_plan
 from perdure.store.leaf import Leaf, Region, Shards
 from perdure.store.shard_chunks import AssembledChunk, own_chunks, pieces_of, read_pieces
-from perdure.store.shard_plan import Layout, ShardPlan, blocks, first_element, plan_shards, volume
+from perdure.store.shard_plan import (
+    ShardLayout,
+    ShardPlan,
+    blocks,
+    first_element,
+    plan_shards,
+    volume,
+)
 
 CHUNK = 64
 
@@ -29,7 +36,7 @@ def cuts(size: int, source: np.random.Generator) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *points, size]))
 
 
-def layout_of(source: np.random.Generator) -> Layout:
+def layout_of(source: np.random.Generator) -> ShardLayout:
     """An array of up to three axes, cut unevenly along each, some of the parts in several processes."""
     shape = tuple(source.integers(1, 12, source.integers(1, 4)).tolist())
     grid = [cuts(size, source) for size in shape]
@@ -38,10 +45,10 @@ def layout_of(source: np.random.Generator) -> Layout:
         for process in {*source.integers(0, len(regions), source.integers(1, 3)).tolist()}:
             regions[process].append(region)
     itemsize = int(source.choice([1, 2, 4, 8, 16]))
-    return Layout(shape, itemsize, tuple(map(tuple, regions)))
+    return ShardLayout(shape, itemsize, tuple(map(tuple, regions)))
 
 
-def shards_of(array: np.ndarray, layout: Layout, process: int) -> Shards:
+def shards_of(array: np.ndarray, layout: ShardLayout, process: int) -> Shards:
     regions = layout.regions[process]
     parts = tuple(
         memoryview(array[tuple(slice(*span) for span in region)].tobytes()) for region in regions
@@ -82,7 +89,7 @@ def test_every_byte_comes_from_one_place_and_as_few_as_possible_move(seed: int) 
 
 def test_chunks_that_several_processes_have_are_divided() -> None:
     region = ((0, 16 * CHUNK),)
-    layout = Layout((16 * CHUNK,), 1, ((region,),) * 4)
+    layout = ShardLayout((16 * CHUNK,), 1, ((region,),) * 4)
     load = [0] * 4
     plan = ShardPlan("w", layout, load)
     assert load == [4 * CHUNK] * 4
@@ -110,7 +117,7 @@ def test_a_region_with_gaps_in_memory_has_no_first_element() -> None:
 
 
 def test_elements_that_no_process_has_are_an_error() -> None:
-    layout = Layout((4, 64), 1, ((((0, 2), (0, 64)),), (((3, 4), (0, 64)),)))
+    layout = ShardLayout((4, 64), 1, ((((0, 2), (0, 64)),), (((3, 4), (0, 64)),)))
     with pytest.raises(CorruptionError, match=r"w: expected 64 bytes of chunk 2 .*found 0"):
         ShardPlan("w", layout, [0, 0])
 

@@ -40,7 +40,7 @@ Read = Callable[[int, int, int], memoryview]
 """The pieces of a chunk that this process sends: (process that writes it, leaf, chunk)."""
 
 
-class Address(Struct, frozen=True, array_like=True):
+class PeerAddress(Struct, frozen=True, array_like=True):
     """Where a process answers requests, and the key that they have to begin with."""
 
     host: str
@@ -62,7 +62,7 @@ class PieceExchange:
     def __init__(self, index: int) -> None:
         self.received = 0
         self._index = index
-        self._addresses: Sequence[Address | None] = ()
+        self._addresses: Sequence[PeerAddress | None] = ()
         self._read: Read | None = None
         self._ready = threading.Event()
         self._senders = threading.BoundedSemaphore(SENDERS)
@@ -74,12 +74,12 @@ class PieceExchange:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._open.add(self._listener)
-        self.address = Address(
+        self.address = PeerAddress(
             host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
         )
         threading.Thread(target=self._accept, name="perdure-pieces", daemon=True).start()
 
-    def begin(self, addresses: Sequence[Address | None], read: Read) -> None:
+    def begin(self, addresses: Sequence[PeerAddress | None], read: Read) -> None:
         """Answer with what `read` returns, and ask the processes at these addresses."""
         self._addresses, self._read = addresses, read
         self._ready.set()

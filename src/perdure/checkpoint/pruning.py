@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from perdure.checkpoint.retention import Candidate, Retention, Verdict, decide
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
-from perdure.store.contents import OutdatedPlanError, Summary
+from perdure.store.contents import ManifestSummary, OutdatedPlanError
 from perdure.store.format import MAX_STEP, seconds_of
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest
@@ -27,7 +27,7 @@ class PrunePlan:
 
 
 def candidates(
-    manifests: Mapping[int, Manifest | Summary], pinned: Collection[int]
+    manifests: Mapping[int, Manifest | ManifestSummary], pinned: Collection[int]
 ) -> list[Candidate]:
     """The checkpoints that retention decides on: those whose manifest can be read.
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.group_call import CallOutcome, decoded
-from perdure.checkpoint.piece_exchange import Address
+from perdure.checkpoint.piece_exchange import PeerAddress
 from perdure.checkpoint.shard_layouts import GroupLayouts, OwnRegions
 from perdure.errors import SaveError
 from perdure.store import Storage
@@ -38,7 +38,7 @@ class SaveRow(Struct):
     own: OwnRows
     regions: str = ""
     known: str = ""
-    address: Address | None = None
+    address: PeerAddress | None = None
     error: str = ""
     kind: str = ""
 
@@ -55,7 +55,7 @@ class SaveOrder(Struct):
 
     what: str
     layouts: GroupLayouts | None = None
-    addresses: list[Address | None] = []
+    addresses: list[PeerAddress | None] = []
     outcome: CallOutcome | None = None
 
 

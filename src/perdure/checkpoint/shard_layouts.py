@@ -15,7 +15,7 @@ from perdure.errors import SaveError
 from perdure.store import Leaf
 from perdure.store.format import hash_bytes
 from perdure.store.leaf import Region
-from perdure.store.shard_plan import Layout
+from perdure.store.shard_plan import ShardLayout
 
 
 class OwnRegions(Struct, frozen=True, array_like=True):
@@ -36,11 +36,11 @@ class GroupLayouts(Struct, frozen=True):
         digests: The `digest_of` of the shards of each process.
     """
 
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[ShardLayout, ...] = ()
     numbers: dict[str, int] = {}
     digests: tuple[str, ...] = ()
 
-    def by_path(self) -> dict[str, Layout]:
+    def by_path(self) -> dict[str, ShardLayout]:
         """The layout of each array."""
         return {path: self.layouts[number] for path, number in self.numbers.items()}
 
@@ -82,9 +82,9 @@ def merge_layouts(rows: Sequence[Mapping[str, OwnRegions]], digests: Sequence[st
                     f"{process}. Nothing was saved. In a group every process saves a state of one "
                     f"structure."
                 )
-    numbers: dict[Layout, int] = {}
+    numbers: dict[ShardLayout, int] = {}
     by_path: dict[str, int] = {}
     for path, own in rows[0].items():
-        layout = Layout(own.shape, own.itemsize, tuple(row[path].regions for row in rows))
+        layout = ShardLayout(own.shape, own.itemsize, tuple(row[path].regions for row in rows))
         by_path[path] = numbers.setdefault(layout, len(numbers))
     return GroupLayouts(tuple(numbers), by_path, tuple(digests))

@@ -18,8 +18,8 @@ from perdure.errors import CorruptionError, PruneError
 from perdure.store.contents import (
     Contents,
     Manifests,
+    ManifestSummary,
     PackSizes,
-    Summary,
     lost_manifests,
     pinned_steps,
     summarize,
@@ -51,9 +51,9 @@ class Catalog:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._summaries: dict[int, Summary] = {}
+        self._summaries: dict[int, ManifestSummary] = {}
         self._decoded: dict[int, Manifest] = {}
-        self._aside: dict[str, tuple[Summary, Manifest]] = {}
+        self._aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
         self._unread: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         self._unknown: dict[int, str] = {}
@@ -61,7 +61,7 @@ class Catalog:
         self._names: _Names | None = None
         self._notes_read = False
         self._index = ManifestIndex(storage)
-        self._rows: dict[int, Summary] = {}
+        self._rows: dict[int, ManifestSummary] = {}
         self._unindexed: set[int] = set()
         self._misled: set[int] = set()
         self.indexed = False
@@ -253,7 +253,7 @@ class Catalog:
 
     def _snapshot(
         self,
-        summaries: Mapping[int, Summary],
+        summaries: Mapping[int, ManifestSummary],
         names: _Names,
         lost: Iterable[str] = (),
         unknown: Iterable[str] = (),
@@ -269,7 +269,7 @@ class Catalog:
             unknown=tuple(unknown),
         )
 
-    def _read(self, fresh: bool, complete: bool = False) -> dict[int, Summary]:
+    def _read(self, fresh: bool, complete: bool = False) -> dict[int, ManifestSummary]:
         """Summaries of the readable manifests by step, oldest first; `_unread` has the others.
 
         With `complete`, the manifests themselves are in memory afterwards.
@@ -279,7 +279,7 @@ class Catalog:
         entries = entries_of(self.storage, MANIFESTS)
         # Names of manifests sort as their steps do.
         steps = {step: name for name in sorted(entries) if (step := step_of(name)) is not None}
-        summaries: dict[int, Summary] = {}
+        summaries: dict[int, ManifestSummary] = {}
         if self.indexed:
             self._use_index([*steps][:-READ_NEWEST])
         for step, name in steps.items():
@@ -316,7 +316,7 @@ class Catalog:
                 if step in self._rows and step not in self._misled:
                     self._summaries[step] = self._rows[step]
 
-    def _summary(self, name: str, version: str, step: int) -> Summary:
+    def _summary(self, name: str, version: str, step: int) -> ManifestSummary:
         """The summary of a manifest, which is read unless its file has the digest remembered."""
         summary = self._summaries.get(step)
         if summary is not None:
@@ -340,21 +340,21 @@ class Catalog:
             self._unindexed.discard(step)
         return summary
 
-    def _with_head(self, step: int, summary: Summary) -> Summary:
+    def _with_head(self, step: int, summary: ManifestSummary) -> ManifestSummary:
         """The summary of a step, with the first bytes of its file if they were not known yet."""
         if not summary.head and (manifest := self._decoded.get(step)) is not None:
             summary = summarize(manifest, encode_manifest(manifest)[:HEAD_BYTES])
             self._summaries[step] = summary
         return summary
 
-    def _remember(self, manifest: Manifest, data: bytes) -> Summary:
+    def _remember(self, manifest: Manifest, data: bytes) -> ManifestSummary:
         """Remember a manifest that was read or written; `data` are the first bytes of its file."""
         summary = self._summaries[manifest.step] = summarize(manifest, data)
         self._decoded[manifest.step] = manifest
         self._unindexed.add(manifest.step)
         return summary
 
-    def _is_same(self, name: str, version: str, summary: Summary) -> bool:
+    def _is_same(self, name: str, version: str, summary: ManifestSummary) -> bool:
         """Whether a file still has the digest that is remembered."""
         if version and version == summary.version:
             return True
@@ -392,7 +392,7 @@ class Catalog:
         They are always compared: a name there may be removed and used again.
         """
         lost = []
-        aside: dict[str, tuple[Summary, Manifest]] = {}
+        aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
         for name, entry in entries_of(self.storage, QUARANTINE).items():
             version = entry.version
             if not name.endswith(".json") or not is_quarantined(name):

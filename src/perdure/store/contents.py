@@ -14,7 +14,7 @@ from perdure.store.manifest_json import HEAD_BYTES
 from perdure.store.storage import FolderStorage, ListingStorage, Storage, entries_of
 
 
-class Summary(Struct, frozen=True, array_like=True, gc=False):
+class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
     """What a plan needs to know of a manifest: a run may have more manifests than fit into memory.
 
     Attributes:
@@ -32,9 +32,9 @@ class Summary(Struct, frozen=True, array_like=True, gc=False):
     version: str = ""
 
 
-def summarize(manifest: Manifest, data: bytes) -> Summary:
+def summarize(manifest: Manifest, data: bytes) -> ManifestSummary:
     """The summary of a manifest; `data` are the first bytes of its file."""
-    return Summary(
+    return ManifestSummary(
         data[:HEAD_BYTES].decode(),
         manifest.created,
         manifest.metrics,
@@ -114,7 +114,7 @@ class Contents:
     """
 
     manifests: Mapping[int, Manifest]
-    summaries: Mapping[int, Summary]
+    summaries: Mapping[int, ManifestSummary]
     unreadable: Mapping[int, str]
     quarantined: Mapping[str, Manifest]
     lost: tuple[str, ...]

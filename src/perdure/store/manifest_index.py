@@ -19,7 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from perdure.errors import CorruptionError
-from perdure.store.contents import Summary
+from perdure.store.contents import ManifestSummary
 from perdure.store.entry_builder import Held
 from perdure.store.format import INDEX, TEMP_SUFFIX
 from perdure.store.manifest import Manifest
@@ -39,7 +39,7 @@ _HASH_BYTES = 32
 _DIGITS = 16
 """The first digits of a hash are its key. Two chunks with one key cost a manifest read in vain."""
 
-_Row = tuple[int, Summary]
+_Row = tuple[int, ManifestSummary]
 _rows = msgspec.json.Decoder(list[_Row])
 
 
@@ -65,7 +65,7 @@ class Segment:
         self.name = name
         self.keys = body[head + 8 : keys_end].cast("Q")
         self.owners = body[keys_end:owners_end].cast("I")
-        self.summaries: dict[int, Summary] = dict(_rows.decode(body[owners_end:]))
+        self.summaries: dict[int, ManifestSummary] = dict(_rows.decode(body[owners_end:]))
         self.steps = list(self.summaries)
 
     def find(self, key: int) -> int | None:
@@ -91,9 +91,9 @@ class ManifestIndex:
             self._segments = list(self._read())
         return self._segments
 
-    def summaries(self) -> dict[int, Summary]:
+    def summaries(self) -> dict[int, ManifestSummary]:
         """What was written last about the manifest of each step."""
-        merged: dict[int, Summary] = {}
+        merged: dict[int, ManifestSummary] = {}
         for segment in self.segments:
             merged.update(segment.summaries)
         return merged
@@ -107,7 +107,7 @@ class ManifestIndex:
 
     def write(
         self,
-        summaries: Mapping[int, Summary],
+        summaries: Mapping[int, ManifestSummary],
         fresh: Mapping[int, Manifest | None],
     ) -> None:
         """Write the summaries of the `fresh` steps, together with small or mostly dead segments.
@@ -214,7 +214,7 @@ def _filter_of(keys: Sequence[memoryview]) -> bytes:
 
 
 def _encode(
-    summaries: Mapping[int, Summary],
+    summaries: Mapping[int, ManifestSummary],
     fresh: Mapping[int, Manifest | None],
     merged: Iterable[Segment],
 ) -> bytes:

@@ -117,7 +117,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What saves found that the user should know. Whoever shows these texts empties the list."""
+        """What saves found for the user. Whoever shows these texts empties the list."""
         return self._damage.notes
 
     @notes.setter
@@ -125,10 +125,7 @@ class Run:
         self._damage.notes = notes
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first. Lists names and reads nothing.
-
-        Raises `UnreachableError` if they cannot be listed.
-        """
+        """Committed steps, oldest first; `UnreachableError` if they cannot be listed."""
         return list_steps(self.storage)
 
     def newest_step(self) -> int | None:
@@ -139,9 +136,7 @@ class Run:
         """The checked manifest of `step`.
 
         Raises:
-            StepNotFoundError: There is no such checkpoint.
-            CorruptionError: The bytes of the manifest are damaged.
-            UnreachableError: The manifest cannot be read.
+            StepNotFoundError, CorruptionError, UnreachableError: It is not there, damaged, not readable.
         """
         return read_manifest(self.storage, step)
 

@@ -20,7 +20,7 @@ from perdure.store.format import CHUNK_BYTES, chunk_spans
 from perdure.store.leaf import Leaf, Region
 
 
-class Layout(Struct, frozen=True):
+class ShardLayout(Struct, frozen=True):
     """Which elements of an array each process has.
 
     Attributes:
@@ -121,7 +121,7 @@ class ShardPlan:
         CorruptionError: No process has some elements, or two regions overlap.
     """
 
-    def __init__(self, name: str, layout: Layout, load: list[int]) -> None:
+    def __init__(self, name: str, layout: ShardLayout, load: list[int]) -> None:
         self.holders = layout.holders()
         self._index = RegionIndex(layout.shape, layout.itemsize, self.holders)
         nbytes = math.prod(layout.shape) * layout.itemsize
@@ -157,7 +157,7 @@ class ShardPlan:
 
 
 def plan_shards(
-    leaves: Mapping[str, Leaf], layouts: Mapping[str, Layout], count: int
+    leaves: Mapping[str, Leaf], layouts: Mapping[str, ShardLayout], count: int
 ) -> dict[str, ShardPlan]:
     """The plans of all sharded arrays of a state by path, the same in each of `count` processes."""
     load = [0] * count

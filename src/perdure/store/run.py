@@ -136,7 +136,7 @@ class Run:
         """The checked manifest of `step`.
 
         Raises:
-            StepNotFoundError, CorruptionError, UnreachableError: It is not there, damaged, not readable.
+            StepNotFoundError, CorruptionError, UnreachableError: It is absent, damaged, not readable.
         """
         return read_manifest(self.storage, step)
 

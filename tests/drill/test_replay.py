@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from perdure.cli import main
 from perdure.drill.fault_injection import redirected
 from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
-from perdure.errors import ArgumentError, LaunchError
+from perdure.drill.working_directory import WorkingDirectory
+from perdure.errors import ArgumentError, LaunchError, SaveError
 from perdure.inspect import report
 from perdure.store import LocalStorage, Run
 from perdure.store.format import hash_bytes
@@ -57,7 +58,8 @@ def test_the_command_reproduces_a_run_and_records_that(home: Path, tmp_path: Pat
     before = files(home / "runs" / "mine")
     ended = CliRunner().invoke(main, ["replay", "runs/mine", "--json", "--", *PROGRAM])
     assert ended.exit_code == 0, ended.output
-    (part,) = json.loads(ended.stdout)["stretches"]
+    printed = json.loads(ended.stdout)
+    (part,) = printed["stretches"]
     # From the oldest checkpoint to the last line; steps 8 and 12 were saved.
     assert (part["start"], part["stop"], part["steps"], part["checkpoints"]) == (4, 13, 9, 2)
     assert files(home / "runs" / "mine") == before
@@ -65,6 +67,7 @@ def test_the_command_reproduces_a_run_and_records_that(home: Path, tmp_path: Pat
     data = record.read_bytes()
     assert json.loads(data)["verdict"] == "reproduced"
     assert json.loads(data)["digest"] == hash_bytes(b"{" + data[77:])
+    assert printed == json.loads(data)
     assert Run("runs/mine").steps() == [4, 8, 12]
     assert "reproduced</span>" in report("runs/mine").html
     record.write_bytes(data.replace(b'"reproduced"', b'"differs"'))
@@ -146,3 +149,42 @@ def test_mistakes_in_the_arguments_exit_with_2(home: Path, tmp_path: Path) -> No
     with pytest.raises(ArgumentError, match="up to 13"):
         replay_run(PROGRAM, "runs/mine", ReplayOptions(last=99), tmp_path)
     assert (home / "runs" / "mine" / JOURNAL).exists()
+
+
+def test_a_replay_lies_outside_of_the_run_and_is_no_part_of_the_next_one(
+    home: Path, tmp_path: Path
+) -> None:
+    inside = CliRunner().invoke(
+        main, ["replay", "runs/mine", "--directory", "runs/mine/here", "--", *PROGRAM]
+    )
+    assert inside.exit_code == 2, inside.output
+    assert "expected a place outside of the run directory runs/mine" in inside.output
+    kept = home / "kept"
+    kept.mkdir()
+    WorkingDirectory(home).make(kept)
+    assert (kept / "root" / "proc").exists()
+    (tmp_path / "next").mkdir()
+    copied = WorkingDirectory(home).make(tmp_path / "next")
+    assert not (copied / str(kept)[1:]).exists()
+    shutil.rmtree(kept)
+
+
+def test_what_lies_in_proc_is_never_read(tmp_path: Path) -> None:
+    source = tmp_path / "work"
+    source.mkdir()
+    (source / "system").symlink_to("/proc")
+    (tmp_path / "copy").mkdir()
+    copied = WorkingDirectory(source).make(tmp_path / "copy") / str(source)[1:]
+    assert (copied / "system").is_symlink()
+
+
+def test_a_record_that_cannot_be_written_changes_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> str:
+        raise SaveError("runs/mine: the record of the replay cannot be written")
+
+    monkeypatch.setattr("perdure.drill.replay_record.write_record", full)
+    ended = CliRunner().invoke(main, ["replay", "runs/mine", "--", *PROGRAM])
+    assert ended.exit_code == 0, ended.output
+    assert "cannot be written" in ended.output

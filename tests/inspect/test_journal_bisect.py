@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from perdure.checkpoint import CheckpointManager
 from perdure.cli import main
-from perdure.errors import ArgumentError, CorruptionError, NotARunError
+from perdure.errors import ArgumentError, CorruptionError, NotARunError, UnreachableError
 from perdure.inspect.journal_bisect import _Journal, bisect_runs
 from perdure.store import LocalStorage, Run
 from perdure.store.journal_file import JOURNAL, JournalEntry, JournalWriter
@@ -97,3 +97,14 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     (two / JOURNAL).write_bytes(b"nothing\n" * 9)
     with pytest.raises(CorruptionError, match="no line of a journal"):
         bisect_runs(one, two)
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with Run(tmp_path / name, create=True) as run:
+            run.save(1, {})
+        (tmp_path / name / JOURNAL).write_text("{}\n")
+    (tmp_path / "a" / JOURNAL).unlink()
+    (tmp_path / "a" / JOURNAL).mkdir()
+    with pytest.raises(UnreachableError, match=r"journal\.jsonl: the journal cannot be read"):
+        bisect_runs(tmp_path / "a", tmp_path / "b")

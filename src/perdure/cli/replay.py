@@ -69,25 +69,34 @@ def command(
     """
     from perdure.drill.replay import ReplayOptions, replay_run
     from perdure.drill.replay_record import replay_document, write_record
+    from perdure.errors import SaveError
     from perdure.store import Run
 
+    if directory is not None and directory.resolve().is_relative_to(Path(run).resolve()):
+        raise click.UsageError(
+            f"--directory: expected a place outside of the run directory {run}, which is only read; "
+            f"found {directory}."
+        )
     first, last = _parsed(steps)
     options = ReplayOptions(first, last, sample, seed, workers, devices, read_only)
     with kept_or_temporary(directory, "replay") as work:
 
         def progress(text: str) -> None:
-            click.echo(f"{text} ...", err=as_json)
+            click.echo(f"{text} ...", err=True)
 
         results = replay_run(command, run, options, work, progress)
     storage = Run(run).storage
     found = replay_document(storage.where, command, options, results)
-    # Printed first: the disk may be full.
+    # The record first, because nobody may read the output; and the output if the disk is full.
+    try:
+        recorded = f"recorded in {storage.where}/{write_record(storage, found)}"
+    except SaveError as error:
+        recorded = str(error)
     if as_json:
         document(found)
     else:
         _print(found)
-    name = write_record(storage, found)
-    click.echo(f"recorded in {storage.where}/{name}", err=as_json)
+    click.echo(recorded, err=True)
     ctx.exit(0 if found["verdict"] == "reproduced" else 1)
 
 

@@ -33,10 +33,10 @@ def verdict_of(results: Sequence[StretchResult]) -> Verdict:
 def replay_document(
     where: str, command: Sequence[str], options: ReplayOptions, results: Sequence[StretchResult]
 ) -> dict[str, Any]:
-    """What `--json` prints and the record holds."""
+    """What `--json` prints and the record holds, with its own hash first."""
     from perdure import __version__
 
-    return {
+    found = {
         "format": _FORMAT,
         "run": where,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -50,6 +50,11 @@ def replay_document(
         "verdict": verdict_of(results),
         "stretches": [asdict(result) for result in results],
     }
+    return {"digest": hash_bytes(_body(found)), **found}
+
+
+def _body(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
@@ -58,8 +63,7 @@ def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
     Raises:
         SaveError: It cannot be written.
     """
-    body = json.dumps(document, separators=(",", ":")).encode() + b"\n"
-    data = b'{"digest":"' + hash_bytes(body).encode() + b'",' + body[1:]
+    data = _body(document)
     stamp = document["created"].replace(":", "")
     name = f"{REPLAYS}{stamp}-{secrets.token_hex(4)}.json"
     try:

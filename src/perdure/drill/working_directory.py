@@ -18,12 +18,15 @@ from perdure.store.format import MARKER
 
 ROOT = "root"
 """The name of the root in the directory of a drilled run."""
+COPY = ".perdure-copy"
+"""A file beside a root; a copy that was kept is in no other copy."""
 
 LARGEST_COPY = 2**20
 COPIED_BYTES = 64 * 2**20
 MOST_ENTRIES = 2000
 _MOST_BESIDE = 1000
 _MOST_LOOKED_AT = 200
+_SYSTEM = ("/dev", "/proc", "/sys")  # reading a file there may never end
 _LINKED = {".git", ".hg", ".svn", "__pycache__", "node_modules"}
 
 
@@ -54,6 +57,7 @@ class WorkingDirectory:
         """Write a copy below `directory`; returns the directory that takes the place of `/`."""
         root = os.path.join(os.path.realpath(directory), ROOT)
         os.mkdir(root)
+        Path(directory, COPY).touch()
         for name in self._directories:
             os.mkdir(root + name)
         for name, target in self._links:
@@ -117,7 +121,7 @@ class WorkingDirectory:
     def _is_entered(self, entry: os.DirEntry[str]) -> bool:
         """Whether `entry` is a directory to go through; otherwise it is dealt with here."""
         real = os.path.realpath(entry.path)
-        if real in self._left_out:
+        if real in self._left_out or os.path.exists(os.path.join(entry.path, COPY)):
             return False
         target = entry.path
         if entry.is_symlink() and (real + os.sep).startswith(self.source + os.sep):
@@ -137,7 +141,8 @@ class WorkingDirectory:
     def _is_linked(self, entry: os.DirEntry[str], real: str) -> bool:
         is_environment = os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
         is_parent = (self.source + os.sep).startswith(real.rstrip(os.sep) + os.sep)
-        return entry.name in _LINKED or is_environment or is_parent
+        is_system = real.startswith(tuple(f"{path}{os.sep}" for path in _SYSTEM)) or real in _SYSTEM
+        return entry.name in _LINKED or is_environment or is_parent or is_system
 
     def _is_copied(self, entry: os.DirEntry[str]) -> bool:
         """Whether `entry` is a regular file that is small enough, as long as there is space for it."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from perdure.errors import ArgumentError, CorruptionError
+from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import LocalStorage, Run
 from perdure.store.journal_file import JOURNAL, JournalEntry, first_difference
 
@@ -138,8 +138,13 @@ class _Journal:
         self._decode = msgspec.json.Decoder(JournalEntry).decode
 
     def __enter__(self) -> _Journal:
-        with open(self._path, "rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with open(self._path, "rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise UnreachableError(
+                f"{self._path}: the journal cannot be read: {error}. Correct the cause, then try again."
+            ) from error
         self._end = self._data.rfind(b"\n") + 1  # without an incomplete last line
         return self
 

@@ -108,6 +108,15 @@ def advance(state: dict[str, Any]) -> dict[str, Any]:
     return {"weights": state["weights"] * 0.999 + state["step"], "step": state["step"] + 1}
 
 
+def leave(store: Client, index: int, count: int) -> None:
+    """End process 0, and with it the store, after all others."""
+    if index:
+        store.set(f"left/{index}", b"")
+        return
+    for other in range(1, count):
+        store.get(f"left/{other}", other)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
@@ -133,6 +142,7 @@ def main() -> None:
                 with open(options.requests, "a") as file:
                     print(os.environ["PERDURE_ATTEMPT"], server.requests, file=file)
             manager.save(step + 1, state, force=step + 1 == options.steps)
+    leave(Client(address), index, count)
 
 
 if __name__ == "__main__":

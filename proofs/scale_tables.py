@@ -208,7 +208,7 @@ class Reported:
             lambda outside: goodput(chief, llama(outside), 60, STEP_S), 0.90, 60, 7200
         )
         self.byterobust_outside_s = solve(
-            lambda outside: goodput(chief, byterobust(outside), 1, STEP_S, range(2), 50),
+            lambda outside: goodput(chief, byterobust(outside), 1, STEP_S, range(2), 300),
             0.97, 20, 7200,
         )  # fmt: skip
         # The more seldom a GPU fails the higher the goodput: `solve` wants a falling function.
@@ -277,7 +277,7 @@ def plot(constants: Constants, path: Path) -> None:
         tried = list(intervals(2000, 1.6))
         (line,) = left.plot(
             [steps * STEP_S for steps in tried],
-            [goodput(chief, cluster, steps, STEP_S, range(2), 50) for steps in tried],
+            [goodput(chief, cluster, steps, STEP_S, range(2), 300) for steps in tried],
             label=f"{workers:,} workers",
         )
         cost = chief.stall_s + cluster.slowed * durable_s(save_parts(chief, cluster))

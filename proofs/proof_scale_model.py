@@ -58,7 +58,7 @@ def real_runs(compared: list[Comparison]) -> Iterator[Row]:
     yield row(
         "real runs: ended with the bits of an undisturbed loop", (c.real.is_exact for c in compared)
     )
-    yield row("real runs: five kills or more", (len(c.real.killed_at) >= 5 for c in compared))
+    yield row("real runs: four kills or more", (len(c.real.killed_at) >= 4 for c in compared))
     yield row(
         "real runs of 2, 4 and 8 workers: goodput within 10% of the model's",
         [abs(c.goodput_error) <= WITHIN for c in compared],
@@ -109,11 +109,12 @@ def runs_table(compared: list[Comparison]) -> str:
 
 def constants_of(compared: list[Comparison]) -> Constants:
     """The measured constants, with the messages of a save as a polynomial of the workers."""
+    print(f"a request takes {1e6 * message_s():.0f} µs now, {1e6 * MEASURED.message_s:.0f} in the tables")
     counted = {c.workers: c.requests for c in compared}
     if len(counted) < 3:
-        return replace(MEASURED, message_s=message_s())
+        return MEASURED
     messages = np.polynomial.Polynomial.fit(list(counted), list(counted.values()), 2).convert().coef
-    return replace(MEASURED, message_s=message_s(), messages=[float(f"{n:.3f}") for n in messages])
+    return replace(MEASURED, messages=[float(f"{n:.3f}") for n in messages])
 
 
 def rows(has_runs: bool) -> Iterator[Row]:

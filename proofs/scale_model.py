@@ -309,7 +309,7 @@ def goodput(
     save_every: int,
     step_s: float,
     seeds: Iterable[int] = range(3),
-    failures: float = 1000.0,
+    failures: float = 100.0,
 ) -> float:
     """Mean goodput of runs long enough for about `failures` failures each."""
     steps = max(10 * save_every, math.ceil(failures * cluster.between_failures_s / step_s))

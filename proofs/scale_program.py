@@ -1,8 +1,9 @@
 """A training program without a framework, of 2, 4 or 8 workers, for `scale_runs`.
 
-A step sleeps and adds to an array. The group is perdure's own (`KeyValueProcesses`) over a key-value
-store that process 0 serves on a socket, in place of that of JAX or PyTorch, whose imports would be most
-of a restart. The store counts requests; process 0 writes the count at every save to `--requests`.
+A step sleeps and adds to an array. A start takes at least `--start-s`, as if a framework were imported
+and a step compiled, so that it depends less on what else the machine does. The group is perdure's own
+(`KeyValueProcesses`) over a key-value store that process 0 serves on a socket, in place of that of JAX
+or PyTorch. The store counts requests; process 0 writes the count at every save to `--requests`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ def advance(state: dict[str, Any]) -> dict[str, Any]:
     return {"weights": state["weights"] * 0.999 + state["step"], "step": state["step"] + 1}
 
 
+def age_s() -> float:
+    """Seconds since the kernel started this process."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 def leave(store: Client, index: int, count: int) -> None:
     """End process 0, and with it the store, after all others."""
     if index:
@@ -122,6 +129,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--start-s", type=float, required=True)
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--requests", type=Path, required=True)
     options = parser.parse_args()
@@ -133,6 +141,7 @@ def main() -> None:
         options.run, processes=group, save_interval_steps=options.save_every, recipe={}
     ) as manager:
         state, start = manager.restore_or_initialize(initial())
+        time.sleep(max(0.0, options.start_s - age_s()))
         due = time.monotonic()
         for step in range(start, options.steps):
             state = advance(state)

@@ -1,6 +1,6 @@
 """Real runs of 2, 4 and 8 processes under `perdure run`, beside what the model says of them.
 
-A calibration run with few kills gives the constants of a number of workers: how long a step, a save, a
+A calibration run with one kill gives the constants of a number of workers: how long a step, a save, a
 restart and the end take. Then another run has other kills, at seeded times, and the simulation is given
 the same times. Workers are killed after so many seconds of training: when the group is killed while it
 starts is not simulated here.
@@ -29,11 +29,13 @@ from perdure.supervise.worker import Worker
 
 PROGRAM = Path(__file__).with_name("scale_program.py")
 STEP_S = 0.1
+START_S = 5.0
 SAVE_EVERY = 60
 MEAN_LIFE_S = 7.0
-STEPS = 500
-CALIBRATION_STEPS = 260  # so that the last attempt saves twice and more
-CALIBRATION_LIVES = (8.0, 9.0)
+SEED = 50
+STEPS = 300
+CALIBRATION_STEPS = 140  # so that the last attempt saves twice
+CALIBRATION_LIVES = (3.0,)
 
 
 class Watch(Observer):
@@ -88,7 +90,7 @@ def run(work: Path, name: str, workers: int, steps: int, given: Sequence[float])
     where, requests = work / name, work / f"{name}-requests"
     command = [sys.executable, str(PROGRAM), str(where), "--steps", str(steps)]
     command += ["--step-s", str(STEP_S), "--save-every", str(SAVE_EVERY)]
-    command += ["--requests", str(requests)]
+    command += ["--start-s", str(START_S), "--requests", str(requests)]
     options = RunOptions(
         workers=workers,
         max_restarts=1000,
@@ -146,7 +148,7 @@ def calibrated(real: RealRun, steps: int) -> Plan:
 
 def seeded_lives(workers: int) -> list[float]:
     """Exponential times of training between kills, enough for the whole run."""
-    chance = random.Random(workers)
+    chance = random.Random(SEED + workers)
     return [chance.expovariate(1 / MEAN_LIFE_S) for _ in range(200)]
 
 
@@ -170,9 +172,7 @@ class Comparison:
 def compare(work: Path, workers: int) -> Comparison:
     """Calibrate, run, and simulate."""
     calibration = run(work, f"calibration-{workers}", workers, CALIBRATION_STEPS, CALIBRATION_LIVES)
-    plan = calibrated(calibration, STEPS)
-    given = seeded_lives(workers)
-    model = simulate(plan, lives(given))
+    plan, given = calibrated(calibration, STEPS), seeded_lives(workers)
     real = run(work, f"run-{workers}", workers, STEPS, given)
-    requests = median(calibration.requests + real.requests)
-    return Comparison(workers, plan, real, model, requests)
+    requests = median(calibration.requests)
+    return Comparison(workers, plan, real, simulate(plan, lives(given)), requests)

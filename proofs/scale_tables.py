@@ -153,7 +153,7 @@ def grid_line(constants: Constants, cluster: Cluster) -> list[str]:
     cost = constants.stall_s + cluster.slowed * durable
     mean = cluster.between_failures_s
     young, daly = young_s(cost, mean), optimum_interval(cost, mean)
-    most = int(8 * max(young, durable, STEP_S) / STEP_S)
+    most = int(min(8 * max(young, durable, STEP_S), 3 * mean) / STEP_S)
     best, share = best_interval(constants, cluster, STEP_S, most)
     largest = max(parts, key=lambda name: parts[name])
     law = "exponential" if cluster.shape == 1 else f"Weibull {cluster.shape:g}"
@@ -208,7 +208,7 @@ class Reported:
             lambda outside: goodput(chief, llama(outside), 60, STEP_S), 0.90, 60, 7200
         )
         self.byterobust_outside_s = solve(
-            lambda outside: goodput(chief, byterobust(outside), 1, STEP_S, range(2), 300),
+            lambda outside: goodput(chief, byterobust(outside), 1, STEP_S, range(2), 100),
             0.97, 20, 7200,
         )  # fmt: skip
         # The more seldom a GPU fails the higher the goodput: `solve` wants a falling function.
@@ -277,7 +277,7 @@ def plot(constants: Constants, path: Path) -> None:
         tried = list(intervals(2000, 1.6))
         (line,) = left.plot(
             [steps * STEP_S for steps in tried],
-            [goodput(chief, cluster, steps, STEP_S, range(2), 300) for steps in tried],
+            [goodput(chief, cluster, steps, STEP_S, range(2), 100) for steps in tried],
             label=f"{workers:,} workers",
         )
         cost = chief.stall_s + cluster.slowed * durable_s(save_parts(chief, cluster))

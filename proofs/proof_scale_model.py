@@ -109,7 +109,9 @@ def runs_table(compared: list[Comparison]) -> str:
 
 def constants_of(compared: list[Comparison]) -> Constants:
     """The measured constants, with the messages of a save as a polynomial of the workers."""
-    print(f"a request takes {1e6 * message_s():.0f} µs now, {1e6 * MEASURED.message_s:.0f} in the tables")
+    print(
+        f"a request takes {1e6 * message_s():.0f} µs now, {1e6 * MEASURED.message_s:.0f} in the tables"
+    )
     counted = {c.workers: c.requests for c in compared}
     if len(counted) < 3:
         return MEASURED

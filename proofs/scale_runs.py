@@ -33,7 +33,7 @@ START_S = 5.0
 SAVE_EVERY = 60
 MEAN_LIFE_S = 7.0
 SEED = 50
-STEPS = 300
+STEPS = 400
 CALIBRATION_STEPS = 140  # so that the last attempt saves twice
 CALIBRATION_LIVES = (3.0,)
 

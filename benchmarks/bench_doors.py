@@ -15,19 +15,15 @@ save. Ratios are medians of those of the turns; CPU times are sums over both pro
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from doors_measure import Figures, state_bytes
+from local_group import reports_of
 from store_probe import fresh, middle, spread
 from table import Row, compared, finish, installed, row
-
-from perdure.ports import free_ports
 
 HERE = Path(__file__).parent
 TORCH, JAX = "doors_torch.py", "doors_orbax.py"
@@ -60,26 +56,11 @@ def group(program: str, processes: int, *arguments: object) -> dict[str, Figures
 
     None, after printing the error, if one fails.
     """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "WORLD_SIZE": str(processes)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}  # as torchrun does
-    command = [sys.executable, str(HERE / program), *map(str, arguments)]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    ended = [process.communicate() for process in started]
-    if any(process.returncode for process in started):
-        errors = "\n".join(error[-3000:] for _, error in ended)
-        print(f"{program} {arguments} failed:\n{errors}", file=sys.stderr)
+    try:
+        reports = reports_of(program, processes, *arguments)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
         return None
-    reports = [json.loads(out.splitlines()[-1]) for out, _ in ended]
     return {
         name: {
             key: [

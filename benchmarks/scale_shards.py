@@ -10,19 +10,14 @@ page cache, onto both cuts. All take turns; a figure is the middle one, and of t
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from local_group import reports_of
 from store_probe import fresh, middle, spread
 from table import Row, compared, installed, row
-
-from perdure.ports import free_ports
 
 HERE = Path(__file__).parent
 PEERS = {"perdure-jax": "Orbax", "perdure-torch": "DCP"}
@@ -40,26 +35,9 @@ Report = dict[str, Any]
 
 def group(name: str, cut: str, processes: int, given: argparse.Namespace, path: Path) -> Report:
     """The figures of one group: of times and memory the worst process, of bytes all together."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "WORLD_SIZE": str(processes)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    program = [sys.executable, str(HERE / "scale_worker.py"), name, cut]
-    command = [*program, str(given.mib), str(given.saves), str(fresh(path))]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    ended = [process.communicate() for process in started]
-    if any(process.returncode for process in started):
-        errors = "\n".join(error[-3000:] for _, error in ended)
-        raise RuntimeError(f"{name}, {cut}, {processes} processes failed:\n{errors}")
-    reports: list[Report] = [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    reports = reports_of(
+        "scale_worker.py", processes, name, cut, given.mib, given.saves, fresh(path)
+    )
     total = sum(report["expected"] for report in reports)
     for onto in (0, 1):
         found = sum(report["total"][onto] for report in reports)

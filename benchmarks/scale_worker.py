@@ -95,14 +95,15 @@ class _Jax:
         return float(sum(np.asarray(shard.data).astype(np.float64).sum() for shard in shards))
 
 
-class PerdureJax(_Jax):
-    is_durable = True
+class _Managed:
+    """What saves and restores by a manager, whatever the arrays are."""
 
-    def __init__(self, path: Path, cut: str, shape: tuple[int, int]) -> None:
-        super().__init__(cut, shape)
+    is_durable = True
+    target: Any
+
+    def _open(self, path: Path, group: Any) -> None:
         import perdure
 
-        group = perdure.initialize_distributed() if int(os.environ["WORLD_SIZE"]) > 1 else None
         self._manager: Any = perdure.CheckpointManager(
             path, max_to_keep=None, processes=group, recipe={}
         )
@@ -118,6 +119,15 @@ class PerdureJax(_Jax):
 
     def load(self, step: int, cut: str) -> Any:
         return self._manager.restore(step, self.target(cut))[0]
+
+
+class PerdureJax(_Managed, _Jax):
+    def __init__(self, path: Path, cut: str, shape: tuple[int, int]) -> None:
+        super().__init__(cut, shape)
+        import perdure
+
+        group = perdure.initialize_distributed() if int(os.environ["WORLD_SIZE"]) > 1 else None
+        self._open(path, group)
 
 
 class Orbax(_Jax):
@@ -186,30 +196,14 @@ class _Torch:
         return float(sum(array.to_local().double().sum() for array in state.values()))
 
 
-class PerdureTorch(_Torch):
-    is_durable = True
-
+class PerdureTorch(_Managed, _Torch):
     def __init__(self, path: Path, cut: str, shape: tuple[int, int]) -> None:
         super().__init__(cut, shape)
         import perdure
         import perdure.torch
 
         group = perdure.torch.process_group() if int(os.environ["WORLD_SIZE"]) > 1 else None
-        self._manager: Any = perdure.CheckpointManager(
-            path, max_to_keep=None, processes=group, recipe={}
-        )
-
-    def save(self, step: int, state: Any) -> None:
-        self._manager.save(step, state)
-
-    def finish(self) -> None:
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        self._manager.close()
-
-    def load(self, step: int, cut: str) -> Any:
-        return self._manager.restore(step, self.target(cut))[0]
+        self._open(path, group)
 
 
 class Dcp(_Torch):

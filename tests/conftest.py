@@ -62,6 +62,17 @@ def no_strategy_of_an_earlier_test() -> None:
         recipe._strategies_in_use.clear()
 
 
+@pytest.fixture
+def generators_stay() -> Iterator[None]:
+    """The random generators that all tests of a process share are afterwards as they were."""
+    from perdure.state import process_random
+
+    before = process_random.encode(process_random.capture())
+    yield
+    for name, state in before.items():
+        process_random.restore_generator(name, state)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     if missing := [name for name in LONGEST_FIRST if not (root / name).is_file()]:

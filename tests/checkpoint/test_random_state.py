@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,7 @@ STEPS, KILLED_AFTER, EVERY = 12, 7, 3
 OFF = ManagerOptions(save_random_state=False)
 
 
-@pytest.fixture(autouse=True)
-def _generators_stay() -> Iterator[None]:
-    before = process_random.encode(process_random.capture())
-    yield
-    for name, state in before.items():
-        process_random.restore_generator(name, state)
+pytestmark = pytest.mark.usefixtures("generators_stay")
 
 
 def new_process(seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,10 +107,16 @@ def run(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
 
 def kill_all(mark: Path, processes: Any) -> None:
     """End this process; process 0, which serves the messages of the others, after the last of them."""
+    pipes = [mark.with_name(f"{mark.name}{index}") for index in range(processes.count)]
+    if not processes.index:
+        for pipe in pipes[1:]:
+            os.mkfifo(pipe)
+    processes.barrier()
     if processes.index:
-        mark.with_name(f"{mark.name}{processes.index}").touch()
-    while not processes.index and len([*mark.parent.glob(f"{mark.name}*")]) < processes.count - 1:
-        time.sleep(0.01)
+        os.open(pipes[processes.index], os.O_WRONLY)
+    else:
+        for pipe in pipes[1:]:
+            pipe.read_bytes()  # ends with the process that holds the other end
     os.kill(os.getpid(), signal.SIGKILL)
 
 

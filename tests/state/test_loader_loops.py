@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from noisy_loader import EPOCHS, batches, loader, resumed, until
 
-from perdure.state import process_random
 from perdure.torch import ResumableLoader
 
-
-@pytest.fixture(autouse=True)
-def _generators_stay() -> Iterator[None]:
-    before = process_random.encode(process_random.capture())
-    yield
-    for name, state in before.items():
-        process_random.restore_generator(name, state)
+pytestmark = pytest.mark.usefixtures("generators_stay")
 
 
 def test_a_loop_that_is_kept_is_over_after_the_last_batch() -> None:

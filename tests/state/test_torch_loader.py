@@ -28,13 +28,7 @@ from perdure.errors import DataError, StateError
 from perdure.state import flatten, process_random
 from perdure.torch import ResumableLoader
 
-
-@pytest.fixture(autouse=True)
-def _generators_stay() -> Iterator[None]:
-    before = process_random.encode(process_random.capture())
-    yield
-    for name, state in before.items():
-        process_random.restore_generator(name, state)
+pytestmark = pytest.mark.usefixtures("generators_stay")
 
 
 def test_workers_and_interruptions_change_no_bit() -> None:

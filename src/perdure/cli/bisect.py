@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option, kept_or_temporary
+from perdure.cli.output import document, json_option, kept_or_temporary, read_only_option
 
 _MOST_LEAVES = 8
 
@@ -26,12 +26,7 @@ _MOST_LEAVES = 8
 @click.option(
     "--devices", type=click.IntRange(1), help="Devices of each; by default as in each run."
 )
-@click.option(
-    "--read-only",
-    multiple=True,
-    type=click.Path(path_type=str),
-    help="Another run directory, which COMMAND only reads.",
-)
+@read_only_option
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

@@ -32,6 +32,12 @@ workers_option = click.option(
     show_default=True,
     help="Processes of the group.",
 )
+read_only_option = click.option(
+    "--read-only",
+    multiple=True,
+    type=click.Path(path_type=str),
+    help="Another run directory, which COMMAND only reads.",
+)
 
 
 VALUE_CHARACTERS = 200

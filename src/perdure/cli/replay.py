@@ -12,6 +12,7 @@ from perdure.cli.output import (
     document,
     json_option,
     kept_or_temporary,
+    read_only_option,
     run_argument,
     workers_option,
 )
@@ -36,12 +37,7 @@ _MOST_LEAVES = 8
 )
 @workers_option
 @click.option("--devices", type=click.IntRange(1), help="Devices of each worker.")
-@click.option(
-    "--read-only",
-    multiple=True,
-    type=click.Path(path_type=str),
-    help="Another run directory, which COMMAND only reads.",
-)
+@read_only_option
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -142,19 +142,15 @@ def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor
                     buffer.copy_(value)
         for _, parameter, _, old in parameters:
             parameter.grad = old
-    for name, parameter, version, _ in parameters:
-        if _version(parameter) != version:
-            raise StateError(
-                f"{name}: grad changed this parameter. Only update may change parameters, because "
-                "grad runs once for each logical replica"
-            )
-    for name, tensor, version in tensors:
-        if _version(tensor) != version:
-            raise StateError(
-                f"{name}: grad changed this tensor of the state in place. Only update may change the "
-                "state, because grad runs once for each logical replica: return what each replica "
-                "contributes, whose sum update gets"
-            )
+    _require_unchanged(
+        [(name, parameter, version) for name, parameter, version, _ in parameters],
+        "parameter. Only update may change parameters, because grad runs once for each logical replica",
+    )
+    _require_unchanged(
+        tensors,
+        "tensor of the state in place. Only update may change the state, because grad runs once for "
+        "each logical replica: return what each replica contributes, whose sum update gets",
+    )
     if without_mean:
         raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
     return result, {**after, CHANGED: torch.tensor(changed, dtype=torch.int64)} if after else {}
@@ -166,15 +162,20 @@ def unchanged_share(share: Any) -> Iterator[None]:
 
     It may be the memory of the dataset, and a replica may be computed more than once.
     """
-    tensors = [(path, tensor, _version(tensor)) for path, tensor in _tensors(share)]
+    tensors = [(path or "the batch", leaf, _version(leaf)) for path, leaf in _tensors(share)]
     yield
+    _require_unchanged(
+        tensors,
+        "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
+        "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)",
+    )
+
+
+def _require_unchanged(tensors: Iterable[tuple[str, Tensor, Any]], what: str) -> None:
+    """StateError for the first tensor that has another version than the one beside it."""
     for path, tensor, version in tensors:
         if _version(tensor) != version:
-            raise StateError(
-                f"{path or 'the batch'}: grad changed this tensor of its batch in place, which may be "
-                "the memory of the dataset, and a replica may be computed more than once. Compute a "
-                "new tensor: x = x / 255 for x.div_(255)"
-            )
+            raise StateError(f"{path}: grad changed this {what}")
 
 
 def write(state: Any, totals: dict[str, Tensor], replicas: int) -> None:

@@ -197,6 +197,10 @@ class ArgumentError(PerdureError, ValueError):
     """An argument has a value that cannot be used."""
 
 
+class CommandError(LaunchError, ArgumentError):
+    """The program that was named after `--` is not there, or cannot be executed."""
+
+
 class MissingExtraError(PerdureError, ModuleNotFoundError):
     """A package that an extra of perdure brings is not installed."""
 

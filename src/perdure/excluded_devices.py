@@ -56,6 +56,8 @@ def excluded_devices() -> frozenset[int]:
 def without_excluded(devices: Sequence[Device]) -> tuple[Device, ...]:
     """The devices that are not excluded.
 
+    A number that no device has is ignored: a program may have a second strategy with fewer devices.
+
     Raises:
         TopologyError: None is left.
     """

@@ -228,3 +228,22 @@ for arguments in (["demo", "--engine", "torch"], ["ls", "s3://bucket/run"]):
     for name, extra in {**extras, "demo": "demo,torch", "ls": "cloud"}.items():
         assert f"pip install 'perdure[{extra}]'" in lines[name], lines[name]
     assert lines["jax"].startswith("MissingExtraError jax is not installed.")
+
+
+def test_ctrl_c_is_no_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert perdure("verify", run).exit_code == 0
+    monkeypatch.setattr("perdure.cli.verify.verify_run", interrupted)
+    result = perdure("verify", run)
+    assert (result.exit_code, result.output) == (130, "perdure: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["run", "drill", "doctor", "replay RUN"])
+def test_a_program_that_is_not_there_is_a_mistake_in_the_arguments(run: Path, command: str) -> None:
+    words = [str(run) if word == "RUN" else word for word in command.split()]
+    result = perdure(*words, "--", "no-such-program")
+    assert result.exit_code == 2
+    assert "no-such-program: no such command" in result.output
+    assert f"perdure {command} -- python train.py" in result.output

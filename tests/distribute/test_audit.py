@@ -153,6 +153,19 @@ def test_a_grad_that_is_not_a_function_of_its_arguments_accuses_no_device() -> N
         assert not caught.value.is_decided
 
 
+def test_a_grad_that_returns_other_leaves_at_another_call_accuses_no_device() -> None:
+    calls = itertools.count()
+
+    def growing(state: Any, batch: Any, key: Any) -> Any:
+        more = {"more": np.float32(1)} if next(calls) >= V else {}
+        return {**grad(state, batch, key), **more}
+
+    train_step = Strategy(NumpyEngine(2), V).step(growing, update, audit=1.0)
+    batch = Strategy(NumpyEngine(2), V).batch(DATA, 0)
+    with pytest.raises(StateError, match="2 leaves in one call and 3 in another"):
+        train_step({"w": np.ones(3, np.float32)}, batch)
+
+
 def test_judge() -> None:
     def verdict(*votes: tuple[int, str]) -> tuple[int, ...]:
         return judge([ComputedContribution(device, (bits,)) for device, bits in votes]).wrong

@@ -66,6 +66,10 @@ class _Commands(click.Group):
             discard_unwritten()
             report(f"the standard output cannot be written: {error}")
             ctx.exit(1)
+        except KeyboardInterrupt:
+            # click would exit with 1, which is the verdict "differs" of several commands.
+            report("interrupted")
+            ctx.exit(130)
 
     def _invoke(self, ctx: click.Context) -> Any:
         as_json = "--json" in ctx.args

@@ -274,6 +274,14 @@ class AuditedStep:
     def _report(self, case: _Case) -> None:
         """Name what was wrong, and raise the same error in every process."""
         computed = case.computed
+        lengths = sorted({len(c.hashes) for c in computed})
+        if len(lengths) > 1:
+            raise StateError(
+                f"step {self._step}, logical replica {case.replica}: `grad` returned {lengths[0]} "
+                f"leaves in one call and {lengths[1]} in another, of the same state and batch. "
+                "Expected the same leaves at every call: no device can cause this. "
+                "The state has not changed."
+            )
         wrong, right, other = judge(computed)
         pairs = zip(computed[right].hashes, computed[other].hashes, strict=True)
         differing = [number for number, (one, two) in enumerate(pairs) if one != two]

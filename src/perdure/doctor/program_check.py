@@ -62,12 +62,11 @@ def check_program(
     Raises:
         LaunchError: The program cannot be started, fails, or computed nothing that can be compared.
     """
+    checked_command(command, "perdure doctor --")
     try:
-        checked_command(command)
         return _check(command, options, directory, progress)
     except LaunchError as error:
-        text = str(error).replace("perdure run --", "perdure doctor --")
-        raise LaunchError(text.replace("with --directory", "with TMPDIR")) from error
+        raise LaunchError(str(error).replace("with --directory", "with TMPDIR")) from error
 
 
 def _check(

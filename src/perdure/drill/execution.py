@@ -32,7 +32,7 @@ from perdure.drill.scenario import (
     Outcome,
 )
 from perdure.drill.working_directory import WorkingDirectory
-from perdure.errors import LaunchError
+from perdure.errors import CommandError, LaunchError
 from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
@@ -352,16 +352,12 @@ def _limits(observed: Observed | None) -> Limits:
 
 
 def _check_command(command: Sequence[str]) -> None:
-    """Raise `LaunchError` for a misspelt command, before anything is written."""
+    """Raise `CommandError` for a misspelt command, before anything is written."""
     script = command[0] if command else ""
     if script.endswith(".py") and Path(script).is_file() and shutil.which(script) is None:
         line = shlex.join(("python", *command))
-        raise LaunchError(f"{script}: expected a command. Write: perdure drill -- {line}")
-    try:
-        checked_command(command)
-    except LaunchError as error:
-        text = str(error).replace("perdure run --", "perdure drill --")
-        raise LaunchError(text) from error
+        raise CommandError(f"{script}: expected a command. Write: perdure drill -- {line}")
+    checked_command(command, "perdure drill --")
 
 
 def _make(directory: Path) -> None:

@@ -138,7 +138,7 @@ def replay_run(
         CorruptionError: The journal of the run was changed, or a checkpoint is damaged.
         LaunchError: The program cannot be started, fails, or does not open the run.
     """
-    check_command(command, "perdure replay RUN --")
+    checked_command(command, "perdure replay RUN --")
     source = Run(run)
     reference = Reference.of(source, options.first)
     directory = directory.absolute()
@@ -168,15 +168,6 @@ def replay_run(
         if results[-1].verdict != "reproduced":
             break
     return results
-
-
-def check_command(command: Sequence[str], usage: str) -> None:
-    """Raise `LaunchError` for a command that does not exist; `usage` is what stands before it."""
-    try:
-        checked_command(command)
-    except LaunchError as error:
-        text = str(error).replace("perdure run --", usage)
-        raise LaunchError(text) from error
 
 
 def _stretches(where: str, reference: Reference, options: ReplayOptions) -> list[Stretch]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from perdure.drill.causes import Diagnosis
 from perdure.drill.execution import DrilledProgram, writable
-from perdure.drill.replay import Reference, check_command, compare_stretch
+from perdure.drill.replay import Reference, compare_stretch
 from perdure.drill.step_causes import ReplayedRun, StepComparison, likely_cause
 from perdure.drill.step_parts import PartDifference, first_different_part, generators_that_differ
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
@@ -22,6 +22,7 @@ from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.journal_file import JournalEntry, first_difference
 from perdure.supervise.cache import default_cache
+from perdure.supervise.checked_command import checked_command
 
 _OF_TOPOLOGY = ("contribution", "total", "update", "state")
 
@@ -92,7 +93,7 @@ def bisect_step(
     commands = options.command, options.command2 or options.command
     named = runs[0], runs[0] if options.command2 is None else runs[1]
     for command in commands:
-        check_command(command, "perdure bisect RUN1 RUN2 --")
+        checked_command(command, "perdure bisect RUN1 RUN2 --")
     one, two = (
         _side(
             runs[n],

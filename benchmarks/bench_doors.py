@@ -85,6 +85,8 @@ def take_turns(given: argparse.Namespace, layout: str, scratch: Path) -> dict[st
         for program in (TORCH, JAX):
             print(f"  {layout} {number + 1}: {program} ...", file=sys.stderr, flush=True)
             names = [name for name in wanted if SUBJECTS[name][0] == program]
+            if not names:
+                continue
             # Nobody is always the first, on an empty disk.
             first = number % max(1, len(names))
             names = [*names[first:], *names[:first]]

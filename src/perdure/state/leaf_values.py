@@ -53,6 +53,8 @@ _BY_DTYPE = {scalar.dtype: scalar for scalar in SCALARS.values()}
 _SMALL_BYTES = 4096
 """So few are compared faster as copies than as NumPy arrays."""
 
+_COMPARED_BYTES = 256 * 1024
+
 _LITTLE = sys.byteorder == "little"
 # dtypes whose memory, in native byte order, a memoryview can show as the bytes of a checkpoint.
 BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
@@ -157,7 +159,18 @@ def _same_bytes(one: memoryview, other: memoryview) -> bool:
         return False
     if len(one) <= _SMALL_BYTES:
         return bytes(one) == bytes(other)
-    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+    first, second = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    if first.ctypes.data == second.ctypes.data:  # an object that took the memory of the leaf
+        return True
+    # In pieces that stay in a cache, and in words: the whole in bytes takes three times as long.
+    for start in range(0, len(first), _COMPARED_BYTES):
+        piece = slice(start, start + _COMPARED_BYTES)
+        a, b = first[piece], second[piece]
+        if len(a) % 8 == 0:
+            a, b = a.view(np.uint64), b.view(np.uint64)
+        if not np.array_equal(a, b):
+            return False
+    return True
 
 
 def _check_array_type(value: np.ndarray[Any, Any] | np.generic) -> None:

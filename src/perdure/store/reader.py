@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 
 from perdure.errors import StepNotFoundError
-from perdure.store.aligned_buffers import give_buffer, pages, take_buffer
+from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
@@ -37,7 +37,6 @@ VERIFY_BYTES = 64 * 1024 * 1024
 """`verify_leaves` has leaves of about this size in memory at a time."""
 
 INLINE_READ_BYTES = 1024 * 1024
-SMALL_BYTES = 256 * 1024
 
 
 @dataclass(slots=True)
@@ -103,12 +102,13 @@ def load_entries(
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
     require_packs(storage, manifest, entries)
+    memory = LeafMemory(entry.nbytes for entry in entries)
     for entry in entries:
         if entry.text is not None:
             leaves[entry.path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
         try:
-            target = new_memory(entry.nbytes)
+            target = memory.take(entry.nbytes)
         except (MemoryError, OSError) as error:
             what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
             raise read_error(error, f"{what} of {entry.nbytes} bytes") from error
@@ -245,11 +245,6 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
                 name,
                 -1,
             )
-
-
-def new_memory(nbytes: int) -> memoryview:
-    """Writable memory; page-aligned when it is large."""
-    return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 
 
 def grouped_reads(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[PackRead]:

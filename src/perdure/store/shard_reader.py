@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from perdure.store.aligned_buffers import give_buffer, take_buffer
+from perdure.store.aligned_buffers import LeafMemory, give_buffer, take_buffer
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, chunk_spans
 from perdure.store.leaf import Leaf, Region, Shards
@@ -22,7 +22,6 @@ from perdure.store.reader import (
     READ_THREADS,
     fetch_reads,
     grouped_reads,
-    new_memory,
     read_parts,
     require_packs,
 )
@@ -45,11 +44,13 @@ def load_shards(
     in_place: list[tuple[LeafEntry, Chunk, memoryview]] = []
     passing: list[_Passing] = []
     require_packs(storage, manifest, entries)
+    sizes = {entry.path: _sizes(entry, regions[entry.path]) for entry in entries}
+    memory = LeafMemory(size for found in sizes.values() for size in found.values())
     for entry in entries:
-        wanted = tuple(dict.fromkeys(regions[entry.path]))
-        itemsize = entry.nbytes // max(1, math.prod(entry.shape))
+        wanted = tuple(sizes[entry.path])
+        itemsize = _itemsize(entry)
         try:
-            parts = tuple(new_memory(volume(region) * itemsize) for region in wanted)
+            parts = tuple(map(memory.take, sizes[entry.path].values()))
         except (MemoryError, OSError) as error:
             what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
             raise read_error(error, f"a part of {what} of {entry.nbytes} bytes") from error
@@ -69,6 +70,15 @@ def load_shards(
     read_parts(storage, manifest, in_place)
     _pass_through(storage, manifest, passing)
     return leaves
+
+
+def _sizes(entry: LeafEntry, regions: Sequence[Region]) -> dict[Region, int]:
+    """The bytes of each different region."""
+    return {region: volume(region) * _itemsize(entry) for region in regions}
+
+
+def _itemsize(entry: LeafEntry) -> int:
+    return entry.nbytes // max(1, math.prod(entry.shape))
 
 
 class _Passing(NamedTuple):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from audit_runs import command, in_directory, is_alike, journal, run, run_to_end
 from report import Row, row
+
+from perdure.drill import DrillOptions, run_drill
 
 KILLS = (3, 7, 10)
 DEVICES = (1, 3, 2, 4)
@@ -27,6 +30,7 @@ def rows() -> Iterator[Row]:
         yield from in_directory(_killed(name, command(*program), devices))
     for backend in ("jax", "torch"):
         yield from in_directory(_fit(backend))
+    yield from in_directory(_drilled())
     yield from in_directory(_control())
 
 
@@ -51,6 +55,18 @@ def _fit(backend: str) -> Iterator[Row]:
         outcomes.append(status == (-9 if epoch else 0))
     outcomes.append(is_alike(journal("killed"), journal("whole")))
     yield row(f"journal, a Keras fit on {backend}: killed twice", outcomes)
+
+
+def _drilled() -> Iterator[Row]:
+    os.mkdir("kept")
+    line = command("plain_loop", "numpy", f"keep={os.path.abspath('kept')}")
+    report = run_drill(line, DrillOptions(runs=3), Path("drill").absolute()).document()
+    kept = [journal(run) for run in Path("kept").absolute().glob("*/run")]
+    # Two undisturbed runs, those under faults, and those that it resumes from older checkpoints.
+    outcomes = [report["pass"], len(kept) >= 2 + len(report["runs"])]
+    outcomes += [is_alike(found, kept[0]) for found in kept[1:]]
+    outcomes.append(len({line.attempt for found in kept for line in found}) > 1)
+    yield row("journal, a loop of numpy under `perdure drill`", outcomes)
 
 
 def _control() -> Iterator[Row]:

@@ -85,9 +85,9 @@ def bisected(
         return found, bisect_step(runs, found.step, found.last_equal, options, Path(work))
 
 
-def journal(name: str) -> list[JournalEntry]:
-    """The lines of runs/NAME."""
-    return [line.entry for line in read_journal(LocalStorage(f"runs/{name}"))]
+def journal(name: str | Path) -> list[JournalEntry]:
+    """The lines of runs/NAME, or of the run directory with this absolute path."""
+    return [line.entry for line in read_journal(LocalStorage(Path("runs") / name))]
 
 
 def is_alike(one: Sequence[JournalEntry], two: Sequence[JournalEntry]) -> bool:

@@ -1,12 +1,15 @@
 """A hand-written loop with a journal: `plain_loop.py jax|torch|numpy NAME=VALUE ...`.
 
 There is no strategy. The loop draws from NumPy's global generator, and records its batches. The names
-are those of strategy_step.py; `plant=generator at=STEP` draws one number more before a step.
+are those of strategy_step.py; `plant=generator at=STEP` draws one number more before a step, and
+`keep=DIRECTORY` leaves a copy of the run directory there when the loop ends.
 """
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -64,3 +67,7 @@ with CheckpointManager(
         if step + 1 == int(given.get("kill", 0)):
             manager.wait_until_finished()
             os.kill(os.getpid(), signal.SIGKILL)
+
+if "keep" in given:
+    copy = os.path.join(tempfile.mkdtemp(dir=given["keep"]), "run")
+    shutil.copytree(manager.directory, copy)

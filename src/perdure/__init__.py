@@ -82,5 +82,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'perdure' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
+
+
 if "PERDURE_HEARTBEAT_FILE" in os.environ:  # under `perdure run` this import is the first heartbeat
     import_module("perdure.heartbeats")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from perdure import CheckpointManager
 from perdure.cli import main
+from perdure.cli.main import COMMANDS
 
 
 def perdure(*arguments: object) -> Result:
@@ -247,3 +249,19 @@ def test_a_program_that_is_not_there_is_a_mistake_in_the_arguments(run: Path, co
     assert result.exit_code == 2
     assert "no-such-program: no such command" in result.output
     assert f"perdure {command} -- python train.py" in result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_says_what_the_exit_status_means(name: str) -> None:
+    long, short = perdure(name, "--help"), perdure(name, "-h")
+    assert (long.exit_code, long.output) == (0, short.output)
+    assert re.search(r"exit status|exits\s+with", long.output, re.IGNORECASE)
+
+
+def test_python_m_perdure_and_the_names_that_completion_offers() -> None:
+    import perdure as package
+
+    command = [sys.executable, "-m", "perdure", "--version"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["perdure,", "version", package.__version__]
+    assert set(package.__all__) <= set(dir(package))

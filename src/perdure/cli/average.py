@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.output import document, json_option, new_run_argument
+from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument
 from perdure.inspect import average, origin
 from perdure.inspect.average_weights import SCHEDULES
 
@@ -21,7 +21,7 @@ class _Numbers(click.ParamType):
             self.fail(f"expected numbers with commas between them, found {value!r}.", param, ctx)
 
 
-@click.command("average")
+@click.command("average", epilog=EXIT_STATUS)
 @click.argument("checkpoints", metavar="RUN@STEP...", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="OUT", help="The new run directory.")
 @click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")

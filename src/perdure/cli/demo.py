@@ -31,8 +31,9 @@ from perdure.errors import missing_extra
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    default=None,
-    help="Of the recipe and the faults; random by default.",
+    default=0,
+    show_default=True,
+    help="Of the recipe and the faults. The same seed ends with the same fingerprint.",
 )
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the run directories here.")
 @click.option(
@@ -45,7 +46,7 @@ def command(
     engine: str,
     data: str | None,
     epochs: int,
-    seed: int | None,
+    seed: int,
     directory: Path | None,
     without: str | None,
     as_json: bool,
@@ -54,8 +55,6 @@ def command(
 
     The exit status is 0 only if both end with the same fingerprint.
     """
-    import secrets
-
     from rich.console import Console
 
     from perdure.demo.digits import load_digits, save_scans
@@ -64,7 +63,6 @@ def command(
 
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
-    seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=as_json, quiet=as_json)
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="perdure-demo-")

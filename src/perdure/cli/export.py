@@ -6,7 +6,7 @@ import re
 
 import click
 
-from perdure.cli.output import document, json_option, size_text
+from perdure.cli.output import EXIT_STATUS, document, json_option, size_text
 from perdure.inspect import NameMap, export
 from perdure.inspect.exporting import ARRAY_FORMATS, MODEL_FORMATS
 
@@ -24,7 +24,7 @@ class _Size(click.ParamType):
         return int(match[1]) * _UNITS[match[2]]
 
 
-@click.command("export")
+@click.command("export", epilog=EXIT_STATUS)
 @click.argument("checkpoint", metavar="RUN@STEP")
 @click.argument("out", metavar="OUT")
 @click.option(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from perdure.cli.copy import split_steps
-from perdure.cli.output import document, json_option
+from perdure.cli.output import EXIT_STATUS, document, json_option
 from perdure.store import fork_run
 
 
-@click.command("fork")
+@click.command("fork", epilog=EXIT_STATUS)
 @click.argument("run", metavar="RUN@STEP", type=click.Path(path_type=str))
 @click.argument("new", metavar="NEW", type=click.Path(path_type=str))
 @json_option

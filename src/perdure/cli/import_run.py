@@ -6,13 +6,13 @@ import os
 
 import click
 
-from perdure.cli.output import document, json_option, new_run_argument, size_text
+from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument, size_text
 from perdure.errors import ArgumentError
 from perdure.inspect import NameMap, import_run
 from perdure.inspect.foreign_files import READ_FORMATS
 
 
-@click.command("import")
+@click.command("import", epilog=EXIT_STATUS)
 @click.argument("source", metavar="SRC")
 @click.argument("run", metavar="RUN")
 @click.option("--from", "kind", type=click.Choice(READ_FORMATS), help="The format of SRC.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option, run_argument
+from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
 from perdure.inspect.listing import (
     RunListing,
     checkpoint_json,
@@ -16,7 +16,7 @@ from perdure.inspect.listing import (
 from perdure.store import Run
 
 
-@click.command("ls")
+@click.command("ls", epilog=EXIT_STATUS)
 @run_argument
 @json_option
 @click.pass_context

@@ -16,6 +16,12 @@ from perdure.inspect.tables import Table
 from perdure.inspect.tables import printable as printable
 from perdure.inspect.tables import size_text as size_text
 
+EXIT_STATUS = (
+    "Exit status: 0 if it is done, 1 if it failed, 2 for a mistake in the arguments, 130 after "
+    "Ctrl-C."
+)
+"""Ends the help of each command whose status says no more than that."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=str))
 checkpoint_argument = click.argument("run", metavar="RUN[@STEP]", type=click.Path(path_type=str))

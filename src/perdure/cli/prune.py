@@ -13,14 +13,14 @@ import click
 
 from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
-from perdure.cli.output import document, json_option, run_argument, size_text, table
+from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument, size_text, table
 from perdure.inspect.tables import counted
 from perdure.store import Run
 from perdure.store.format import PACKS
 from perdure.store.journal_moves import lines_aside, remove_aside
 
 
-@click.command("prune")
+@click.command("prune", epilog=EXIT_STATUS)
 @run_argument
 @click.option("--max-to-keep", type=int, help="Keep the newest N checkpoints; by default all.")
 @click.option(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.output import document, json_option, run_argument
+from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
 from perdure.store import Run
 from perdure.store.journal_moves import lines_after
 from perdure.store.rollback import plan_undo
 
 
-@click.command("rollback")
+@click.command("rollback", epilog=EXIT_STATUS)
 @run_argument
 @click.argument("step", type=int, required=False)
 @click.option("--undo", is_flag=True, help="Bring back what rollbacks set aside.")

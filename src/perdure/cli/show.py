@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from perdure.cli.output import (
+    EXIT_STATUS,
     VALUE_CHARACTERS,
     checkpoint_argument,
     document,
@@ -23,7 +24,7 @@ from perdure.store.format import FORMAT
 from perdure.store.manifest import LeafEntry, Manifest
 
 
-@click.command("show")
+@click.command("show", epilog=EXIT_STATUS)
 @checkpoint_argument
 @click.argument("step", type=int, required=False)
 @json_option

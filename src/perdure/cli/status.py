@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option, printable
+from perdure.cli.output import EXIT_STATUS, document, json_option, printable
 from perdure.errors import NotARunError
 from perdure.supervise.console import attempt_table
 from perdure.supervise.record import RECORD, RecordedRun, read_record
 from perdure.supervise.supervisor import DEFAULT_LOGS
 
 
-@click.command("status")
+@click.command("status", epilog=EXIT_STATUS)
 @click.argument(
     "logs", metavar="LOGS", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )

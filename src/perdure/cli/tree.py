@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.output import checkpoint_argument, document, json_option, leaves_option
+from perdure.cli.output import (
+    EXIT_STATUS,
+    checkpoint_argument,
+    document,
+    json_option,
+    leaves_option,
+)
 
 
-@click.command("tree")
+@click.command("tree", epilog=EXIT_STATUS)
 @checkpoint_argument
 @leaves_option
 @click.option(

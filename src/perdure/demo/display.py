@@ -54,7 +54,7 @@ class DemoReporter:
         first, last = document["accuracy"]
         self._console.print(
             f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults, on "
-            f"{document['test_examples']} digits"
+            f"{document['test_examples']} digits; seed {document['seed']}"
         )
         if document["without"]:
             self._console.print(f"guard removed: {document['without']}")

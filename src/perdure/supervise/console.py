@@ -171,7 +171,10 @@ def _encoded(stream: TextIO, text: str) -> bytes:
 def describe(summary: Summary) -> list[str]:
     """The table of attempts and the totals."""
     lines = [f"perdure: {summary.reason}", *attempt_table(summary.attempts, summary.repeated)]
-    totals = [f"{summary.restarts} restarts", f"{sum(summary.repeated)} steps repeated"]
+    totals = [
+        f"{summary.restarts} restart{'s' * (summary.restarts != 1)}",
+        f"{sum(summary.repeated)} steps repeated",
+    ]
     if summary.useful is not None and summary.goodput is not None:
         totals.append(f"{summary.seconds - summary.useful:.1f} of {summary.seconds:.1f} s lost")
         totals.append(f"goodput {summary.goodput:.3f}")

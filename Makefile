@@ -29,7 +29,7 @@ APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format format-check lint types contracts freeze bench clean FORCE
+.PHONY: help setup demo test check format format-check lint types contracts freeze bench release compat clean FORCE
 
 help:  ## list the targets
 	@echo "Targets (ARGS='...' is passed to the program):"
@@ -81,6 +81,13 @@ $(APART): proof-%: .venv-proof-%/.stamp FORCE
 
 $(filter-out $(APART),$(PROOFS)): proof-%: $(TEST) FORCE  ## proofs/proof_%.py
 	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
+
+release: .venv-releasing/.stamp  ## build the sdist and the wheel, check and try them; uploads nothing
+	.venv-releasing/bin/python releasing/release.py $(ARGS)
+
+compat: .venv-releasing/.stamp  ## the lowest and the newest releases of the dependencies, each Python
+	@mkdir -p build
+	.venv-releasing/bin/python releasing/compat.py $(ARGS)
 
 clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) .venv-bench-* .venv-proof-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -24,6 +24,7 @@ PerdureError
 ├── ClusterError                  the cluster description is incomplete or contradictory
 │   └── WorkerLostError           a process of the group is gone
 ├── LaunchError                   a run cannot be started or watched as asked
+│   └── CommandError              the program after `--` is not there; also an ArgumentError
 ├── DataError                     a dataset cannot be read or addressed
 ├── TrainError                    the training loop cannot do what it was asked for
 ├── ArgumentError                 an argument has a value that cannot be used; also a ValueError

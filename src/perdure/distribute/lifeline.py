@@ -214,8 +214,9 @@ class Lifeline:
     def _processes_gone(self, connection: socket.socket) -> Iterator[tuple[int, str]]:
         """The processes that are gone, with their machine if that does not answer: those that process 0
         names, and process 0 itself."""
-        rest = b""
-        chief = connection.getpeername()[0]
+        rest, chief = b"", ""
+        with suppress(OSError):  # process 0 may be gone already
+            chief = connection.getpeername()[0]
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)

@@ -221,6 +221,25 @@ def test_submitit_requeues_and_goes_on(tmp_path: Path, undisturbed: str) -> None
     check_run(tmp_path / "run")
 
 
+@pytest.mark.skipif(
+    find_spec("submitit") is None, reason="submitit (extra `test`) is not installed"
+)
+@pytest.mark.parametrize(
+    ("state", "rank", "again"),
+    [("RUNNING", 0, True), ("SIGNALING", 0, True), ("COMPLETING", 0, False), ("RUNNING", 1, False)],
+)
+def test_a_job_that_scancel_ended_is_not_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, rank: int, again: bool
+) -> None:
+    """The states are those of a real Slurm, which would queue the cancelled job again if asked."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho {state}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    task = SimpleNamespace(global_rank=rank, cluster="slurm", job_id="77")
+    assert runpy.run_path(str(EXAMPLE / "submit.py"))["_is_preempted"](task) is again
+
+
 def test_another_recipe_ends_with_other_bits(tmp_path: Path, undisturbed: str) -> None:
     """Negative control: the fingerprints compared above can differ."""
     program = [sys.executable, str(EXAMPLE / "train.py"), str(tmp_path / "run")]

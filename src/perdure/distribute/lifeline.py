@@ -161,6 +161,7 @@ class Lifeline:
                     if not data:
                         selector.unregister(connection)
                         received.pop(connection, None)
+                        addresses.pop(connection, None)
                         self._sockets.remove(connection)
                         connection.close()
 

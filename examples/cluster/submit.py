@@ -43,6 +43,9 @@ class Training:
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
         )
         status = _status(self._process)
+        if status == EXIT_PREEMPTED and _is_preempted(submitit.JobEnvironment()):
+            # Slurm sent SIGTERM to every process of the task, and submitit ignores that signal.
+            signal.raise_signal(submitit.JobEnvironment._usr_sig())
         if status != 0:
             raise RuntimeError(f"{self.command} ended with {status}")
 
@@ -64,9 +67,22 @@ class Training:
         }
 
 
+def _is_preempted(task: submitit.JobEnvironment) -> bool:
+    """Whether this task is the one that queues the job again, which SIGTERM has ended.
+
+    Slurm would queue a job again that scancel has ended, too.
+    """
+    if task.global_rank != 0 or task.cluster == "local":
+        return task.global_rank == 0
+    command = ["squeue", "--noheader", "--format=%T", "--jobs", task.job_id]
+    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return state in ("RUNNING", "SIGNALING")
+
+
 def _status(process: subprocess.Popen[bytes]) -> int:
-    # Popen.wait holds a lock for which a signal handler would wait; this call holds none.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if process.returncode is None:
+        # Popen.wait holds a lock for which a signal handler would wait; this call holds none.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process.wait()
 
 

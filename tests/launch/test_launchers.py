@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from manifest_schema import errors
 
 from perdure import EXIT_PREEMPTED
 from perdure.distribute.cluster.schedulers import from_kubernetes
@@ -188,9 +189,18 @@ def test_the_batch_script_activates_the_environment_beside_it(
     find_spec("submitit") is None, reason="submitit (extra `test`) is not installed"
 )
 def test_submitit_requeues_and_goes_on(tmp_path: Path, undisturbed: str) -> None:
-    """Its local executor, two tasks: SIGUSR2, as before a time limit, then the same bits."""
+    """Its local executor, two tasks: SIGUSR2, as before a time limit; SIGTERM to the program alone, as
+    Slurm preempts and submitit ignores; then the same bits."""
     (tmp_path / "marks").mkdir()
-    faulty = ["marks", "13:0:SIGUSR2:launcher", "--", "run", "--steps", str(STEPS)]
+    faulty = [
+        "marks",
+        "13:0:SIGUSR2:launcher",
+        "25:*:SIGTERM:self",
+        "--",
+        "run",
+        "--steps",
+        str(STEPS),
+    ]
     submit = [str(EXAMPLE / "submit.py"), "--cluster", "local", "--workers", "2"]
     done = subprocess.run(
         [sys.executable, *submit, "--", sys.executable, str(FAULTY), *faulty],
@@ -201,12 +211,33 @@ def test_submitit_requeues_and_goes_on(tmp_path: Path, undisturbed: str) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert [mark.name for mark in (tmp_path / "marks").iterdir()] == ["13-0-SIGUSR2-launcher"]
+    marks = sorted(mark.name for mark in (tmp_path / "marks").iterdir())
+    assert marks == ["13-0-SIGUSR2-launcher", "25-0-SIGTERM-self", "25-1-SIGTERM-self"]
     log = next((tmp_path / "submitit").glob("*_0_log.out")).read_text()
-    assert "Requeued job" in log
+    assert log.count("Requeued job") == 2
     assert "2 processes, from step 13" in log
+    assert "2 processes, from step 25" in log
     assert Run(tmp_path / "run").manifest(STEPS).fingerprint == undisturbed
     check_run(tmp_path / "run")
+
+
+@pytest.mark.skipif(
+    find_spec("submitit") is None, reason="submitit (extra `test`) is not installed"
+)
+@pytest.mark.parametrize(
+    ("state", "rank", "again"),
+    [("RUNNING", 0, True), ("SIGNALING", 0, True), ("COMPLETING", 0, False), ("RUNNING", 1, False)],
+)
+def test_a_job_that_scancel_ended_is_not_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, rank: int, again: bool
+) -> None:
+    """The states are those of a real Slurm, which would queue the cancelled job again if asked."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho {state}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    task = SimpleNamespace(global_rank=rank, cluster="slurm", job_id="77")
+    assert runpy.run_path(str(EXAMPLE / "submit.py"))["_is_preempted"](task) is again
 
 
 def test_another_recipe_ends_with_other_bits(tmp_path: Path, undisturbed: str) -> None:
@@ -299,9 +330,9 @@ def test_the_jobset_restarts_as_a_group() -> None:
     manifest = _manifest()
     policy = manifest["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
-    assert policy["rules"] == [
-        {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
+    [free] = policy["rules"]
+    assert free["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert free["onJobFailureReasons"] == ["PodFailurePolicy"]
     [jobs] = manifest["spec"]["replicatedJobs"]
     spec = jobs["template"]["spec"]
     pod = spec["template"]["spec"]
@@ -330,6 +361,59 @@ def test_the_jobset_restarts_as_a_group() -> None:
     assert f"docker build -t {container['image']} " in (EXAMPLE / "Dockerfile").read_text()
     # Python itself is what the pod starts, so that SIGTERM reaches it.
     assert container["command"][:2] == ["python", "train.py"]
+
+
+def _described() -> Any:
+    return yaml.safe_load((Path(__file__).parent / "jobset_fields.yaml").read_text())
+
+
+def test_the_jobset_has_the_fields_of_jobset() -> None:
+    assert list(errors(_described(), _manifest())) == []
+
+
+def test_the_job_on_the_page_has_the_fields_of_a_job() -> None:
+    page = (ROOT / "docs" / "CLUSTER.md").read_text()
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    service, job = yaml.safe_load_all(block)
+    jobs = _described()["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"]
+    assert list(errors(jobs["template"]["properties"]["spec"], job["spec"])) == []
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+
+
+def _changed(path: str, value: Any) -> Any:
+    """The manifest with another value at a path; None removes the field."""
+    manifest = _manifest()
+    *parents, last = (int(name) if name.isdigit() else name for name in path.split("."))
+    place = manifest
+    for name in parents:
+        place = place[name]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return manifest
+
+
+_JOB = "spec.replicatedJobs.0.template.spec"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "error"),
+    [
+        ("spec.failurePolicy.rules.0.name", None, "rules[0].name: missing"),
+        ("spec.failurePolicy.rules.0.action", "Restart", "expected one of"),
+        ("spec.failurePolicy.maxRestart", 3, "maxRestart: unknown"),
+        (f"{_JOB}.podFailurePolicy.rules.1.onPodConditions.0.status", True, "expected string"),
+        (f"{_JOB}.template.spec.containers.0.env.0.value", 4, "expected string"),
+        (f"{_JOB}.template.spec.containers.0.resources.limits.memory", True, "integer or string"),
+        (f"{_JOB}.backoffLimit", "0", "expected integer"),
+    ],
+)
+def test_a_mistake_in_the_jobset_is_found(path: str, value: Any, error: str) -> None:
+    """Control: each is refused by the published schema too (make proof-nodes)."""
+    [found] = errors(_described(), _changed(path, value))
+    assert error in found
 
 
 def _gibibytes(text: str) -> int:

@@ -1,7 +1,8 @@
 """Notices that a process of a group is gone, by the connection that it keeps to process 0.
 
 A connection closes with its process, however that ends. Process 0 then sends the number of that process
-to all others. Only a closed connection counts: a process that is silent, stopped or busy is not gone.
+to all others. Only a closed connection counts, and one to a machine that does not answer any more: a
+process that is silent, stopped or busy is not gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from perdure.distribute.cluster.listener import listen
+from perdure.distribute.silent_machine import close_connections, is_unanswered, probe
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
@@ -31,7 +33,8 @@ class Lifeline:
     """This process's end: a thread that calls `on_gone` with the number of each process that is gone.
 
     `publish` stores the address of process 0 for the others, and `look` reads it (None until it is
-    there). Process 0 listens at `host`, where the others reach it.
+    there). Process 0 listens at `host`, where the others reach it. A machine that has not answered for
+    about `silence` seconds is gone: all connections of this process to it are closed then.
 
     Raises `OSError` if process 0 listens and cannot be reached.
     """
@@ -43,16 +46,19 @@ class Lifeline:
         publish: Callable[[bytes], None],
         look: Callable[[], bytes | None],
         on_gone: Callable[[int], None],
+        silence: float = 10,
     ) -> None:
         self._index = index
         self._host = host
         self._look = look
         self._on_gone = on_gone
+        self._silence = silence
         self._pid = os.getpid()
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._sockets: list[socket.socket] = [self._wake, self._woken]
-        self._gone: set[int] = set()
+        # The processes that are gone; with the address of a machine that does not answer, else "".
+        self._gone: dict[int, str] = {}
         self._connecting = threading.Lock()
         self._connection: socket.socket | None = None
         self._listener: socket.socket | None = None
@@ -113,6 +119,7 @@ class Lifeline:
         listener: Any = self._listener
         members: dict[socket.socket, int] = {}
         received: dict[socket.socket, bytes] = {}
+        addresses: dict[socket.socket, str] = {}
         with selectors.DefaultSelector() as selector, suppress(OSError):
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(listener, selectors.EVENT_READ)
@@ -122,23 +129,24 @@ class Lifeline:
                     if connection is self._woken:
                         self._woken.recv(1)
                         if not self._stopping.is_set():
-                            self._gone.add(0)  # for members whose hello has not been read yet
+                            self._gone[0] = ""  # for members whose hello has not been read yet
                             for member in members:
-                                _send(member, 0)
+                                _send(member, 0, "")
                         continue
                     if connection is listener:
                         with suppress(OSError):
-                            new = self._kept(listener.accept()[0])
-                            new.setblocking(False)
-                            new.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                            received[new] = b""
+                            new, address = listener.accept()
+                            self._kept(new).setblocking(False)
+                            probe(new, self._silence)
+                            received[new], addresses[new] = b"", address[0]
                             selector.register(new, selectors.EVENT_READ)
                         continue
-                    data = _received(connection)
+                    data, silent = _received(connection)
                     if data is None:
                         continue
                     if connection in members and not data:
-                        self._report(members.pop(connection), members)
+                        address = addresses[connection] if silent else ""
+                        self._report(members.pop(connection), address, members)
                     elif connection not in members and data:
                         received[connection] += data
                         index = self._hello(received[connection])
@@ -148,21 +156,28 @@ class Lifeline:
                             data = b""
                         else:
                             members[connection] = index
-                            for gone in self._gone:
-                                _send(connection, gone)
+                            for gone, address in self._gone.items():
+                                _send(connection, gone, address)
                     if not data:
                         selector.unregister(connection)
                         received.pop(connection, None)
+                        addresses.pop(connection, None)
                         self._sockets.remove(connection)
                         connection.close()
 
-    def _report(self, index: int, members: dict[socket.socket, int]) -> None:
+    def _report(self, index: int, address: str, members: dict[socket.socket, int]) -> None:
         if index in self._gone or index in members.values():
             return
-        self._gone.add(index)
+        self._gone[index] = address
         for connection in members:
-            _send(connection, index)
+            _send(connection, index, address)
+        self._lost(index, address)
+
+    def _lost(self, index: int, address: str) -> None:
+        """`address`: of a machine that does not answer, else ""."""
         if not self._stopping.wait(_GRACE_S):
+            if address:  # first, because `on_gone` may send something to that machine
+                close_connections(address)
             self._on_gone(index)
 
     def _hello(self, text: bytes) -> int | None:
@@ -181,10 +196,8 @@ class Lifeline:
                 if self._stopping.wait(_LOOK_S):
                     self.connect()  # the others learn that this process leaves
                     return
-            for index in self._processes_gone(connection):
-                if self._stopping.wait(_GRACE_S):
-                    return
-                self._on_gone(index)
+            for index, address in self._processes_gone(connection):
+                self._lost(index, address)
 
     def _new_connection(self) -> socket.socket | None:
         """A connection to process 0; None while it does not listen yet."""
@@ -193,15 +206,18 @@ class Lifeline:
             return None
         address = json.loads(text)
         connection = self._kept(socket.create_connection((self._host, address["port"]), _CONNECT_S))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        probe(connection, self._silence)
         connection.settimeout(None)
         hello = {"token": address["token"], "index": self._index}
         connection.sendall(json.dumps(hello).encode() + b"\n")
         return connection
 
-    def _processes_gone(self, connection: socket.socket) -> Iterator[int]:
-        """The processes that are gone: those that process 0 names, and process 0 itself."""
-        rest = b""
+    def _processes_gone(self, connection: socket.socket) -> Iterator[tuple[int, str]]:
+        """The processes that are gone, with their machine if that does not answer: those that process 0
+        names, and process 0 itself."""
+        rest, chief = b"", ""
+        with suppress(OSError):  # process 0 may be gone already
+            chief = connection.getpeername()[0]
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)
@@ -209,27 +225,30 @@ class Lifeline:
                 ready = [key.fileobj for key, _ in selector.select()]
                 if self._woken in ready:
                     return
-                data = _received(connection)
+                data, silent = _received(connection)
                 if not data:
-                    yield 0
+                    yield 0, chief if silent else ""
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                yield from (int(line) for line in lines)
+                for line in lines:
+                    index, _, address = line.decode().partition(" ")
+                    yield int(index), address
 
 
-def _received(connection: socket.socket) -> bytes | None:
-    """The bytes that came; empty if the other side is gone, None if nothing came after all."""
+def _received(connection: socket.socket) -> tuple[bytes | None, bool]:
+    """The bytes that came: empty if the other side is gone, None if nothing came after all. And whether
+    the other side is gone because its machine does not answer."""
     try:
-        return connection.recv(_LONGEST_LINE)
+        return connection.recv(_LONGEST_LINE), False
     except BlockingIOError:
-        return None
-    except OSError:
-        return b""
+        return None, False
+    except OSError as error:
+        return b"", is_unanswered(error)
 
 
-def _send(connection: socket.socket, index: int) -> None:
+def _send(connection: socket.socket, index: int, address: str) -> None:
     with suppress(OSError):  # a process that is gone meanwhile is reported separately
-        connection.send(b"%d\n" % index)
+        connection.send(f"{index} {address}\n".encode())
 
 
 def _close_all(lifeline: Lifeline | None) -> None:

@@ -112,8 +112,8 @@ class ClusterOptions:
 
     Attributes:
         start_timeout: For all processes to come.
-        heartbeat: For a silent process, before it counts as dead (JAX only: PyTorch notices that a
-            connection is closed).
+        heartbeat: For a silent process (JAX) or machine (PyTorch, which notices at once that a
+            connection is closed), before it counts as dead.
         operation_timeout: For one operation of the group, such as a save by all, before it counts as
             hung.
         leave_timeout: For the other processes at the end.

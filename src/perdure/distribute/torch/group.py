@@ -100,7 +100,7 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     store = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
-    watch = _LossWatch(wait)
+    watch = _LossWatch(wait, options.heartbeat)
     if (host := getattr(innermost_store(store), "host", None)) is not None:
         watch.start(_connected(store, wait), cluster.process_id, host)
     leave = timedelta(seconds=options.leave_timeout)
@@ -185,7 +185,7 @@ def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Proc
             # By itself the store would listen at every address of this machine.
             master_listen_fd=listen(host, port).detach() if cluster.is_chief else None,
         )
-        watch = _LossWatch(wait)
+        watch = _LossWatch(wait, options.heartbeat)
         if cluster.is_chief:  # before the others have finished the next call
             watch.start(TCPStore(host, port, is_master=False, timeout=wait), 0, host)
         dist.init_process_group(
@@ -259,8 +259,9 @@ class _LossWatch:
 
     GONE = b"\2"
 
-    def __init__(self, wait: timedelta) -> None:
+    def __init__(self, wait: timedelta, silence: float = ClusterOptions.heartbeat) -> None:
         self.seconds = wait.total_seconds()
+        self._silence = silence
         self._guard = threading.Lock()
         self._awaited: dict[str, int] = {}
         self._gone: set[int] = set()
@@ -286,7 +287,12 @@ class _LossWatch:
         self._store = store
         with contextlib.suppress(OSError):  # without a connection, waits end after the time limit
             self._lifeline = Lifeline(
-                index, host, lambda data: store.set(address, data), look, self._on_gone
+                index,
+                host,
+                lambda data: store.set(address, data),
+                look,
+                self._on_gone,
+                self._silence,
             )
 
     def connect(self) -> None:

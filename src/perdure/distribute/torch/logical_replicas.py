@@ -34,8 +34,8 @@ class LogicalReplicas:
             optimizer.step()
 
     After the loop, the mean over all replicas has been added to the gradient of each parameter, so that
-    several loops before one `optimizer.step()` accumulate their means. To accumulate within a replica of
-    DDP, use `ddp.no_sync()` for all but its last `backward`.
+    several loops before one `optimizer.step()` accumulate their means. To accumulate within a replica
+    of DDP, use `ddp.no_sync()` for all but its last `backward`.
 
     Args:
         model: A `DistributedDataParallel` without another communication hook, or the root of modules to

@@ -45,20 +45,18 @@ def advice(lines: Sequence[Difference]) -> str:
 def state_dict_advice(lines: Sequence[Difference]) -> str:
     """A sentence for a program that has put `optimizer.state_dict()` into its state; else ""."""
     sided = [line for line in lines if not line.reason and None in (line.expected, line.stored)]
-    # A state that only one side has as a whole was no `state_dict()` that has grown.
-    wholes = [
-        (line.path.removesuffix(_LR), line.expected) for line in sided if line.path.endswith(_LR)
-    ]
-    has_grown = any(
-        (found := _MOMENT.search(line.path))
-        and not any(
-            line.path[: found.start(1)] + found.group(1) == above
-            and (expected is None) == (line.expected is None)
-            for above, expected in wholes
-        )
+    grown = {
+        (line.path[: found.end(1)], line.expected is None)
         for line in sided
-    )
-    return _STATE_DICT if has_grown else ""
+        if (found := _MOMENT.search(line.path))
+    }
+    # A state that one side lacks as a whole has not grown.
+    whole = {
+        (line.path.removesuffix(_LR), line.expected is None)
+        for line in sided
+        if line.path.endswith(_LR)
+    }
+    return _STATE_DICT if grown - whole else ""
 
 
 def ways_out(

@@ -32,7 +32,7 @@ def order_of(iterator: Any) -> Order | None:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        seeds = [getattr(node, name, None) for name in _SEEDS]
+        seeds: list[Any] = [getattr(node, name, None) for name in _SEEDS]
         order["seeds"] += [int(seed) for seed in seeds if hasattr(seed, "__index__")]
         if isinstance(node, grain.MapDataset) and [len(node)] != order["lengths"][-1:]:
             order["lengths"].append(len(node))  # a transformation that keeps the length adds none

@@ -5,6 +5,7 @@ PerdureError
 │   ├── NotARunError              the path holds no run directory
 │   ├── FormatVersionError        written by a newer perdure
 │   ├── StepNotFoundError         no checkpoint of that step
+│   │   └── LeafNotFoundError     it has none of the leaves that were asked for; also a MismatchError
 │   ├── HistoryError              it would start a second line of steps in the run
 │   │   └── StepExistsError       that step is already committed with other bits
 │   ├── LockedError               another process writes here, or this one was forked from the writer
@@ -101,6 +102,10 @@ class UnsupportedLeafError(StateError):
 
 class MismatchError(StateError):
     """Structure, dtype or shape differ between the target and the checkpoint."""
+
+
+class LeafNotFoundError(StepNotFoundError, MismatchError):
+    """A checkpoint has none of the leaves that were asked for."""
 
 
 class NonFiniteError(PerdureError):

@@ -28,6 +28,7 @@ from perdure.distribute.initialize import initialize_distributed
 from perdure.errors import ClusterError, StateError, missing_extra
 from perdure.process_group import Processes
 from perdure.store import Storage
+from perdure.store.selection import WantedLeaves
 
 try:
     import torch
@@ -180,10 +181,14 @@ def state_dict(
         The arrays of a state that was saved from JAX or NumPy become tensors too.
 
     Raises:
-        StepNotFoundError: There is no such checkpoint, or it has nothing at `branch`.
+        StepNotFoundError: There is no such checkpoint.
+        LeafNotFoundError: It has nothing at `branch`.
         MismatchError: At `branch` is the state of an optimizer or of another object.
         CorruptionError, UnreachableError: As `perdure.load_checkpoint`.
     """
     prefix = f"{branch}/" if branch else ""
-    loaded = load_verified(directory, step, lambda path: path.startswith(prefix) or path == branch)
+    wanted = WantedLeaves(
+        lambda path: path.startswith(prefix) or path == branch, f"the branch {branch!r}"
+    )
+    loaded = load_verified(directory, step, wanted)
     return module_tensors(loaded.leaves, branch)

@@ -21,6 +21,7 @@ from perdure.errors import (
     StepExistsError,
     WorkerLostError,
 )
+from perdure.state.iterator import reposition
 from perdure.store import Run, pack_part, pack_writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
@@ -171,6 +172,16 @@ def test_processes_with_different_states_are_refused_by_leaf_path(tmp_path: Path
         assert "small: process 2 holds other bits than process 0" in str(error)
         assert "large" not in str(error)
     assert Run(tmp_path).steps() == [1]
+
+    def lacking(processes: Pretend, index: int) -> None:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.save(2, state(2) | ({"extra": 1} if processes.index == index else {}))
+
+    for index, without, other in ((0, 1, 0), (1, 0, 1)):
+        for error in play(2, lambda processes, index=index: lacking(processes, index)):
+            text = f"extra: process {without} has no such leaf, and process {other} has one"
+            assert text in str(error)
+            assert "must save the same members" in str(error)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -441,6 +452,35 @@ def test_the_error_for_differing_copies_names_per_rank_for_ddp(tmp_path: Path) -
     for error in play(2, program):
         assert "running_mean: process 1 holds other bits" in str(error)
         assert "PerRank" in str(error)
+
+
+def test_a_grain_dataset_with_another_seed_or_source_is_refused(tmp_path: Path) -> None:
+    def dataset(seed: int = 0, rows: int = 20, size: int = 3) -> Any:
+        source = grain.MapDataset.source(np.arange(rows)).seed(seed).shuffle()
+        return source.repeat().batch(size).map(lambda batch: batch)
+
+    def read(data: Any) -> list[list[int]]:
+        return [next(data).tolist() for _ in range(4)]
+
+    kinds = (
+        lambda data: iter(data.to_iter_dataset()),
+        lambda data: iter(data.to_iter_dataset().map(lambda batch: batch + 1)),
+    )
+    for number, made in enumerate(kinds):
+        live = made(dataset())
+        before = read(live)
+        with CheckpointManager(tmp_path / str(number), recipe={}) as manager:
+            manager.save(4, {"data": live})
+            for other in ({"seed": 1}, {"rows": 10}, {"size": 4}):
+                target = made(dataset(**other))
+                with pytest.raises(StateError, match=r"data: the (seeds|lengths) of the Grain"):
+                    manager.restore(like={"data": target})
+            target = made(dataset())
+            manager.restore(like={"data": target})
+            after = read(target)
+            assert after == read(live) != before
+            # A position of a checkpoint from before has no seeds and lengths.
+            assert read(reposition(made(dataset()), 'j{"next_index": 4}')) == after
 
 
 def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None:

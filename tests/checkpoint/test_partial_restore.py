@@ -17,7 +17,7 @@ import pytest
 
 from perdure import CheckpointManager, load_checkpoint
 from perdure.checkpoint import PerRank, Restored, RestoreReport
-from perdure.errors import ArgumentError, MismatchError, StepNotFoundError
+from perdure.errors import ArgumentError, LeafNotFoundError, MismatchError, StepNotFoundError
 from perdure.state.leaf_spec import LeafSpec
 from pretend import Pretend, play
 
@@ -81,7 +81,8 @@ def test_a_pattern_restores_what_it_matches_and_nothing_else(
 @pytest.mark.parametrize(
     ("leaves", "error", "phrase"),
     [
-        ("modle/**", StepNotFoundError, "no leaf that was asked for"),
+        ("modle/**", StepNotFoundError, r"no leaf that was asked for \(leaves='modle/\*\*'\)"),
+        ("modle/**", MismatchError, "it has count/"),
         (["model", "modle/**"], MismatchError, r"modle/\*\*: the target has no such"),
         ("count/n", MismatchError, "count/n: lies inside a .*Counter.* name count"),
         (["step", "count/history/*"], MismatchError, "count/history/0: lies inside"),
@@ -102,6 +103,9 @@ def test_without_a_target_patterns_and_renames_select_what_is_read(
     state, _ = manager.restore(leaves="net/enc/*", rename={"model": "net"})
     assert state["net"].keys() == {"enc"}
     assert load_checkpoint(run, leaves="**/bias")["model"].keys() == {"enc", "head"}
+    names_of_target = r"leaves='model/enc/\*', which are paths of the target, after rename="
+    with pytest.raises(LeafNotFoundError, match=names_of_target):
+        manager.restore(leaves="model/enc/*", rename={"model": "net"})
     with pytest.raises(MismatchError, match="none: the checkpoint has no such"):
         manager.restore(leaves=["model", "none"])
     for wrong in ({"strict": False}, {"cast": True}):

@@ -85,6 +85,30 @@ def steps(
         optimizer.step()
 
 
+def accumulated(count: int) -> list[str]:
+    """The gradients of two loops without a step: of DDP, with views of buckets, and of FSDP2.
+
+    Then those of DDP with two batches in each replica.
+    """
+    found = []
+    for kind in ("ddp", "views", "fsdp", "no_sync"):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(8, 3)
+        if kind == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+        else:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=kind == "views")
+        replicas = LogicalReplicas(model, COUNT)
+        for step in (0, 1):
+            for replica in replicas:
+                with model.no_sync() if kind == "no_sync" else nullcontext():
+                    model(batch(step, replica)[:, :8]).square().mean().backward()
+                if kind == "no_sync":
+                    model(batch(step + 2, replica)[:, :8]).square().mean().backward()
+        found.append(digest(model))
+    return found
+
+
 def continued(directory: str) -> str:
     """Begin a run and save its first step, or finish the run that is in the directory."""
     processes = process_group()
@@ -131,7 +155,13 @@ def errors() -> dict[str, str]:
         assert all(parameter.grad is None for parameter in ddp.parameters())
         next(iter(replicas))
 
+    def hook() -> None:
+        ddp = made()
+        LogicalReplicas(ddp, COUNT)
+        LogicalReplicas(ddp, COUNT)
+
     return {
+        "hook": refused(hook),
         "left": refused(left),
         "outside": refused(outside),
         "without_backward": refused(lambda: steps(0)),
@@ -157,6 +187,7 @@ def main() -> None:
     out["plain"] = train(made(), range(index * local, (index + 1) * local))
     for name, model in (("ddp", made()), ("fsdp", sharded(count))):
         out[name] = train(model, LogicalReplicas(model, COUNT), clip=False)
+    out["accumulated"] = accumulated(count)
     if FEW % count == 0:
         models = made(), sharded(count)
         out["few"] = [train(model, LogicalReplicas(model, FEW), clip=False) for model in models]

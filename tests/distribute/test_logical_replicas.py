@@ -48,6 +48,17 @@ def test_a_zero_keeps_no_sign_that_depends_on_the_number_of_processes(
     assert len({text for texts in few for text in texts}) == 1
 
 
+def test_several_loops_accumulate_their_means(reports: dict[int, list[dict[str, Any]]]) -> None:
+    """Under DDP with gradients of its own or views of the buckets, and under FSDP2.
+
+    The last one also accumulates two batches within each replica.
+    """
+    bits = {tuple(report["accumulated"]) for group in reports.values() for report in group}
+    assert len(bits) == 1
+    [(ddp, views, fsdp, within)] = bits
+    assert ddp == views == fsdp != within
+
+
 def test_the_number_of_processes_may_change_in_the_middle(
     reports: dict[int, list[dict[str, Any]]],
 ) -> None:
@@ -68,7 +79,10 @@ def test_a_loop_that_is_not_one_backward_for_each_replica_is_an_error(
         errors = report["errors"]
         assert "inside of `for replica in replicas`" in errors["outside"]
         assert f"one backward() for replica {6 * process}" in errors["without_backward"]
-        assert "out of order" in errors["twice"]
+        found = f"one backward() for replica {6 * process}, found a second one"
+        assert found in errors["twice"]
+        assert errors["twice"].startswith("StateError")
+        assert "without a communication hook" in errors["hook"]
         assert f"a loop that was left at replica {6 * process}" in errors["left"]
         assert "multiple of the 2 processes" in errors["multiple"]
         assert "find_unused_parameters" in errors["unused"]

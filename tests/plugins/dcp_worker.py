@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -93,6 +94,10 @@ def as_rank(action: str, directory: str, rank: int, ranks: int) -> None:
         state = sharded(mesh, Shard(0), fill=True)
         dcp.save(state, storage_writer=perdure.dcp.Writer(directory, 4))
         dcp.save(state, storage_writer=perdure.dcp.Writer(directory, 5, max_to_keep=1))
+        try:
+            dcp.save(state, storage_writer=perdure.dcp.Writer(directory, 6 + rank))
+        except CheckpointException as error:
+            answer["steps"] = str(error)
     else:
         state = sharded(mesh, Shard(1), fill=False)
         dcp.load(state, storage_reader=perdure.dcp.Reader(directory))

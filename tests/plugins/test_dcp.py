@@ -22,7 +22,7 @@ import perdure
 import perdure.dcp
 from forked import events, run_forked
 from perdure import heartbeats
-from perdure.errors import ArgumentError, MissingExtraError, NotARunError
+from perdure.errors import ArgumentError, MismatchError, MissingExtraError, NotARunError
 from perdure.host_version import require_version
 from perdure.store import Run
 
@@ -85,6 +85,8 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
     # Each rank has its own random numbers again, and they differ.
     assert [answer["draw"] for answer in loaded] == [answer["draw"] for answer in saved]
     assert loaded[0]["draw"] != loaded[1]["draw"]
+    # Ranks that save different steps commit none of them.
+    assert all("found rank 0: 6, rank 1: 7. Nothing" in answer["steps"] for answer in saved)
     # The retention of the second save has deleted the first.
     assert Run(run).steps() == [5]
     assert perdure.verify_run(Run(run)).ok
@@ -96,6 +98,11 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
         alone = load(run, {"model": {"rows": torch.zeros(5, 4)}, "step": 0})
     assert torch.equal(alone["model"]["rows"], torch.arange(20.0).reshape(5, 4))
     assert alone["step"] == 4
+    like = {"model": {"rows": torch.zeros(5, 4)}}
+    with perdure.CheckpointManager(run) as manager, pytest.raises(MismatchError) as caught:
+        manager.restore(like=like, leaves="model/rows")
+    assert "was saved by perdure.dcp.Writer" in str(caught.value)
+    assert "perdure.dcp.Reader" in str(caught.value)
 
 
 def test_manager_and_dcp_read_each_other(tmp_path: Path) -> None:
@@ -177,6 +184,22 @@ def test_damage_is_never_loaded(tmp_path: Path) -> None:
     manifest.write_bytes(b"{}")
     with pytest.warns(UserWarning, match="step 2 is damaged"):
         load(tmp_path, {"x": target})
+
+
+def test_damaged_generators_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, {"x": torch.full((4,), float(step))})
+    [pack] = (tmp_path / "packs").glob("000000000002-*.pack")
+    data = bytearray(pack.read_bytes())
+    data[data.index(b"MT19937")] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+    target = torch.full((4,), 7.0)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path, {"x": target})
+    assert "Nothing of it was loaded; load an older one (1)" in str(caught.value)
+    assert target.tolist() == [7, 7, 7, 7]
+    assert load(tmp_path, {"x": target}, save_random_state=False)["x"].tolist() == [2, 2, 2, 2]
 
 
 def test_a_tensor_is_not_converted_in_silence(tmp_path: Path) -> None:

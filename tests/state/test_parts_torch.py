@@ -11,7 +11,7 @@ import torch
 
 import perdure.torch
 from perdure import CheckpointManager
-from perdure.errors import MismatchError, StateError, StepNotFoundError
+from perdure.errors import LeafNotFoundError, MismatchError, StateError, StepNotFoundError
 
 HEAD = ("model/head/bias", "model/head/weight")
 
@@ -290,7 +290,7 @@ def test_a_module_on_the_meta_device_gets_memory(tmp_path: Path) -> None:
         with torch.device("meta"):
             part.register_buffer("lost", torch.zeros(1), persistent=False)
         with pytest.raises(MismatchError, match="lost: is on the meta device and never saved"):
-            manager.restore(like={"model": part}, leaves="model/enc")
+            manager.restore(like={"model": part}, leaves="model")
 
 
 def test_a_failed_restore_leaves_a_meta_module_on_the_meta_device(tmp_path: Path) -> None:
@@ -333,3 +333,68 @@ def test_state_dict_gives_plain_tensors_without_the_model(tmp_path: Path) -> Non
     with CheckpointManager(tmp_path / "bare") as manager:
         manager.save(1, model)
     assert bits(perdure.torch.state_dict(tmp_path / "bare", "")) == bits(model)
+
+
+def test_weights_that_only_the_target_ties_name_a_way_out(tmp_path: Path) -> None:
+    def tied(seed: int, *, is_tied: bool) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        net: Any = torch.nn.ModuleDict(
+            {"emb": torch.nn.Embedding(7, 5), "out": torch.nn.Linear(5, 7, bias=False)}
+        )
+        if is_tied:
+            net["out"].weight = net["emb"].weight
+        return {"model": net}
+
+    saved = tied(1, is_tied=False)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, saved)
+        like = tied(2, is_tied=True)
+        for options in ({}, {"strict": False}):
+            with pytest.raises(MismatchError, match="name with `leaves` what to") as error:
+                manager.restore(like=like, **options)  # type: ignore[arg-type]
+            assert "cast" not in str(error.value)
+        manager.restore(like=like, leaves="model/emb/weight")
+        assert torch.equal(like["model"]["out"].weight, saved["model"]["emb"].weight)
+
+
+def test_what_a_restore_of_parts_leaves_out_may_be_on_the_meta_device(tmp_path: Path) -> None:
+    def with_buffer() -> Any:
+        net = Net()
+        net.enc.register_buffer("mask", torch.ones(2), persistent=False)
+        return net
+
+    saved = with_buffer()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": saved})
+        with torch.device("meta"):
+            net = with_buffer()
+        manager.restore(like={"model": net}, leaves="model/head/*")
+        assert torch.equal(net.head.weight, saved.head.weight)
+        assert net.enc.mask.is_meta
+        assert net.enc[0].weight.is_meta
+        with pytest.raises(MismatchError, match="model/enc/mask: is on the meta device"):
+            manager.restore(like={"model": net}, leaves="model/enc")
+
+
+def test_members_that_only_the_checkpoint_has_name_the_leaves_to_restore(tmp_path: Path) -> None:
+    state = make(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": state["model"], "opt": state["opt"]})
+        net = Net()
+        with pytest.raises(MismatchError) as error:
+            manager.restore(like={"model": net})
+        assert "`leaves='model'` restores only what the target has" in str(error.value)
+        assert "state_dict()" not in str(error.value)
+        manager.restore(like={"model": net}, leaves="model")
+        assert bits(net) == bits(state["model"])
+        # The negative control: a copy of the state dict, which has grown since.
+        grown = {"model": net, "opt": torch.optim.AdamW(net.parameters()).state_dict()}
+        with pytest.raises(MismatchError, match=r"its `state_dict\(\)` is a copy"):
+            manager.restore(like=grown)
+
+
+def test_a_branch_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": Net()})
+    with pytest.raises(LeafNotFoundError, match=r"\(the branch 'net'\); it has model/"):
+        perdure.torch.state_dict(tmp_path, "net")

@@ -13,6 +13,7 @@ from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
+from perdure.state.restore_request import RestoreRequest
 from perdure.store import Loaded, Run, Storage
 from perdure.store.loading import Needs
 from perdure.store.selection import Selection
@@ -119,7 +120,7 @@ def load_checkpoint(
         CorruptionError: The `step` that was asked for is damaged, or all are.
         UnreachableError: A checkpoint cannot be read now.
     """
-    wanted = Selection(leaves).matches if leaves else None
+    wanted = RestoreRequest(Selection(leaves)).wanted() if leaves else None
     return unflatten(load_verified(directory, step, wanted).leaves)
 
 

@@ -441,6 +441,9 @@ def _differing(
     first = gathered[0]
     lines = [
         f"  {path}: process {number} holds other bits than process 0"
+        if path in first and path in other
+        else f"  {path}: process {0 if path in other else number} has no such leaf, and process "
+        f"{number if path in other else 0} has one"
         for number, other in enumerate(gathered)
         for path in sorted(first.keys() | other.keys())
         if other.get(path) != first.get(path)
@@ -456,7 +459,8 @@ def _differing(
     return StateError(
         "the processes of the group hold different states:\n"
         + "\n".join([*dict.fromkeys(lines)][:_MOST_LINES])
-        + "\nAll processes must start from the same state and run the same steps: give them one seed, "
+        + "\nAll processes must save the same members, start from the same state and run the same "
+        "steps: give them one seed, "
         "and restore in all of them. What each process has for itself (the buffers of BatchNorm under "
         "DistributedDataParallel, the position in its shard of the data) must be made equal before the "
         "save (buffers: dist.broadcast from rank 0) or be wrapped: perdure.checkpoint.PerRank(member)."

@@ -259,7 +259,7 @@ class CheckpointManager(RunQueries):
                 integers that hold the values.
 
         Raises:
-            StepNotFoundError: There is no such checkpoint, or no leaf of it was asked for.
+            StepNotFoundError: There is no such checkpoint (or LeafNotFoundError: it has no such leaf).
             CorruptionError: The `step` that was asked for is damaged.
             UnreachableError: A checkpoint cannot be read now (no permission, too many open files, no
                 answer). This is no damage, and no older checkpoint is used instead.

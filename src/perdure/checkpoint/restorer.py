@@ -11,7 +11,7 @@ from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
-from perdure.errors import StoreError
+from perdure.errors import MismatchError, StoreError
 from perdure.state.frozen_parameters import restore_frozen
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -23,8 +23,14 @@ from perdure.state.restore_request import RestoreRequest
 from perdure.state.shard_targets import needed_regions
 from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.store import Loaded, Manifest, Run
+from perdure.store.format import DCP_LAYOUT
 from perdure.store.leaf import Region
 from perdure.store.loading import Needs
+
+_LOAD_WITH_DCP = (
+    "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "
+    "`dcp.load(state_dict, storage_reader=perdure.dcp.Reader(RUN))`."
+)
 
 
 class Restorer:
@@ -55,7 +61,7 @@ class Restorer:
         """
         GroupCall(self._processes, "restore").barrier()
         self._managed.recipe.check_group("restore")
-        wanted = None if request.selection is None else request.wants
+        wanted = request.wanted()
         run, mirror = self._managed.run, self._managed.mirror
         needs = Needs(wanted, self._regions(like, request))
         source, readable = load_in_group(run, self._processes, step, needs, mirror)
@@ -128,9 +134,15 @@ class Restorer:
                 return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
                 self._check.expect(like)
-            state, report = restore_requested(
-                like, leaves, request, stored, takes=True, replaced=replaced
-            )
+            try:
+                state, report = restore_requested(
+                    like, leaves, request, stored, takes=True, replaced=replaced
+                )
+            except MismatchError as error:
+                if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):
+                    text = f"{error} {where} was saved by perdure.dcp.Writer, {_LOAD_WITH_DCP}"
+                    raise MismatchError(text) from error
+                raise
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards

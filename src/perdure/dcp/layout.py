@@ -25,9 +25,6 @@ from perdure.state.process_random import ProcessRandom
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.manifest import LeafEntry
 
-LAYOUT = "dcp/layout"
-"""The local leaf of what DCP knows of a checkpoint beyond its leaves, as JSON."""
-
 Place = tuple[str, tuple[int, ...] | None]
 """A name of DCP, and the offsets of a box of the tensor; None for an object."""
 

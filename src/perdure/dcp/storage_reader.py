@@ -23,7 +23,6 @@ from perdure.checkpoint import ManagerOptions
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.dcp.layout import (
-    LAYOUT,
     DcpLayout,
     DcpRank,
     Place,
@@ -43,7 +42,7 @@ from perdure.errors import (
 from perdure.heartbeats import beat
 from perdure.state.leaf_values import plain_value
 from perdure.store import Leaf, Run, Storage
-from perdure.store.format import WEAK_PREFIX, decode_json, steps_text
+from perdure.store.format import DCP_LAYOUT, WEAK_PREFIX, decode_json, steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import load_entries
 from perdure.store.urls import split_step
@@ -105,9 +104,13 @@ class Reader(StorageReader):
         run = self._run
         self._manifest = manifest = self._newest() if self.step is None else run.manifest(self.step)
         self.step = manifest.step
-        texts = [leaf.text for leaf in manifest.process_leaves if leaf.path == LAYOUT and leaf.text]
+        texts = [
+            leaf.text for leaf in manifest.process_leaves if leaf.path == DCP_LAYOUT and leaf.text
+        ]
         self._layout = layout = (
-            decode_json(texts[0].encode(), DcpLayout, f"{run.where}: {LAYOUT} of step {self.step}")
+            decode_json(
+                texts[0].encode(), DcpLayout, f"{run.where}: {DCP_LAYOUT} of step {self.step}"
+            )
             if texts
             else DcpLayout()
         )
@@ -159,7 +162,7 @@ class Reader(StorageReader):
             MismatchError: A tensor has another dtype or size than its target.
         """
         wanted = [(item, self._record(item), self._target(item, planner)) for item in plan.items]
-        loaded = self._load({leaf.path for _, leaf, _ in wanted})
+        loaded, generators_of_ranks = self._load({leaf.path for _, leaf, _ in wanted})
         for item, entry, target in wanted:
             leaf = loaded[entry.path]
             if target is None:
@@ -168,7 +171,10 @@ class Reader(StorageReader):
                 continue
             target.copy_(_part_of(leaf, item))
             planner.commit_tensor(item, target)
-        self._restore_generators()
+        if generators_of_ranks:  # last, because the other parts of a load may draw random numbers
+            where = f"{self._run.where}: step {self.step}"
+            for note in generators.restore(generators_of_ranks, self._rank, where):
+                warn_caller(note)
         beat("compile", self.step)
         return done(None)
 
@@ -210,28 +216,19 @@ class Reader(StorageReader):
             )
         return target
 
-    def _load(self, paths: Set[str]) -> Mapping[str, Leaf]:
+    def _load(self, paths: Set[str]) -> tuple[Mapping[str, Leaf], Mapping[str, Leaf]]:
+        """The leaves at `paths`, and the random generators of all ranks; everything is verified."""
         assert self.step is not None, "DCP reads the metadata first"
-        if not paths:
-            return {}
+        assert self._manifest is not None
+        entries = [leaf for leaf in self._manifest.process_leaves if leaf.path != DCP_LAYOUT]
         try:
-            return self._run.load(self.step, paths.__contains__).leaves
+            leaves = self._run.load(self.step, paths.__contains__).leaves if paths else {}
+            wanted = entries if self._random else []
+            return leaves, load_entries(self._run.storage, self._manifest, wanted)
         except CorruptionError as error:
             older = [step for step in self._run.steps() if step < self.step]
             advice = f"load an older one ({steps_text(older)})" if older else "it is the oldest one"
             raise CorruptionError(f"{error} Nothing of it was loaded; {advice}.") from error
-
-    def _restore_generators(self) -> None:
-        """The last part of a load, because the others may draw random numbers."""
-        if not self._random or self._manifest is None:
-            return
-        entries = [leaf for leaf in self._manifest.process_leaves if leaf.path != LAYOUT]
-        if not entries:
-            return
-        local = load_entries(self._run.storage, self._manifest, entries)
-        where = f"{self._run.where}: step {self.step}"
-        for note in generators.restore(local, self._rank, where):
-            warn_caller(note)
 
 
 def _part_of(leaf: Leaf, item: ReadItem) -> torch.Tensor:

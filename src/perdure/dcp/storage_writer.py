@@ -21,7 +21,6 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.dcp.layout import (
-    LAYOUT,
     DcpRank,
     done,
     generators,
@@ -37,6 +36,7 @@ from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Leaf, Run, Storage
 from perdure.store.catalog import Catalog
+from perdure.store.format import DCP_LAYOUT
 from perdure.store.leaf import RemoteLeaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.pack_part import OwnLeaves, PackPart, WriterShare, assemble, write_pack_part
@@ -53,7 +53,7 @@ class Writer(StorageWriter):
 
     Args:
         directory: Path, URL or `Storage` of the run directory, the same for all ranks.
-        step: The step, above the newest committed one.
+        step: The step, above the newest committed one, the same for all ranks.
         metrics: Numbers that are recorded with it.
         max_to_keep: How many of the newest checkpoints stay after the commit; None keeps all.
         retention: Which others stay.
@@ -139,23 +139,35 @@ class Writer(StorageWriter):
         share = WriterShare(index, 1)
         part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
         size = sum(leaf.nbytes for leaf in leaves.values())
-        return done([WriteResult(MetadataIndex(""), size, part)])
+        # The results alone are never those of an earlier save: DCP's planner may reuse its plans.
+        return done([WriteResult(MetadataIndex(str(self._step)), size, part)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written, and apply the retention. The chief calls this.
 
         Raises:
+            StateError: The ranks save different steps. Nothing is committed.
             HistoryError: The step is at or below the newest committed one, and has other bits.
             SaveError: A part is not visible here, or the disk failed. Nothing is committed.
         """
         run = self._run
         assert run is not None, "DCP calls finish after prepare_global_plan"
+        steps = [rank[0].index.fqn for rank in results]
+        if len(set(steps)) > 1:
+            run.close()
+            self._run = None
+            listed = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+            raise StateError(
+                f"{run.where}: expected a Writer with the same step in every rank, found {listed}. "
+                f"Nothing was committed; every earlier checkpoint is unchanged."
+            )
         parts = list(_without_doubles([rank[0].storage_data for rank in results]))
         layout = layout_of(metadata, [leaf for part in parts for leaf in part.per_rank])
         text = msgspec.json.encode(layout).decode()
         chief = parts[0]
         parts[0] = msgspec.structs.replace(
-            chief, process_leaves=(LeafEntry(LAYOUT, "py:str", text=text), *chief.process_leaves)
+            chief,
+            process_leaves=(LeafEntry(DCP_LAYOUT, "py:str", text=text), *chief.process_leaves),
         )
         written = assemble({}, parts)
         leaves = {entry.path: _remote(entry) for entry in written.leaves}

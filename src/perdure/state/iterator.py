@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from perdure.errors import StateError
+from perdure.state.grain_order import order_of, require_same_order
 from perdure.state.grain_position import hash_texts, restore_texts
 
 
@@ -38,8 +39,10 @@ def position(iterator: Any) -> str:
             return f"b{state.decode()}"
         except UnicodeDecodeError:
             return f"x{state.hex()}"
+    order = order_of(iterator)
     try:
-        return f"j{json.dumps(_encode(state), sort_keys=True)}"
+        text = json.dumps(_encode(state), sort_keys=True)
+        return f"j{text}" if order is None else f"g[{json.dumps(order, sort_keys=True)}, {text}]"
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"the position of a {type(iterator).__qualname__} has no exact form in a checkpoint: "
@@ -52,10 +55,15 @@ def reposition(iterator: Any, text: str) -> Any:
     """Set an iterator to the position that `position` returned, and return the iterator.
 
     Raises:
-        StateError: a `grain.DataLoader` has another sampler or data source than the saved one.
+        StateError: a `grain.DataLoader` has another sampler or data source than the saved one, or the
+            datasets of another iterator of Grain have other seeds or lengths.
     """
     kind, rest = text[:1], text[1:]
-    if kind == "j":
+    if kind == "g":
+        order, state = json.loads(rest, object_hook=_decode)
+        require_same_order(order, iterator)
+        iterator.set_state(state)
+    elif kind == "j":  # also an iterator of Grain in older checkpoints
         iterator.set_state(json.loads(rest, object_hook=_decode))
     else:
         state = rest.encode() if kind == "b" else bytes.fromhex(rest)

@@ -25,6 +25,7 @@ _STATE_DICT = (
     "after the first step and is not loaded back."
 )
 _MOMENT = re.compile(r"(^|/)state/\d+/[^/]+$")
+_LR = "param_groups/0/lr"  # every state of an optimizer has it
 _MOST_PAIRS = 200
 """How many leaves of each side are looked at for a rename."""
 
@@ -43,11 +44,19 @@ def advice(lines: Sequence[Difference]) -> str:
 
 def state_dict_advice(lines: Sequence[Difference]) -> str:
     """A sentence for a program that has put `optimizer.state_dict()` into its state; else ""."""
-    has_grown = any(
-        not line.reason and None in (line.expected, line.stored) and _MOMENT.search(line.path)
-        for line in lines
-    )
-    return _STATE_DICT if has_grown else ""
+    sided = [line for line in lines if not line.reason and None in (line.expected, line.stored)]
+    grown = {
+        (line.path[: found.end(1)], line.expected is None)
+        for line in sided
+        if (found := _MOMENT.search(line.path))
+    }
+    # A state that one side lacks as a whole has not grown.
+    whole = {
+        (line.path.removesuffix(_LR), line.expected is None)
+        for line in sided
+        if line.path.endswith(_LR)
+    }
+    return _STATE_DICT if grown - whole else ""
 
 
 def ways_out(
@@ -71,6 +80,9 @@ def ways_out(
     ways = []
     if not request.cast and any(_can_cast(plan, other, line) for line in lines[:MAX_LINES]):
         ways.append("`cast=True` converts dtypes")
+    if branches := _lacking(lines, other):
+        names = repr(branches[0] if len(branches) == 1 else branches)
+        ways.append(f"`leaves={names}` restores only what the target has")
     if (pair := _rename(lines, other)) is not None:
         ways.append(f"`rename={{{pair[0]!r}: {pair[1]!r}}}` moves leaves of the checkpoint")
     if request.strict and not other.differences and other.leaves:
@@ -85,11 +97,22 @@ def _can_cast(plan: RestorePlan, other: RestorePlan, line: Difference) -> bool:
     expected, leaf = other.expected.get(line.path), plan.leaves.get(line.path)
     if expected is None or leaf is None or expected.shape != leaf.shape:
         return False
+    if expected == LeafSpec.of(leaf):  # then something else does not fit
+        return False
     try:
         cast_leaf(leaf, expected)
     except StateError:
         return False
     return True
+
+
+def _lacking(lines: Sequence[Difference], plan: RestorePlan) -> list[str]:
+    """The top branches of the target, if only leaves of other branches differ, which it lacks."""
+    fits = sorted({path.partition("/")[0] for path in plan.leaves})
+    foreign = {line.path.partition("/")[0] for line in lines}
+    if any(line.reason or line.expected is not None for line in lines) or foreign & {*fits, ""}:
+        return []
+    return fits
 
 
 def _rename(lines: Sequence[Difference], plan: RestorePlan) -> tuple[str, str] | None:

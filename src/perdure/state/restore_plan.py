@@ -153,7 +153,7 @@ class _Planner:
             if not plan.leaves and not request.strict:
                 self._refuse_nothing()
         lines = {line.path: line for line in differences(self._walk.template, plan.leaves)}
-        kept = [path for path in lines if self._is_kept(path)]
+        kept = [path for path in lines if self._is_kept(path) or self._is_left_out(path)]
         plan.differences = sorted(
             ({**lines, **self._refused}[path])
             for path in (lines.keys() - kept) | self._refused.keys()
@@ -205,6 +205,13 @@ class _Planner:
     def _is_kept(self, path: str) -> bool:
         plan = self._plan
         return any(above in plan.keep or above in plan.keep_branches for above in ancestors(path))
+
+    def _is_left_out(self, path: str) -> bool:
+        """Whether `path` is a tensor of a module that is never saved, and was not asked for."""
+        selection, owner = self._request.selection, self._owner(path)
+        if selection is None or owner is None or self._parts[owner] is None:
+            return False
+        return path not in self._plan.expected and not selection.matches(path)
 
     def _owner(self, path: str) -> str | None:
         """The path of the object that the leaf at `path` is in."""

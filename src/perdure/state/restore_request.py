@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import ArgumentError
 from perdure.state.renaming import Renaming
-from perdure.store.selection import Selection
+from perdure.store.selection import Selection, WantedLeaves
 
 
 class RestoreRequest(NamedTuple):
@@ -40,6 +40,15 @@ class RestoreRequest(NamedTuple):
     def is_strict(self) -> bool:
         """Whether the whole target and the whole checkpoint have to be equal in all but names."""
         return self.selection is None and self.strict and not self.cast
+
+    def wanted(self) -> WantedLeaves | None:
+        """The leaves of the checkpoint that have to be read; None for all."""
+        if self.selection is None:
+            return None
+        text = f"leaves={', '.join(map(repr, self.selection.patterns))}"
+        if self.renaming:
+            text += f", which are paths of the target, after rename={self.renaming.paths}"
+        return WantedLeaves(self.wants, text)
 
     def wants(self, path: str) -> bool:
         """Whether the leaf at `path` of the checkpoint has to be read."""

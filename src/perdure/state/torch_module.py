@@ -345,7 +345,10 @@ def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
                     and path in stored
                     and not same_bits(stored[first], stored[path])
                 ):
-                    reason = f"is one tensor with {first} in the target, the checkpoint has two"
+                    reason = (
+                        f"is one tensor with {first} in the target, the checkpoint has two that "
+                        f"differ; name with `leaves` what to restore, and only one of these two"
+                    )
                     lines.append(Difference(path, reason=reason))
         return lines
 

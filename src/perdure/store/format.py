@@ -24,6 +24,9 @@ STRUCTURE_FORMAT = 3
 """The format of manifests with `containers` or `local`, the newest one."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
+DCP_LAYOUT = "dcp/layout"
+"""The local leaf of what DCP knows of a checkpoint beyond its leaves, as JSON."""
+
 SCALAR_PREFIX = "py:"
 WEAK_PREFIX = "weak:"
 """Precedes the dtype of a weakly typed JAX array, which takes the other type in arithmetic."""

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
-from perdure.errors import StepNotFoundError
+from perdure.errors import LeafNotFoundError
 from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
+from perdure.store.selection import WantedLeaves
 from perdure.store.storage import Storage, StreamingStorage
 
 READ_THREADS = 4
@@ -69,13 +70,16 @@ def load_leaves(
     Raises:
         CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
         UnreachableError: A pack cannot be read.
-        StepNotFoundError: No leaf is wanted.
+        LeafNotFoundError: No leaf is wanted.
     """
     entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not entries:
         held = ", ".join(leaf.path for leaf in manifest.leaves[:10])
-        raise StepNotFoundError(
-            f"{storage.where}: step {manifest.step} has no leaf that was asked for; it has {held}..."
+        more = ", ..." if len(manifest.leaves) > 10 else ""
+        asked = f" ({wanted.text})" if isinstance(wanted, WantedLeaves) else ""
+        raise LeafNotFoundError(
+            f"{storage.where}: step {manifest.step} has no leaf that was asked for{asked}; it has "
+            f"{held}{more}. Nothing was changed."
         )
     leaves = Leaves(
         containers={

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from perdure.errors import ArgumentError
+
+
+class WantedLeaves(NamedTuple):
+    """Which leaves of a checkpoint are read, and the words of the caller that say so."""
+
+    matches: Callable[[str], bool]
+    text: str
+
+    def __call__(self, path: str) -> bool:
+        return self.matches(path)
 
 
 class Selection:

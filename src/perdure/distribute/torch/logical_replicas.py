@@ -33,8 +33,9 @@ class LogicalReplicas:
                 loss(ddp(batch(step, replica))).backward()
             optimizer.step()
 
-    After the last one, the gradient of each parameter is the mean over all replicas. To accumulate
-    within a replica of DDP, use `ddp.no_sync()` for all but its last `backward`.
+    After the loop, the mean over all replicas has been added to the gradient of each parameter, so that
+    several loops before one `optimizer.step()` accumulate their means. To accumulate within a replica
+    of DDP, use `ddp.no_sync()` for all but its last `backward`.
 
     Args:
         model: A `DistributedDataParallel` without another communication hook, or the root of modules to
@@ -44,8 +45,9 @@ class LogicalReplicas:
     Raises:
         TopologyError: `count` is no multiple of the number of processes.
         StateError: The model is neither, or DDP was made with `find_unused_parameters` or
-            `static_graph`, or FSDP2 with another mesh. Later, in a step: a `backward` outside of the
-            loop, or a replica without one; or, in the step after it, a loop that was left early.
+            `static_graph` or has a communication hook, or FSDP2 has another mesh. Later, in a step: a
+            `backward` outside of the loop, or a replica with none or several; or, in the step after it,
+            a loop that was left early.
     """
 
     def __init__(self, model: torch.nn.Module, count: int) -> None:
@@ -68,8 +70,8 @@ class LogicalReplicas:
         ]
         self._current: int | None = None
         self._sums: dict[Hashable, TreeSum[torch.Tensor]] = {}
-        self._pushed = 0
-        self._model = model
+        self._pushed: set[Hashable] = set()
+        self._model, self._is_ddp = model, is_ddp
         self._left_at: int | None = None
         if is_ddp:
             _register_with_ddp(model, self)
@@ -80,16 +82,21 @@ class LogicalReplicas:
         """The numbers of the replicas of this process, in one step."""
         self._require_finished()
         self._sums = {}
+        earlier = self._take_gradients()
         try:
             for replica in self._local:
-                self._current, self._pushed = replica, 0
+                self._current, self._pushed = replica, set()
                 yield replica
-                if self._pushed != max(1, len(self._sums)):
+                if len(self._pushed) != max(1, len(self._sums)):
                     raise StateError(
                         f"LogicalReplicas: expected one backward() for replica {replica}, found "
-                        f"{self._pushed} gradients for {len(self._sums)} parameters (or groups of "
-                        f"them). Call it once for each replica, outside of no_sync()."
+                        f"{len(self._pushed)} gradients for {len(self._sums)} parameters (or groups "
+                        f"of them). Call it once for each replica, outside of no_sync()."
                     )
+            for parameter, gradient in earlier:
+                if parameter.grad is not None:
+                    gradient += parameter.grad
+                parameter.grad = gradient
         except GeneratorExit:  # a `break`: the model has no gradients of this step
             self._left_at = self._current
             raise
@@ -99,6 +106,25 @@ class LogicalReplicas:
             if self._left_at is not None:
                 for parameter in self._model.parameters():
                     parameter.grad = None  # so that `optimizer.step()` changes nothing
+
+    def _take_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The gradients of earlier loops, which the means of this loop are added to.
+
+        DDP gives its hook the whole `.grad`, so that each process would add them to its first replica.
+        FSDP2 gives only what a backward computed.
+        """
+        if not self._is_ddp:
+            return []
+        found = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        nonzero = [
+            gradient.any() for _, gradient in found
+        ]  # all kernels start before a value is read
+        taken = []
+        for (parameter, gradient), flag in zip(found, nonzero, strict=True):
+            if flag:
+                taken.append((parameter, gradient.detach().clone()))  # it may be a view of a bucket
+                parameter.grad = None
+        return taken
 
     def _require_finished(self) -> None:
         if (replica := self._left_at) is not None:
@@ -165,11 +191,17 @@ class LogicalReplicas:
                 "LogicalReplicas: expected backward() inside of `for replica in replicas`, found one "
                 "outside of it."
             )
+        if key in self._pushed:
+            raise StateError(
+                f"LogicalReplicas: expected one backward() for replica {self._current}, found a second "
+                f"one. Add up the losses of the replica and call backward() once, or, under DDP, call "
+                f"all but the last one in no_sync()."
+            )
         tree = self._sums.get(key)
         if tree is None:
             tree = self._sums[key] = TreeSum(self.count, torch.add)
         tree.push(TreeNode(0, self._current), leaf)
-        self._pushed += 1
+        self._pushed.add(key)
         return tree
 
     def _mean_slice(self, rows: list[torch.Tensor], size: int) -> torch.Tensor:
@@ -228,8 +260,15 @@ def _register_with_ddp(ddp: DistributedDataParallel, replicas: LogicalReplicas) 
                 f"LogicalReplicas: expected a DistributedDataParallel without {option}=True, with "
                 f"which it leaves out gradients that only some replicas have."
             )
-    # A function, whose annotations would be strings, which DDP refuses.
-    ddp.register_comm_hook(replicas, lambda replicas, bucket: replicas.reduce_bucket(bucket))
+    try:
+        # A function, whose annotations would be strings, which DDP refuses.
+        ddp.register_comm_hook(replicas, lambda replicas, bucket: replicas.reduce_bucket(bucket))
+    except RuntimeError as error:
+        raise StateError(
+            f"LogicalReplicas: expected a DistributedDataParallel without a communication hook, found "
+            f"one that DDP adds no other hook to ({error}). Remove that hook; for one model make "
+            f"LogicalReplicas once."
+        ) from error
 
 
 def _register_with_fsdp(model: torch.nn.Module, replicas: LogicalReplicas) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,44 @@ def test_grad_may_change_only_buffers_that_have_a_mean() -> None:
             strategy.step(fn, update)(state, strategy.batch(dataset(), 0))
         assert says in str(error.value)
     assert module.mask.tolist() == [True, False]
+
+
+def test_what_changes_between_steps_is_isolated_too() -> None:
+    """The engine looks up parameters and buffers once, and again when a module holds others."""
+
+    def writes(state: Any, batch: Any, key: Any) -> Any:
+        with torch.no_grad():
+            next(state["model"].parameters()).add_(1)
+        return {"w": batch[1].sum()}
+
+    def another_parameter(state: Any) -> None:
+        state["model"].scale = nn.Parameter(torch.zeros(2))
+
+    def another_module(state: Any) -> None:
+        state["model"] = Counting()
+
+    def another_buffer(state: Any) -> None:
+        state["model"].mean = torch.full((2,), 7.0)
+
+    def another_place(state: Any) -> None:
+        state["model"] = nn.Sequential(state["model"])
+
+    for change in (another_parameter, another_module, another_buffer, another_place):
+        strategy, state = MirroredStrategy(replicas=V), {"model": Counting()}
+        strategy.step(grad, update)(state, strategy.batch(dataset(), 0))
+        change(state)
+        fresh = copy.deepcopy(state)
+        for engine, its_state in ((strategy, state), (MirroredStrategy(replicas=V), fresh)):
+            engine.step(grad, update)(its_state, strategy.batch(dataset(), 1))
+        ours, expected = (value["model"] for value in (state, fresh))
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], tensor), (change.__name__, name)
+        for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        with pytest.raises(StateError, match="scale: grad changed this parameter"):
+            strategy.step(writes, update)(state, strategy.batch(dataset(), 2))
 
 
 def test_backward_in_grad_gives_the_gradients_of_one_replica() -> None:

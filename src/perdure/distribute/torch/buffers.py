@@ -42,8 +42,8 @@ _TENSOR = (
     "logical replica: return what each replica contributes, whose sum update gets"
 )
 BATCH = (
-    "tensor of its batch in place, which may be the memory of the dataset, and a replica may be computed "
-    "more than once. Compute a new tensor: x = x / 255 for x.div_(255)"
+    "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
+    "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)"
 )
 # An entry beside the names of buffers, which never have a slash.
 CHANGED = "/changed"
@@ -132,13 +132,14 @@ class StateView:
         parameters: Those of all modules, by path.
         buffers: (path, module that has it, key, tensor) of each.
         tensors: Those outside of modules.
+        parts: All modules.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
         self._found = modules(state)
         self.tensors = _loose(state)
-        self._parts = [part for _, module in self._found for part in module.modules()]
+        self.parts = [part for _, module in self._found for part in module.modules()]
         self._held = self._tables()
         self.buffers = list(_buffers(self._found))
         self.parameters = {
@@ -165,7 +166,7 @@ class StateView:
 
         Compared by identity, without a loop in Python.
         """
-        tables = list(itertools.chain.from_iterable(map(_TABLES, self._parts)))
+        tables = list(itertools.chain.from_iterable(map(_TABLES, self.parts)))
         entries = itertools.chain.from_iterable(map(_ENTRIES, tables))
         return [*map(len, tables)], [*itertools.chain.from_iterable(entries)]
 

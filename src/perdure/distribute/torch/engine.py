@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import threads as torch_threads
+from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.random_streams import make_generator, seeded
@@ -57,7 +59,9 @@ KEPT_BY_OLD = 32 << 20
 class TorchEngine:
     """PyTorch on the devices of a process. See perdure.distribute.engine.Engine."""
 
-    def __init__(self, devices: Any, processes: Processes, threads: int | None) -> None:
+    def __init__(
+        self, devices: Any, processes: Processes, threads: int | None, compile: str | None = None
+    ) -> None:
         if threads is not None and threads < 1:
             raise TopologyError(f"threads must be at least 1, got {threads}")
         self.processes = processes
@@ -74,6 +78,7 @@ class TorchEngine:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
         self._warned = False
+        self._compiled = None if compile is None else CompiledGrads(compile)
         self._placed: Any = None
         # Of each thread, the view of the state that it used last.
         self._views = threading.local()
@@ -81,7 +86,11 @@ class TorchEngine:
             keep_memory(os.environ)
 
     def recipe(self) -> dict[str, Scalar]:
-        return environment(self.devices[0])
+        recipe = environment(self.devices[0])
+        if self._compiled is not None:
+            compiler = self._compiled.describe(self.devices[0].type)
+            recipe["settings"] = f"{recipe['settings']} {compiler}".strip()
+        return recipe
 
     def place(self, state: Any) -> list[Any]:
         if state is not self._placed:  # most often the same object in every step
@@ -106,10 +115,11 @@ class TorchEngine:
         return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
+        compute = fn if self._compiled is None else partial(self._compiled, fn)
         batch = torch_buffers.Unchanged(share)
         with seeded(self.devices[0], stream):
             result, buffers = torch_buffers.isolated(
-                self._view(state), lambda: fn(state, share, self.key(stream))
+                self._view(state), lambda: compute(state, share, self.key(stream))
             )
         batch.require(torch_buffers.BATCH)
         leaves, _ = pytree.leaves_and_structure(result)
@@ -141,7 +151,8 @@ class TorchEngine:
         return torch_threads.Threads(len(self.devices), self._threads)
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
-        return None
+        for function in (grad, update):
+            warn_of_compiled(function.__name__, getattr(function, "fn", function))
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
         optimizer_calls.install()
@@ -159,6 +170,9 @@ class TorchEngine:
         view = getattr(self._views, "last", None)
         if view is None or view.state is not state or not view.is_current():
             view = self._views.last = torch_buffers.StateView(state)
+            if self._compiled is None:
+                for part in view.parts:
+                    warn_of_compiled(f"a {type(part).__name__} of the state", part)
         return view
 
     def _check_determinism(self) -> None:

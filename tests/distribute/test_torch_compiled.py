@@ -20,7 +20,7 @@ from torch import nn
 from perdure import CheckpointManager
 from perdure.data import ArrayDataset
 from perdure.distribute import PerReplica
-from perdure.distribute.torch.threads import REDIRECTED, _Redirect
+from perdure.distribute.torch.threads import REDIRECTED, THREADS, _Redirect
 from perdure.errors import RecipeMismatchError, StateError, TopologyError
 from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
 
@@ -99,6 +99,15 @@ def test_any_number_of_devices_has_the_bits_of_one() -> None:
         assert compiled[0][0] != plain, "the compiled program did not run"
         assert {way for _, way in compiled[1:]} != {compiled[0][1]}, "no threads were used"
     assert programs == [False, False], "one program for each network, whatever the devices"
+
+
+def test_threads_that_begin_together_make_one_program() -> None:
+    """Twelve would be more than PyTorch allows for one function."""
+    strategy = MirroredStrategy(12, 12, compile=BACKEND)
+    train_step = strategy.step(grad, update)
+    train_step(start(), strategy.batch(data(24), 0))
+    assert train_step._run.way == THREADS  # pyright: ignore[reportFunctionMemberAccess]
+    assert programs == [False]
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +244,43 @@ def test_invalid_functions_and_devices_are_refused() -> None:
     for wrong in ({"threads": 0}, {"devices": 0}):
         with pytest.raises(TopologyError):
             MirroredStrategy(**wrong)
+
+
+def test_all_leaves_are_added_at_once_with_the_bits_of_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    pair = []
+    for _ in range(2):
+        values = [torch.randn(33) * 10.0**n for n in (-40, -5, 0, 38)]
+        values.append(torch.tensor([0.0, -0.0, float("nan"), float("inf")]))
+        leaves = [v.to(kind) for v in values for kind in (torch.float32, torch.bfloat16)]
+        leaves += [values[2].to(kind) for kind in (torch.float64, torch.float16, torch.complex64)]
+        pair.append([*leaves, torch.arange(5), torch.randn(4, 6).t()])
+    one, other = pair
+    for total, left, right in zip(OneDeviceStrategy().engine.add(one, other), *pair, strict=True):
+        expected = left + right
+        assert total.stride() == expected.stride()
+        bits = [value.contiguous().view(torch.uint8) for value in (total, expected)]
+        assert torch.equal(*bits), total.dtype
+
+
+def test_gradients_of_the_step_before_are_freed_before_new_ones_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Linear(2, 2)
+    grads = {name: torch.ones_like(p) for name, p in module.named_parameters()}
+    apply_gradients(module, grads)
+    old = [weakref.ref(p.grad) for p in module.parameters()]
+    alive = []
+    multiply = torch._foreach_mul
+
+    def watched(*args: Any) -> Any:
+        alive.extend(reference() is not None for reference in old)
+        return multiply(*args)
+
+    monkeypatch.setattr(torch, "_foreach_mul", watched)
+    apply_gradients(module, grads, 0.5)
+    assert alive == [False, False]
+    assert [p.grad.mean().item() for p in module.parameters()] == [0.5, 0.5]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_many_steps_are_the_steps_one_by_one() -> None:

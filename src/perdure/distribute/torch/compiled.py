@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import warnings
+from collections.abc import Hashable
 from importlib import metadata
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
 
+from perdure.distribute import pytree
 from perdure.distribute.engine import Grad
 from perdure.distribute.scope import ReplicaFunction
 from perdure.errors import StateError, TopologyError
@@ -55,9 +58,11 @@ class CompiledGrads:
         self._error: Any = dynamo.exc.FailOnRecompileLimitHit
         self._backend = backend
         self._programs: dict[Grad, Grad] = {}
+        self._seen: set[Hashable] = set()
+        self._first = threading.Lock()
 
-    def __call__(self, fn: Grad, *args: Any) -> Any:
-        """`fn(*args)`, compiled."""
+    def __call__(self, fn: Grad, state: Any, share: Any, key: Any) -> Any:
+        """`fn(state, share, key)`, compiled."""
         if _under_a_mode():
             raise StateError(
                 f"{fn.__name__}: expected no TorchDispatchMode (such as FlopCounterMode) around the "
@@ -66,8 +71,15 @@ class CompiledGrads:
             )
         if (program := self._programs.get(fn)) is None:
             program = self._programs[fn] = self._compiled(fn)
+        leaves, structure = pytree.leaves_and_structure(share)
+        form = (program, structure, tuple([getattr(leaf, "shape", None) for leaf in leaves]))
         try:
-            return program(*args)
+            if form in self._seen:
+                return program(state, share, key)
+            with self._first:  # threads that compile at the same time would make a program each
+                result = program(state, share, key)
+            self._seen.add(form)
+            return result
         except self._error as error:
             limit = torch._dynamo.config.recompile_limit
             raise StateError(

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 from perdure.distribute import pytree
 from perdure.distribute.engine import Grad
@@ -36,6 +36,7 @@ class CompiledGrads:
 
     def __init__(self, backend: str) -> None:
         import torch._dynamo as dynamo
+        from torch._dynamo.exc import FailOnRecompileLimitHit
 
         names = dynamo.list_backends(exclude_tags=())
         if backend not in names:
@@ -55,7 +56,7 @@ class CompiledGrads:
         dynamo.config.suppress_errors = False
         if hasattr(dynamo.config, "trace_autograd_ops"):
             dynamo.config.trace_autograd_ops = True
-        self._error: Any = dynamo.exc.FailOnRecompileLimitHit
+        self._error = FailOnRecompileLimitHit
         self._backend = backend
         self._programs: dict[Grad, Grad] = {}
         self._seen: set[Hashable] = set()
@@ -101,9 +102,7 @@ class CompiledGrads:
         @functools.wraps(user_function)
         def detached(state: Any, share: Any, key: Any) -> Any:
             contributions = user_function(state, share, key)
-            return torch.utils._pytree.tree_map_only(
-                torch.Tensor, torch.Tensor.detach, contributions
-            )
+            return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, contributions)
 
         compiled = torch.compile(detached, backend=self._backend, dynamic=False)
         if isinstance(fn, ReplicaFunction):

@@ -25,7 +25,7 @@ from perdure.supervise import WorkerGroup
 HERE = Path(__file__).parent
 MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
 ENGINES = ("jax", "torch")
-PARTS = ("figures", "functions", "matrix", "changes", "controls", "data", "mnist")
+PARTS = ("figures", "functions", "matrix", "compiled", "changes", "controls", "data", "mnist")
 
 # (processes, devices of each; separated by commas if one process runs several topologies)
 TOPOLOGIES = {
@@ -39,6 +39,9 @@ CHANGES = {
 }
 CHANGE_STEPS = 10
 EPOCHS = 10
+# Of the matrix on PyTorch, what is trained with torch.compile too.
+COMPILED = ["--models", "MLP, dropout;CNN, BatchNorm;transformer, clipping, EMA"]
+COMPILED += ["--optimizers", "adam", "--compile", "inductor"]
 
 
 def script(name: str) -> list[str]:
@@ -66,7 +69,7 @@ def functions() -> Iterator[bool]:
         yield from event["equal"]
 
 
-def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
+def matrix(engine: str, arguments: list[str], how: str = "") -> Iterator[Row]:
     """Models x optimizers x topologies: one fingerprint for each model and optimizer."""
     fingerprints: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for processes, devices in TOPOLOGIES[engine]:
@@ -87,7 +90,7 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
     for (model, optimizer), cells in fingerprints.items():
         (_, first), *others = cells
         outcome = row(
-            f"{engine}, {model}, {optimizer}: {first} in every process of every topology",
+            f"{engine}{how}, {model}, {optimizer}: {first} in every process of every topology",
             (fingerprint == first for _, fingerprint in others),
         )
         for name, digest in cells:
@@ -96,7 +99,7 @@ def matrix(engine: str, arguments: list[str]) -> Iterator[Row]:
         yield outcome
     prints = {cells[0][1] for cells in fingerprints.values()}
     yield row(
-        f"{engine}: fingerprints of models and optimizers that tell them apart",
+        f"{engine}{how}: fingerprints of models and optimizers that tell them apart",
         [len(prints) == len(fingerprints)] * len(fingerprints),
     )
 
@@ -197,6 +200,8 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             )
         if "matrix" in parts:
             yield from matrix(engine, chosen)
+        if "compiled" in parts and engine == "torch":
+            yield from matrix(engine, COMPILED, ", torch.compile")
         if "changes" in parts:
             yield row(
                 f"{engine}: changes of topology with SIGKILL after which the bits are the same",

@@ -155,6 +155,8 @@ def apply_gradients(
             f"grads: expected names of parameters of the module, found {', '.join(unknown)} as well; "
             "take them from module.named_parameters()"
         )
+    for parameter in parameters.values():
+        parameter.grad = None  # not alive beside the new one
     with torch.no_grad():
         scaled = torch._foreach_mul(list(grads.values()), scale) if grads else ()  # pyright: ignore[reportPrivateImportUsage]
     new = dict(zip(grads, scaled, strict=True))

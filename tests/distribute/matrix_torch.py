@@ -179,8 +179,8 @@ MODELS: dict[str, Callable[[int], dict[str, Cell]]] = {
 }
 
 
-def make_strategy(devices: str, replicas: int, group: bool) -> Any:
+def make_strategy(devices: str, replicas: int, group: bool, compile: str | None = None) -> Any:
     """`devices` is the number of devices, each of which is a thread."""
     if group:
-        return MultiWorkerMirroredStrategy(replicas=replicas, devices=int(devices))
-    return MirroredStrategy(int(devices), replicas)
+        return MultiWorkerMirroredStrategy(replicas=replicas, devices=int(devices), compile=compile)
+    return MirroredStrategy(int(devices), replicas, compile=compile)

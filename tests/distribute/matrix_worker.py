@@ -43,12 +43,14 @@ def main() -> None:
     parser.add_argument("--devices", default="1", help="numbers of devices, or reversed; by comma")
     parser.add_argument("--models", help="a part of the models, by semicolon")
     parser.add_argument("--optimizers", help="a part of the optimizers, by comma")
+    parser.add_argument("--compile", help="a backend of torch.compile")
     parser.add_argument("--half", type=int, choices=(0, 1), help="every second model")
     options = parser.parse_args()
     engine = import_module(f"matrix_{options.engine}")
     group = "TF_CONFIG" in os.environ
+    how = {"compile": options.compile} if options.compile else {}
     strategies = {
-        devices: engine.make_strategy(devices, REPLICAS, group)
+        devices: engine.make_strategy(devices, REPLICAS, group, **how)
         for devices in options.devices.split(",")
     }
     models = options.models.split(";") if options.models else list(engine.MODELS)

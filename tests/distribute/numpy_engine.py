@@ -14,7 +14,8 @@ from perdure.distribute.leaves import describe
 
 class NumpyTrees:
     def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
-        return [np.asarray(leaf) for _, leaf in pytree.flatten(value)], pytree.structure(value)
+        leaves, structure = pytree.leaves_and_structure(value)
+        return [np.asarray(leaf) for leaf in leaves], structure
 
     def paths(self, value: Any) -> list[str]:
         return [path for path, _ in pytree.flatten(value)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +122,44 @@ def test_grad_may_change_only_buffers_that_have_a_mean() -> None:
     assert module.mask.tolist() == [True, False]
 
 
+def test_what_changes_between_steps_is_isolated_too() -> None:
+    """The engine looks up parameters and buffers once, and again when a module holds others."""
+
+    def writes(state: Any, batch: Any, key: Any) -> Any:
+        with torch.no_grad():
+            next(state["model"].parameters()).add_(1)
+        return {"w": batch[1].sum()}
+
+    def another_parameter(state: Any) -> None:
+        state["model"].scale = nn.Parameter(torch.zeros(2))
+
+    def another_module(state: Any) -> None:
+        state["model"] = Counting()
+
+    def another_buffer(state: Any) -> None:
+        state["model"].mean = torch.full((2,), 7.0)
+
+    def another_place(state: Any) -> None:
+        state["model"] = nn.Sequential(state["model"])
+
+    for change in (another_parameter, another_module, another_buffer, another_place):
+        strategy, state = MirroredStrategy(replicas=V), {"model": Counting()}
+        strategy.step(grad, update)(state, strategy.batch(dataset(), 0))
+        change(state)
+        fresh = copy.deepcopy(state)
+        for engine, its_state in ((strategy, state), (MirroredStrategy(replicas=V), fresh)):
+            engine.step(grad, update)(its_state, strategy.batch(dataset(), 1))
+        ours, expected = (value["model"] for value in (state, fresh))
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], tensor), (change.__name__, name)
+        for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        with pytest.raises(StateError, match="scale: grad changed this parameter"):
+            strategy.step(writes, update)(state, strategy.batch(dataset(), 2))
+
+
 def test_backward_in_grad_gives_the_gradients_of_one_replica() -> None:
     def with_backward(state: Any, batch: Any, key: Any) -> Any:
         (state["model"](batch[0]).sum(1) * batch[1]).sum().backward()
@@ -204,6 +244,43 @@ def test_invalid_functions_and_devices_are_refused() -> None:
     for wrong in ({"threads": 0}, {"devices": 0}):
         with pytest.raises(TopologyError):
             MirroredStrategy(**wrong)
+
+
+def test_all_leaves_are_added_at_once_with_the_bits_of_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    pair = []
+    for _ in range(2):
+        values = [torch.randn(33) * 10.0**n for n in (-40, -5, 0, 38)]
+        values.append(torch.tensor([0.0, -0.0, float("nan"), float("inf")]))
+        leaves = [v.to(kind) for v in values for kind in (torch.float32, torch.bfloat16)]
+        leaves += [values[2].to(kind) for kind in (torch.float64, torch.float16, torch.complex64)]
+        pair.append([*leaves, torch.arange(5), torch.randn(4, 6).t()])
+    one, other = pair
+    for total, left, right in zip(OneDeviceStrategy().engine.add(one, other), *pair, strict=True):
+        expected = left + right
+        assert total.stride() == expected.stride()
+        bits = [value.contiguous().view(torch.uint8) for value in (total, expected)]
+        assert torch.equal(*bits), total.dtype
+
+
+def test_gradients_of_the_step_before_are_freed_before_new_ones_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Linear(2, 2)
+    grads = {name: torch.ones_like(p) for name, p in module.named_parameters()}
+    apply_gradients(module, grads)
+    old = [weakref.ref(p.grad) for p in module.parameters()]
+    alive = []
+    multiply = torch._foreach_mul
+
+    def watched(*args: Any) -> Any:
+        alive.extend(reference() is not None for reference in old)
+        return multiply(*args)
+
+    monkeypatch.setattr(torch, "_foreach_mul", watched)
+    apply_gradients(module, grads, 0.5)
+    assert alive == [False, False]
+    assert [p.grad.mean().item() for p in module.parameters()] == [0.5, 0.5]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_many_steps_are_the_steps_one_by_one() -> None:

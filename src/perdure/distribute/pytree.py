@@ -7,8 +7,10 @@ of the containers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
+
+_CONTAINERS = (dict, list, tuple)
 
 
 def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -25,46 +27,83 @@ def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
     ]
 
 
+def leaves_and_structure(value: Any) -> tuple[list[Any], Hashable]:
+    """The leaves, in the order of `flatten`, and what is equal for equal containers and names."""
+    if not isinstance(value, _CONTAINERS):
+        return ([], None) if value is None else ([value], "leaf")
+    leaves: list[Any] = []
+    return leaves, _structure(value, leaves)
+
+
+# These three call themselves for containers only: a call for each leaf would take half of their time.
+def _structure(value: Any, leaves: list[Any]) -> Hashable:
+    names, values = _entries(value)
+    parts: list[Hashable] = []
+    for child in values:
+        if isinstance(child, _CONTAINERS):
+            parts.append(_structure(child, leaves))
+        elif child is None:
+            parts.append(None)
+        else:
+            leaves.append(child)
+            parts.append("leaf")
+    return type(value).__name__, tuple(names), tuple(parts)
+
+
 def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     """The containers of `value` around new leaves, in the order of `flatten`."""
-    if value is None:
-        return None
-    named = children(value)
-    if named is None:
-        return next(leaves)
-    return remake(value, {name: rebuild(child, leaves) for name, child in named})
-
-
-def remake(value: Any, new: dict[Any, Any]) -> Any:
-    """A container like `value` around new children, given by name."""
-    if isinstance(value, dict):
-        return {name: new[name] for name in value}
-    if hasattr(value, "_fields"):
-        return type(value)(**new)
-    return type(value)(new.values())
+    if not isinstance(value, _CONTAINERS):
+        return None if value is None else next(leaves)
+    names, values = _entries(value)
+    new = [
+        rebuild(child, leaves)
+        if isinstance(child, _CONTAINERS)
+        else (None if child is None else next(leaves))
+        for child in values
+    ]
+    return _around(value, names, new)
 
 
 def transform(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`fn` of every leaf, in the same containers."""
-    return rebuild(value, iter([fn(leaf) for _, leaf in flatten(value)]))
+    """`fn` of every leaf, in the same containers and the order of `flatten`."""
+    if not isinstance(value, _CONTAINERS):
+        return None if value is None else fn(value)
+    names, values = _entries(value)
+    new = [
+        transform(fn, child)
+        if isinstance(child, _CONTAINERS)
+        else (None if child is None else fn(child))
+        for child in values
+    ]
+    return _around(value, names, new)
 
 
-def structure(value: Any) -> Hashable:
-    """Equal for values with the same containers and names."""
-    if value is None:
-        return None
-    named = children(value)
-    if named is None:
-        return "leaf"
-    return type(value).__name__, tuple((name, structure(child)) for name, child in named)
+def remake(value: Any, new: dict[Any, Any]) -> Any:
+    """A container like `value` around new children, given by name in the order of `children`."""
+    return _around(value, list(new), list(new.values()))
+
+
+def _around(value: Any, names: Sequence[Any], new: list[Any]) -> Any:
+    if isinstance(value, dict):
+        by_name = dict(zip(names, new, strict=True))
+        return by_name if list(value) == names else {name: by_name[name] for name in value}
+    if type(value) is list:
+        return new
+    if hasattr(value, "_fields"):
+        return type(value)(*new)
+    return type(value)(new)
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
     """(name, child) of a container, in the fixed order; None for a leaf."""
+    return list(zip(*_entries(value), strict=True)) if isinstance(value, _CONTAINERS) else None
+
+
+def _entries(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The names and the children of a container."""
     if isinstance(value, dict):
-        return sorted(value.items(), key=lambda item: str(item[0]))
+        names = sorted(value, key=str)
+        return names, [value[name] for name in names]
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
-        return list(zip(fields, value, strict=True))
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    return None
+        return fields, value
+    return range(len(value)), value

@@ -6,6 +6,7 @@ edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made b
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -72,10 +73,11 @@ class Reduction:
     def push(self, device: int, replica: int, value: Any) -> None:
         """Add the contribution of `replica`; those of one device come in their order."""
         form = signature(self._engine.trees, value)
-        if form not in self._plan.described:
-            self._plan.described[form] = describe(self._engine.trees, value)
         seen = self._seen[device]
         seen.append((replica, form))
+        # Compared before it is hashed, which takes longer.
+        if (len(seen) == 1 or form != seen[0][1]) and form not in self._plan.described:
+            self._plan.described[form] = describe(self._engine.trees, value)
         # After one that differs nothing can be added; `total` reports which.
         if form == seen[0][1] and self._whole[device]:
             self._stacks[device].push(TreeNode(0, replica), value)
@@ -90,13 +92,14 @@ class Reduction:
         """
         engine, plan = self._engine, self._plan
         home = engine.devices[0]
-        for seen in self._seen:
-            for pushed in seen:
+        if len(self._seen) > 1 or not self._whole[0]:  # else `push` has compared them
+            for pushed in itertools.chain(*self._seen):
                 self._require_alike(self._seen[0][0], pushed)
         nodes = self._stacks[0].roots()
         for stack in self._stacks[1:]:
             nodes += [(node, engine.put(value, home)) for node, value in stack.roots()]
-        nodes = merge(nodes, plan.replicas, engine.add)
+        if len(nodes) > 1:
+            nodes = merge(nodes, plan.replicas, engine.add)
         if engine.processes.count > 1:
             assert tuple(node for node, _ in nodes) == plan.roots[engine.processes.index]
             if check:

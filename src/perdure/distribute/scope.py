@@ -87,6 +87,7 @@ class ReplicaFunction:
         # A bound method is a new object at each access.
         parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
         self._key = (kind, replicas, *map(id, parts))
+        self._scope = Scope(None, _GradContext(replicas) if kind == "grad" else None, kind)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReplicaFunction) and self._key == other._key
@@ -99,9 +100,11 @@ class ReplicaFunction:
         return getattr(self.fn, "__name__", repr(self.fn))
 
     def __call__(self, *args: Any) -> Any:
-        replica = _GradContext(self.replicas) if self.kind == "grad" else None
-        with enter(Scope(None, replica, self.kind)):
+        token = _current.set(self._scope)
+        try:
             return self.fn(*args)
+        finally:
+            _current.reset(token)
 
 
 @dataclass(frozen=True)

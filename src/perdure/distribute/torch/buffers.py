@@ -7,11 +7,11 @@ runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,6 +29,22 @@ _CLOSED = (
 )  # fmt: skip
 
 
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
+_ENTRIES = operator.methodcaller("items")
+_COUNT = operator.attrgetter("_version")
+# What `grad` must not change in place, and why.
+_PARAMETER = (
+    "parameter. Only update may change parameters, because grad runs once for each logical replica"
+)
+_TENSOR = (
+    "tensor of the state in place. Only update may change the state, because grad runs once for each "
+    "logical replica: return what each replica contributes, whose sum update gets"
+)
+BATCH = (
+    "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
+    "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)"
+)
 # An entry beside the names of buffers, which never have a slash.
 CHANGED = "/changed"
 
@@ -76,8 +92,8 @@ def refuse_sharded(state: Any) -> None:
             )
 
 
-def _buffers(state: Any) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for path, module in modules(state):
+def _buffers(found: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for path, module in found:
         for inner, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise StateError(
@@ -98,97 +114,162 @@ def _tensors(state: Any) -> list[tuple[str, Tensor]]:
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """A value that changes with every change in place, and with `tensor.data = ...`."""
-    count = 0 if tensor.is_inference() else tensor._version
-    return count, tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+def _loose(state: Any) -> list[Tensor]:
+    values = vars(state) if isinstance(state, Checkpoint) else state
+    return [leaf for leaf in pytree.leaves_and_structure(values)[0] if isinstance(leaf, Tensor)]
 
 
-def isolated(state: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class StateView:
+    """The tensors of a state, which take longer to find than a small model to compute.
+
+    Attributes:
+        state: The state.
+        parameters: Those of all modules, by path.
+        buffers: (path, module that has it, key, tensor) of each.
+        tensors: Those outside of modules.
+        parts: All modules.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self._found = modules(state)
+        self.tensors = _loose(state)
+        self.parts = [part for _, module in self._found for part in module.modules()]
+        self._held = self._tables()
+        self.buffers = list(_buffers(self._found))
+        self.parameters = {
+            f"{path}.{name}" if path else name: parameter
+            for path, module in self._found
+            for name, parameter in module.named_parameters()
+        }
+
+    def is_of(self, state: Any) -> bool:
+        """Whether it is of this state, which has the same modules and other tensors as before."""
+        return (
+            state is self.state
+            and modules(state) == self._found
+            and _same(_loose(state), self.tensors)
+        )
+
+    def is_current(self) -> bool:
+        """Whether the modules have the same parameters, buffers and modules in them as before."""
+        lengths, held = self._tables()
+        return lengths == self._held[0] and _same(held, self._held[1])
+
+    def _tables(self) -> tuple[list[int], list[Any]]:
+        """What the modules hold: the sizes of their tables, and every name and value in these.
+
+        Compared by identity, without a loop in Python.
+        """
+        tables = list(itertools.chain.from_iterable(map(_TABLES, self.parts)))
+        entries = itertools.chain.from_iterable(map(_ENTRIES, tables))
+        return [*map(len, tables)], [*itertools.chain.from_iterable(entries)]
+
+
+class Unchanged:
+    """The tensors of a value outside of modules, and whether one of them changes in place.
+
+    Args:
+        value: A state or a batch.
+        tensors: The tensors, if they were looked up before.
+    """
+
+    def __init__(self, value: Any, tensors: list[Tensor] | None = None) -> None:
+        self._value = value
+        self._tensors = _loose(value) if tensors is None else tensors
+        self._versions = _versions(self._tensors)
+
+    def require(self, what: str) -> None:
+        """StateError with the path of a tensor that changed; `what` says what it is."""
+        if _versions(self._tensors) != self._versions:
+            for tensor in _changed(self._tensors, self._versions):
+                paths = (path for path, leaf in _tensors(self._value) if leaf is tensor)
+                raise StateError(f"{next(paths, '') or 'the batch'}: grad changed this {what}")
+
+
+def _versions(tensors: Collection[Tensor]) -> list[Any]:
+    """Values that change with every change in place, and with `tensor.data = ...`."""
+    if not tensors:
+        return []
+    if _PLAIN.issuperset(map(type, tensors)) and not any(map(Tensor.is_inference, tensors)):
+        return [*zip(map(_COUNT, tensors), map(Tensor.data_ptr, tensors), strict=False)]
+    return [
+        (
+            0 if tensor.is_inference() else tensor._version,
+            tensor.data_ptr() if type(tensor) in _PLAIN else 0,
+        )
+        for tensor in tensors
+    ]
+
+
+def _changed(tensors: Collection[Tensor], versions: list[Any]) -> Iterator[Tensor]:
+    for tensor, old, new in zip(tensors, versions, _versions(tensors), strict=True):
+        if old != new:
+            yield tensor
+
+
+def isolated(view: StateView, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
     """(result of `grad`, its buffers by name); the state itself is put back as it was.
 
     One more entry counts, for each buffer, whether it changed: buffers that no replica changed are not
     written afterwards, because V equal values divided by V may give another value. Values are compared,
     because BatchNorm's kernel does not raise the version of the tensors that it writes.
     """
-    before = [(*entry, entry[-1].clone()) for entry in _buffers(state)]
-    parameters = [
-        (f"{path}.{name}" if path else name, p, _version(p), p.grad)
-        for path, module in modules(state)
-        for name, p in module.named_parameters()
-    ]
-    tensors = [(path, tensor, _version(tensor)) for path, tensor in _tensors(state)]
+    before = [(*entry, entry[-1].clone()) for entry in view.buffers]
+    tensors = Unchanged(view.state, view.tensors)
+    parameters = view.parameters.values()
+    versions = _versions(parameters)
+    grads = [parameter.grad for parameter in parameters]
     # With backward() in `grad`, each replica finds its own gradients in `.grad` and no others.
-    for _, parameter, _, _ in parameters:
-        parameter.grad = None
+    for parameter, old in zip(parameters, grads, strict=True):
+        if old is not None:
+            parameter.grad = None
     after: dict[str, Tensor] = {}
     changed: list[bool] = []
     without_mean: list[str] = []
     try:
         result = grad()
     finally:
-        with torch.no_grad():
-            for name, part, key, buffer, value in before:
-                now = part._buffers[key]
-                assert now is not None
-                differs = not torch.equal(now, value)
-                if value.dtype != torch.bool:
-                    changed.append(differs)
-                    after[name] = now.detach().clone() if differs else value
-                elif differs:
-                    without_mean.append(name)
-                if differs or now is not buffer:
-                    part._buffers[key] = buffer
+        for name, part, key, buffer, value in before:
+            now = part._buffers[key]
+            assert now is not None
+            differs = not torch.equal(now, value)
+            if value.dtype != torch.bool:
+                changed.append(differs)
+                after[name] = now.detach().clone() if differs else value
+            elif differs:
+                without_mean.append(name)
+            if differs or now is not buffer:
+                part._buffers[key] = buffer
+                with torch.no_grad():
                     buffer.copy_(value)
-        for _, parameter, _, old in parameters:
-            parameter.grad = old
-    _require_unchanged(
-        [(name, parameter, version) for name, parameter, version, _ in parameters],
-        "parameter. Only update may change parameters, because grad runs once for each logical replica",
-    )
-    _require_unchanged(
-        tensors,
-        "tensor of the state in place. Only update may change the state, because grad runs once for "
-        "each logical replica: return what each replica contributes, whose sum update gets",
-    )
+        for parameter, old in zip(parameters, grads, strict=True):
+            if parameter.grad is not old:
+                parameter.grad = old
+    if _versions(parameters) != versions:
+        first = next(_changed(parameters, versions))
+        name = next(name for name, parameter in view.parameters.items() if parameter is first)
+        raise StateError(f"{name}: grad changed this {_PARAMETER}")
+    tensors.require(_TENSOR)
     if without_mean:
         raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
     return result, {**after, CHANGED: torch.tensor(changed, dtype=torch.int64)} if after else {}
 
 
-@contextlib.contextmanager
-def unchanged_share(share: Any) -> Iterator[None]:
-    """StateError, with its path, for a tensor of the share that changes in place.
-
-    It may be the memory of the dataset, and a replica may be computed more than once.
-    """
-    tensors = [(path or "the batch", leaf, _version(leaf)) for path, leaf in _tensors(share)]
-    yield
-    _require_unchanged(
-        tensors,
-        "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
-        "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)",
-    )
-
-
-def _require_unchanged(tensors: Iterable[tuple[str, Tensor, Any]], what: str) -> None:
-    """StateError for the first tensor that has another version than the one beside it."""
-    for path, tensor, version in tensors:
-        if _version(tensor) != version:
-            raise StateError(f"{path}: grad changed this {what}")
-
-
-def write(state: Any, totals: dict[str, Tensor], replicas: int) -> None:
+def write(view: StateView, totals: dict[str, Tensor], replicas: int) -> None:
     """Put the mean over the replicas into the buffers that one of them changed.
 
     Integers (num_batches_tracked) are divided as integers: all replicas count alike.
     """
-    if not totals:
-        return
     names = [name for name in totals if name != CHANGED]
     changed = {n for n, count in zip(names, totals[CHANGED].tolist(), strict=True) if count}
     with torch.no_grad():
-        for name, _, _, buffer in _buffers(state):
+        for name, _, _, buffer in view.buffers:
             if name in changed:
                 total = totals[name]
                 whole = not (total.is_floating_point() or total.is_complex())

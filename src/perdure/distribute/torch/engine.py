@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import threads as torch_threads
+from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.random_streams import make_generator, seeded
@@ -56,7 +59,9 @@ KEPT_BY_OLD = 32 << 20
 class TorchEngine:
     """PyTorch on the devices of a process. See perdure.distribute.engine.Engine."""
 
-    def __init__(self, devices: Any, processes: Processes, threads: int | None) -> None:
+    def __init__(
+        self, devices: Any, processes: Processes, threads: int | None, compile: str | None = None
+    ) -> None:
         if threads is not None and threads < 1:
             raise TopologyError(f"threads must be at least 1, got {threads}")
         self.processes = processes
@@ -73,17 +78,27 @@ class TorchEngine:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False
         self._warned = False
+        self._compiled = None if compile is None else CompiledGrads(compile)
         self._placed: Any = None
+        # Of each thread, the view of the state that it used last.
+        self._views = threading.local()
         if self.devices[0].type == "cpu":
             keep_memory(os.environ)
 
     def recipe(self) -> dict[str, Scalar]:
-        return environment(self.devices[0])
+        recipe = environment(self.devices[0])
+        if self._compiled is not None:
+            compiler = self._compiled.describe(self.devices[0].type)
+            recipe["settings"] = f"{recipe['settings']} {compiler}".strip()
+        return recipe
 
     def place(self, state: Any) -> list[Any]:
         if state is not self._placed:  # most often the same object in every step
             torch_buffers.refuse_sharded(state)
             self._placed = state
+        view = getattr(self._views, "last", None)
+        if view is not None and not view.is_of(state):
+            self._views.last = None
         return [state]
 
     def replicate(self, values: list[Any]) -> Any:
@@ -91,27 +106,31 @@ class TorchEngine:
 
     def put(self, value: Any, device: Any) -> Any:
         def move(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return leaf if leaf.device == device else leaf.to(device)
             if isinstance(leaf, np.ndarray):
-                leaf = torch.from_numpy(np.asarray(leaf, order="C"))
-            return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+                return torch.from_numpy(np.asarray(leaf, order="C")).to(device)
+            return leaf
 
         return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
-        with seeded(self.devices[0], stream), torch_buffers.unchanged_share(share):
+        compute = fn if self._compiled is None else partial(self._compiled, fn)
+        batch = torch_buffers.Unchanged(share)
+        with seeded(self.devices[0], stream):
             result, buffers = torch_buffers.isolated(
-                state, lambda: fn(state, share, self.key(stream))
+                self._view(state), lambda: compute(state, share, self.key(stream))
             )
-        _check_contributions(fn, result)
-        return {
-            "contributions": pytree.transform(lambda leaf: leaf.detach(), result),
-            "buffers": buffers,
-        }
+        batch.require(torch_buffers.BATCH)
+        leaves, _ = pytree.leaves_and_structure(result)
+        _check_contributions(fn, result, leaves)
+        detached = map(torch.Tensor.detach, leaves)
+        return {"contributions": pytree.rebuild(result, detached), "buffers": buffers}
 
     def add(self, left: Any, right: Any) -> Any:
         # Never in place: one tensor may stand at two places of a tree.
-        one = [leaf for _, leaf in pytree.flatten(left)]
-        other = [leaf for _, leaf in pytree.flatten(right)]
+        one, _ = pytree.leaves_and_structure(left)
+        other, _ = pytree.leaves_and_structure(right)
         with torch.no_grad():
             sums = torch._foreach_add(one, other)  # pyright: ignore[reportPrivateImportUsage]
         return pytree.rebuild(left, iter(sums))
@@ -120,7 +139,8 @@ class TorchEngine:
         self._check_determinism()
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
         with seeded(self.devices[0], stream):
-            torch_buffers.write(state, total["buffers"], stream.replica)
+            if total["buffers"]:
+                torch_buffers.write(self._view(state), total["buffers"], stream.replica)
             result = fn(state, total["contributions"])
         if not isinstance(result, tuple) or len(result) != 2:
             name = getattr(fn, "__name__", repr(fn))
@@ -131,7 +151,8 @@ class TorchEngine:
         return torch_threads.Threads(len(self.devices), self._threads)
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
-        return None
+        for function in (grad, update):
+            warn_of_compiled(function.__name__, getattr(function, "fn", function))
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
         optimizer_calls.install()
@@ -144,6 +165,15 @@ class TorchEngine:
 
     def key(self, stream: Stream) -> torch.Generator:
         return make_generator(self.devices[0], stream)
+
+    def _view(self, state: Any) -> torch_buffers.StateView:
+        view = getattr(self._views, "last", None)
+        if view is None or view.state is not state or not view.is_current():
+            view = self._views.last = torch_buffers.StateView(state)
+            if self._compiled is None:
+                for part in view.parts:
+                    warn_of_compiled(f"a {type(part).__name__} of the state", part)
+        return view
 
     def _check_determinism(self) -> None:
         """Warn, once, if the program has switched off what the constructor switched on."""
@@ -158,12 +188,13 @@ class TorchEngine:
             )
 
 
-def _check_contributions(fn: Grad, result: Any) -> None:
-    leaves = pytree.flatten(result)
+def _check_contributions(fn: Grad, result: Any, leaves: list[Any]) -> None:
+    if leaves and all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in leaves):
+        return
     if not leaves:
         name = getattr(fn, "__name__", repr(fn))
         raise StateError(f"{name} returned no contributions: expected a tree of tensors")
-    for path, leaf in leaves:
+    for path, leaf in pytree.flatten(result):
         if not isinstance(leaf, torch.Tensor):
             raise StateError(
                 f"{path or 'the result'}: contributions must be tensors, found {type(leaf).__name__}"

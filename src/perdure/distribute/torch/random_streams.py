@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -54,6 +55,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
+@functools.lru_cache(64)
 def _mixed(stream: Stream) -> int:
     """63 bits of (seed, step, replica), by SplitMix64 (see perdure.data.permutation)."""
     mask, value = 2**64 - 1, 0

@@ -23,9 +23,12 @@ class MirroredStrategy(Strategy):
         seed: 0 to 2**63 - 1.
         threads: The number of threads inside an operation, for each device, which is part of the
             recipe; by default 1.
+        compile: A backend of `torch.compile` ("inductor") for the `grad` of `step`. It is part of the
+            recipe, so that no run resumes what was compiled in another way; by default None.
 
     Raises:
-        TopologyError: The devices do not exist, or are several accelerators.
+        TopologyError: The devices do not exist, or are several accelerators, or there is no such
+            backend.
     """
 
     def __init__(
@@ -35,8 +38,11 @@ class MirroredStrategy(Strategy):
         *,
         seed: int = 0,
         threads: int | None = None,
+        compile: str | None = None,
     ) -> None:
-        super().__init__(TorchEngine(devices, SingleProcess(), threads), replicas, seed=seed)
+        super().__init__(
+            TorchEngine(devices, SingleProcess(), threads, compile), replicas, seed=seed
+        )
 
 
 class OneDeviceStrategy(MirroredStrategy):
@@ -49,8 +55,9 @@ class OneDeviceStrategy(MirroredStrategy):
         *,
         seed: int = 0,
         threads: int | None = None,
+        compile: str | None = None,
     ) -> None:
-        super().__init__(device, replicas, seed=seed, threads=threads)
+        super().__init__(device, replicas, seed=seed, threads=threads, compile=compile)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -68,6 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: The local devices, as in MirroredStrategy.
         seed: 0 to 2**63 - 1.
         threads: The number of threads inside an operation, as in MirroredStrategy.
+        compile: A backend of `torch.compile`, as in MirroredStrategy.
         options: Time limits.
 
     Raises:
@@ -83,9 +91,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Any = None,
         seed: int = 0,
         threads: int | None = None,
+        compile: str | None = None,
         options: ClusterOptions | None = None,
     ) -> None:
         cluster = resolve_for("torch", cluster_resolver)
         processes = group.join(cluster, options)
-        super().__init__(TorchEngine(devices, processes, threads), replicas, seed=seed)
+        super().__init__(TorchEngine(devices, processes, threads, compile), replicas, seed=seed)
         self.cluster_resolver = cluster

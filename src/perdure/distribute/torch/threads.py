@@ -119,6 +119,11 @@ class _Redirect(TorchDispatchMode):
         super().__init__()
         self.generator = torch.Generator()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: else several threads leave a flag of PyTorch set with which nothing is compiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _draws(func) and kwargs.get("generator") is None:

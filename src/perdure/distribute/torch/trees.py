@@ -14,7 +14,7 @@ class TorchTrees:
     """See perdure.distribute.engine.Trees."""
 
     def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
-        return [leaf for _, leaf in pytree.flatten(value)], pytree.structure(value)
+        return pytree.leaves_and_structure(value)
 
     def paths(self, value: Any) -> list[str]:
         return [path for path, _ in pytree.flatten(value)]

@@ -1,0 +1,142 @@
+"""`compile=` of the strategies: `torch.compile` of the function of one replica.
+
+Invariant: which program computes a replica depends on the function, the backend and the shapes alone.
+torch.compile by itself makes a program for changing shapes after the second one that it sees, and no
+program after eight; what a process has seen depends on the topology and on interruptions.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import warnings
+from collections.abc import Hashable
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch, _pytree
+
+from perdure.distribute import pytree
+from perdure.distribute.engine import Grad
+from perdure.distribute.scope import ReplicaFunction
+from perdure.errors import StateError, TopologyError
+
+
+class CompiledGrads:
+    """Compiles each `grad` once.
+
+    Args:
+        backend: The name of a backend of torch.compile.
+
+    Raises:
+        TopologyError: There is no such backend, or the environment switches torch.compile off.
+    """
+
+    def __init__(self, backend: str) -> None:
+        import torch._dynamo as dynamo
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        names = dynamo.list_backends(exclude_tags=())
+        if backend not in names:
+            raise TopologyError(
+                f"compile: expected None or a backend of torch.compile ({', '.join(names)}), found "
+                f"{backend!r}"
+            )
+        if dynamo.config.disable:
+            raise TopologyError(
+                f"compile={backend!r}: torch.compile is switched off (TORCH_COMPILE_DISABLE or "
+                "torch._dynamo.config.disable), so that the recipe would name a compiler that does "
+                "not run. Switch it on, or leave compile out"
+            )
+        # Settings of the whole process. A program that cannot be made is an error and no other program,
+        # and autograd.grad is a part of the program.
+        dynamo.config.fail_on_recompile_limit_hit = True
+        dynamo.config.suppress_errors = False
+        if hasattr(dynamo.config, "trace_autograd_ops"):
+            dynamo.config.trace_autograd_ops = True
+        self._error = FailOnRecompileLimitHit
+        self._backend = backend
+        self._programs: dict[Grad, Grad] = {}
+        self._seen: set[Hashable] = set()
+        self._first = threading.Lock()
+
+    def __call__(self, fn: Grad, state: Any, share: Any, key: Any) -> Any:
+        """`fn(state, share, key)`, compiled."""
+        if _under_a_mode():
+            raise StateError(
+                f"{fn.__name__}: expected no TorchDispatchMode (such as FlopCounterMode) around the "
+                "step, found one, under which torch.compile does not compile: the bits would be "
+                "others. Leave the mode before the step, or leave compile out"
+            )
+        if (program := self._programs.get(fn)) is None:
+            program = self._programs[fn] = self._compiled(fn)
+        leaves, structure = pytree.leaves_and_structure(share)
+        form = (program, structure, tuple([getattr(leaf, "shape", None) for leaf in leaves]))
+        try:
+            if form in self._seen:
+                return program(state, share, key)
+            with self._first:  # threads that compile at the same time would make a program each
+                result = program(state, share, key)
+            self._seen.add(form)
+            return result
+        except self._error as error:
+            limit = torch._dynamo.config.recompile_limit
+            raise StateError(
+                f"{fn.__name__}: expected at most {limit} programs, one for each "
+                "shape of the batch, found more. A number of Python that changes with the step "
+                '(state["step"]) is a part of the program: keep it in a tensor. For more shapes set '
+                "torch._dynamo.config.recompile_limit before the first step"
+            ) from error
+
+    def describe(self, kind: str) -> str:
+        """What the recipe says of it, for a type of device: the backend and the compiler it calls."""
+        return f"compile={self._backend}" + (_compiler(kind) if self._backend == "inductor" else "")
+
+    def _compiled(self, fn: Grad) -> Grad:
+        user_function = fn.fn if isinstance(fn, ReplicaFunction) else fn
+
+        # Detached inside of the program: it has the backward pass in it, so that no tensor that it
+        # returns can have a gradient.
+        @functools.wraps(user_function)
+        def detached(state: Any, share: Any, key: Any) -> Any:
+            contributions = user_function(state, share, key)
+            return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, contributions)
+
+        compiled = torch.compile(detached, backend=self._backend, dynamic=False)
+        if isinstance(fn, ReplicaFunction):
+            return ReplicaFunction(compiled, fn.replicas, fn.kind)
+        return compiled
+
+
+# Older releases of PyTorch do not have it.
+_under_a_mode = getattr(
+    _python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: False
+)
+
+
+@functools.cache
+def _compiler(kind: str) -> str:
+    """What makes the programs of inductor, such as " (gcc version 12.2.0)"."""
+    if kind != "cpu":
+        return f" (triton {metadata.version('triton')})"
+    from torch._inductor import cpp_builder
+
+    text = cpp_builder.get_compiler_version_info(cpp_builder.get_cpp_compiler())
+    found = re.search(r"(gcc|clang) version \S+", text)
+    return f" ({found[0]})" if found else ""
+
+
+def warn_of_compiled(name: str, compiled: Any) -> None:
+    """Warn about a function or a module that the user has compiled."""
+    attributes = getattr(compiled, "__dict__", {})
+    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
+    if any(attributes.get(mark) is not None for mark in marks):
+        warnings.warn(
+            f"{name} is compiled by torch.compile, and the recipe does not say so. A run that resumes "
+            "without it, or that sees the shapes of its batches in another order, gets other bits. "
+            "Leave it as it is, and give the strategy compile='inductor'",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -235,8 +235,8 @@ def _hash(previous: str, rest: bytes) -> str:
 
 def _no_file(path: str, found: str) -> CorruptionError:
     return CorruptionError(
-        f"{path}: expected a regular file, found {found}. Nothing was changed. Bring the file back "
-        f"from a copy, or remove what is there; `perdure verify` then says what is lost."
+        f"{path}: expected a regular file, found {found}. Bring the file back from a copy, or remove "
+        f"what is there; `perdure verify` then says what is lost."
     )
 
 

@@ -135,4 +135,4 @@ def test_a_program_that_computes_nothing_known_or_fails_is_an_error() -> None:
     assert "IndexError" in ended.output
     assert "heartbeat" not in ended.output
     ended = CliRunner().invoke(main, ["doctor", "--", "python", "none.py"])
-    assert (ended.exit_code, "none.py: no such file" in ended.output) == (1, True)
+    assert (ended.exit_code, "none.py: no such file" in ended.output) == (2, True)

@@ -67,7 +67,7 @@ def positive(name: str, value: Any) -> int:
     return number
 
 
-def real_number(value: Any) -> Real | None:
+def real_number(value: Any) -> Any:
     """`value`, or the item of a 0-d array, if that is a real number; None for a bool and all else."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         value = value.item()

@@ -203,6 +203,8 @@ def test_a_recipe_that_cannot_be_recorded_is_refused_before_anything_is_done(
         CheckpointManager(tmp_path / "run", recipe={"good": 1, "field": value})
     with pytest.raises(ArgumentError, match="recipe: expected strings as names"):
         CheckpointManager(tmp_path / "run", recipe={1: 1})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match="recipe: expected names in Unicode"):
+        CheckpointManager(tmp_path / "run", recipe={"\ud800": 1})
     assert not (tmp_path / "run").exists()
 
 
@@ -217,7 +219,7 @@ def test_one_name_may_be_allowed_without_a_tuple(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["max_to_keep", "save_interval_steps"])
 @pytest.mark.parametrize("value", [0, -1, True, 2.5, "3"])
 def test_counts_are_integers(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"{name}: expected .*at least 1, found"):
+    with pytest.raises(ArgumentError, match=f"{name}: expected an integer of at least 1, found"):
         CheckpointManager(tmp_path, **{name: value})
 
 

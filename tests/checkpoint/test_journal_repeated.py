@@ -218,6 +218,9 @@ def test_a_batch_of_any_arrays_has_a_digest_of_their_bytes(tmp_path: Path) -> No
         manager.journal.record(1, state(1), {"x": file[:2], "text": words})
         with pytest.raises(UnsupportedLeafError, match=r"the batch has no digest.*x/0: "):
             manager.journal.record(2, state(2), {"x": [object()]})
+        with pytest.raises(UnsupportedLeafError, match=r"\(the batch itself\): ") as raised:
+            manager.journal.record(2, state(2), object())
+        assert "leave it out of the batch" in str(raised.value)
     assert entries(tmp_path / "run")[0].batch is not None
 
 

@@ -294,3 +294,9 @@ def test_a_digest_of_numpy_arrays_loads_no_framework() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [str(digest({"w": np.zeros(3)})), "set()"]
+
+
+@pytest.mark.parametrize("leaves", [["a"], "a", None, {"w": "0" * 32}, {1: digest(1)}])
+def test_what_is_no_mapping_to_digests_is_not_combined(leaves: Any) -> None:
+    with pytest.raises(StateError, match="combined: expected a"):
+        combined(leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,25 @@ def test_a_grad_that_returns_other_leaves_at_another_call_accuses_no_device() ->
         train_step({"w": np.ones(3, np.float32)}, batch)
 
 
+@pytest.mark.parametrize(
+    ("other", "forms"),
+    [
+        (np.ones(2, np.float32), r"float32\[2\] in one call and as float32\[\]"),
+        (np.float64(1), r"float32\[\] in one call and as float64\[\]"),
+    ],
+)
+def test_a_leaf_of_another_form_at_another_call_accuses_no_device(other: Any, forms: str) -> None:
+    calls = itertools.count()
+
+    def changing(state: Any, batch: Any, key: Any) -> Any:
+        return {"g": np.float32(1), "n": other if next(calls) >= V else np.float32(1)}
+
+    train_step = Strategy(NumpyEngine(3), V).step(changing, update, audit=1.0)
+    batch = Strategy(NumpyEngine(3), V).batch(DATA, 0)
+    with pytest.raises(StateError, match=f"`grad` returned n as {forms} in another"):
+        train_step({"w": np.ones(3, np.float32)}, batch)
+
+
 def test_judge() -> None:
     def verdict(*votes: tuple[int, str]) -> tuple[int, ...]:
         return judge([ComputedContribution(device, (bits,)) for device, bits in votes]).wrong
@@ -284,6 +304,8 @@ def test_options_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for rate in (-0.1, 1.5, True, "1", float("nan")):
         with pytest.raises(TopologyError, match="audit: expected a share of the steps from 0 to 1"):
             strategy.step(grad, update, audit=rate)  # type: ignore[arg-type]
+    for rate in (np.float32(0.5), np.array(0.5), Fraction(1, 2)):
+        assert strategy.step(grad, update, audit=rate).audit_options.rate == 0.5  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match="expected 'raise' or 'exclude', found 'ignore'"):
         strategy.step(grad, update, audit=1, on_corruption="ignore")  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match="replicas=2"):
@@ -312,3 +334,7 @@ def test_a_trainer_audits_the_step_of_its_strategy(tmp_path: Path) -> None:
     for rate in (-1, 2, "1", True):
         with pytest.raises(TrainError, match="audit: expected None or a share"):
             RunConfig(tmp_path / "run", audit=rate)  # type: ignore[arg-type]
+    train_step = strategy.step(grad, update)
+    config = RunConfig(tmp_path / "run", audit=np.array(0.5))  # type: ignore[arg-type]
+    Trainer(train_step, state, DATA, config, strategy=strategy)
+    assert train_step.audit_options == AuditOptions(0.5)

@@ -13,7 +13,7 @@ from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.checkpoint.state_digest import state_digest
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
-from perdure.errors import JournalMismatchError
+from perdure.errors import ArgumentError, JournalMismatchError
 from perdure.store import LocalStorage
 from perdure.store.journal_file import JournalEntry, read_journal
 from pretend import play
@@ -116,3 +116,15 @@ def test_the_batch_of_a_group_has_the_digest_of_one_process(tmp_path: Path) -> N
     assert {line.batch for line in lines} == {lines[0].batch}
     assert {line.state for line in lines} == {state_digest({"w": np.ones(2)})}
     assert [line.topology["processes"] for line in lines] == [1, 2, 3]
+
+
+def test_a_journal_that_is_none_is_refused_when_the_step_is_made(tmp_path: Path) -> None:
+    strategy = Strategy(NumpyEngine(1), V)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(
+            ArgumentError, match=r"expected manager\.journal, found a CheckpointManager"
+        ):
+            strategy.step(grad, update, journal=manager)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"expected manager\.journal, found a str"):
+            strategy.step(grad, update, journal="x")  # type: ignore[arg-type]
+        strategy.step(grad, update, journal=manager.journal)

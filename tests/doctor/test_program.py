@@ -120,6 +120,12 @@ def test_without_a_manager_the_checkpoints_are_compared() -> None:
     assert "checkpoints of runs/mine       1        2" in ended.stdout
 
 
+def test_a_program_that_ends_early_is_equal_and_the_end_is_named() -> None:
+    ended = doctor("plain_loop", "short", options=("--steps", "2"))
+    assert ended.exit_code == 0, ended.output
+    assert "the end: the program ended after 1 of the 2 steps that --steps asks for" in ended.stdout
+
+
 def test_a_program_that_computes_nothing_known_or_fails_is_an_error() -> None:
     ended = doctor("plain_loop", "nothing")
     assert ended.exit_code == 1
@@ -127,5 +133,6 @@ def test_a_program_that_computes_nothing_known_or_fails_is_an_error() -> None:
     ended = doctor("plain_loop")
     assert ended.exit_code == 1
     assert "IndexError" in ended.output
+    assert "heartbeat" not in ended.output
     ended = CliRunner().invoke(main, ["doctor", "--", "python", "none.py"])
-    assert (ended.exit_code, "none.py: no such file" in ended.output) == (1, True)
+    assert (ended.exit_code, "none.py: no such file" in ended.output) == (2, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import partial
+from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -62,8 +63,15 @@ def positive(name: str, value: Any) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise ArgumentError(f"{name}: expected at least 1, found {shown(value)}.")
+        raise ArgumentError(f"{name}: expected an integer of at least 1, found {shown(value)}.")
     return number
+
+
+def real_number(value: Any) -> Any:
+    """`value`, or the item of a 0-d array, if that is a real number; None for a bool and all else."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        value = value.item()
+    return value if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 def metric_numbers(metrics: Any) -> dict[str, float]:
@@ -77,8 +85,7 @@ def metric_numbers(metrics: Any) -> dict[str, float]:
         )
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        if not is_text(name):
-            raise ArgumentError(f"metrics: expected strings as names, found {shown(name)}.")
+        require_name("metrics", name)
         try:
             if isinstance(value, (str, bytes, bytearray)):
                 raise TypeError
@@ -103,6 +110,16 @@ def makes_state(value: Any) -> bool:
         return True
     # `__wrapped__`: what jax.jit, eqx.filter_jit and functools.wraps leave on a function.
     return hasattr(value, "__wrapped__") or not is_state(value)
+
+
+def require_name(argument: str, name: Any) -> None:
+    """Raise `ArgumentError` unless `name`, a key of `argument`, is a string that UTF-8 can hold."""
+    if not isinstance(name, str):
+        raise ArgumentError(f"{argument}: expected strings as names, found {shown(name)}.")
+    if not is_text(name):
+        raise ArgumentError(
+            f"{argument}: expected names in Unicode, found {shown(name)}, which UTF-8 cannot hold."
+        )
 
 
 def is_text(value: Any) -> bool:

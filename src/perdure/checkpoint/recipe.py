@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from perdure.checkpoint.arguments import is_text, shown
+from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
@@ -103,8 +103,7 @@ def checked(recipe: Any) -> dict[str, RecipeValue]:
         )
     fields: dict[str, RecipeValue] = {}
     for name, value in recipe.items():
-        if not is_text(name):
-            raise ArgumentError(f"recipe: expected strings as names, found {shown(name)}.")
+        require_name("recipe", name)
         is_scalar = getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None))
         plain = _plain(value.item() if is_scalar else value)
         if plain is None:

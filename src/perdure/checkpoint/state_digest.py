@@ -105,8 +105,10 @@ def _by_bytes(value: Any) -> Any:
 
 
 def _no_batch(error: UnsupportedLeafError) -> UnsupportedLeafError:
+    reason = str(error).replace("(the state itself)", "(the batch itself)")
+    reason = reason.replace("leave it out of the state", "leave it out of the batch")
     return UnsupportedLeafError(
-        f"the batch has no digest, because of a value in it: {error} A batch is any tree of arrays, "
+        f"the batch has no digest, because of a value in it: {reason} A batch is any tree of arrays, "
         f"numbers and strings; pass these to `record`, or leave `batch` out."
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from perdure.cli.output import document, json_option, kept_or_temporary, read_only_option
+from perdure.inspect.tables import counted
 
 _MOST_LEAVES = 8
 
@@ -45,11 +46,11 @@ def command(
 ) -> None:
     """Find the first step at which the run directories RUN1 and RUN2 part.
 
-    Their journals are compared, or their checkpoints if one has none. With COMMAND, which follows `--`
-    and is what RUN1 was started with, that step is then replayed in both runs and compared in the order
-    of the computation: random generators, state, batch, random keys, the contribution of each logical
-    replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says how RUN2 was
-    started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
+    All lines of their journals are compared, and all checkpoints that both have. With COMMAND, which
+    follows `--` and is what RUN1 was started with, that step is then replayed in both runs and compared
+    in the order of the computation: random generators, state, batch, random keys, the contribution of
+    each logical replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says
+    how RUN2 was started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
     """
     from perdure.inspect.journal_bisect import bisect_runs
 
@@ -91,12 +92,15 @@ def _words(command2: str | None) -> tuple[str, ...] | None:
 def _print(found: dict[str, Any], with_command: bool) -> None:
     step, last_equal, compared = found["step"], found["last_equal"], found["compared"]
     if step is None:
+        counts = found["lines"], found["checkpoints"]
+        kinds = ("line of the journals", "lines of the journals"), ("checkpoint", "checkpoints")
+        compared = ", ".join(counted(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n)
         click.echo(f"equal up to step {last_equal}, the last that both have ({compared})")
         return
     equal = "" if last_equal is None else f", after step {last_equal}, which is equal"
     click.echo(f"they part at step {step}{equal} ({compared})")
     click.echo(f"  {found['what']}: {found['values'][0]} and {found['values'][1]}")
-    if not with_command:
+    if not with_command and step > 0:
         start = f"{last_equal or 0}:{step}"
         click.echo(f"`perdure replay RUN --steps {start} -- COMMAND` shows which of them is right")
 

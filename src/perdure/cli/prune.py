@@ -75,13 +75,16 @@ def command(
             opened.begin_writing()
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
         lines = [file.name for file in lines_aside(opened.storage)] if rolled_back else []
+        freed = sum(map(opened.storage.size, lines))
         if not as_json:
-            _print(plan, lines)
+            _print(plan, lines, freed)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
         if rolled_back and not dry_run:
             remove_aside(opened.storage)
     if as_json:
-        document({"executed": not dry_run, **_as_dict(plan), "lines": lines, "left": left})
+        found = _as_dict(plan)
+        found |= {"freed": found["freed"] + freed, "lines": lines, "left": left}
+        document({"executed": not dry_run, **found})
     else:
         for pack, why in left.items():
             click.echo(f"not compacted  {pack}: {why}")
@@ -89,7 +92,7 @@ def command(
     ctx.exit(1 if left else 0)
 
 
-def _print(plan: PrunePlan, lines: list[str]) -> None:
+def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
     if plan.verdicts:
         table(
             ("step", "", "why"),
@@ -97,6 +100,7 @@ def _print(plan: PrunePlan, lines: list[str]) -> None:
         )
         click.echo("")
     store = plan.store
+    freed = store.freed + size_of_lines
     for label, names in (
         ("delete ", store.quarantined),
         ("delete ", lines),
@@ -111,7 +115,7 @@ def _print(plan: PrunePlan, lines: list[str]) -> None:
     going = len(store.steps) + len(store.quarantined)
     files = f" and {counted(len(lines), 'file', 'files')} of journal lines" if lines else ""
     click.echo(
-        f"{going} checkpoints{files} go; {size_text(store.freed)} freed, "
+        f"{going} checkpoints{files} go; {size_text(freed)} freed, "
         f"{size_text(store.copied)} copied, {len(store.rewrite)} manifests replaced"
     )
 

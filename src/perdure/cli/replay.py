@@ -16,6 +16,7 @@ from perdure.cli.output import (
     run_argument,
     workers_option,
 )
+from perdure.store.format import span_text
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 _MOST_LEAVES = 8
@@ -111,7 +112,7 @@ def _parsed(steps: str | None) -> tuple[int | None, int | None]:
 def _print(found: dict[str, Any]) -> None:
     for part in found["stretches"]:
         compared = f"{part['steps']} steps and {part['checkpoints']} checkpoints compared"
-        place = f"steps {(part['start'] or 0) + 1} to {part['stop']}"
+        place = span_text((part["start"] or 0) + 1, part["stop"])
         click.echo(f"{place}: {part['verdict']} ({compared})")
         if part["step"] is not None:
             click.echo(f"  first difference: step {part['step']}: {_difference(part)}")

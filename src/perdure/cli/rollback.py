@@ -6,6 +6,7 @@ import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
 from perdure.store import Run
+from perdure.store.format import span_text
 from perdure.store.journal_moves import lines_after
 from perdure.store.rollback import plan_undo
 
@@ -60,4 +61,4 @@ def command(run: str, step: int | None, undo: bool, dry_run: bool, as_json: bool
 
 def _print_lines(moved: str, lines: tuple[int, int] | None) -> None:
     if lines is not None:
-        click.echo(f"{moved}  lines of the journal, of steps {lines[0]} to {lines[1]}")
+        click.echo(f"{moved}  lines of the journal, of {span_text(*lines)}")

@@ -84,7 +84,21 @@ def digests_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, Digest]:
 
 
 def combined(leaves: Mapping[str, Digest]) -> Digest:
-    """The digest of the state whose leaves have these digests."""
+    """The digest of the state whose leaves have these digests.
+
+    Raises:
+        StateError: `leaves` is no mapping from paths to digests, as `leaf_digests` returns.
+    """
+    if not isinstance(leaves, Mapping):
+        raise StateError(
+            f"combined: expected a mapping from paths to digests, as `leaf_digests` returns; found a "
+            f"{type(leaves).__name__}."
+        )
+    for path, leaf in leaves.items():
+        if not isinstance(path, str) or not isinstance(leaf, Digest):
+            raise StateError(
+                f"combined: expected a `Digest` for each path, found {leaf!r} for {path!r}."
+            )
     return _hashed(["state", VERSION, [leaves[path].hex for path in sorted(leaves)]])
 
 

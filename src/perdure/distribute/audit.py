@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from blake3 import blake3
 
+from perdure.checkpoint.arguments import real_number
 from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, further, judge
 from perdure.distribute.engine import Engine, Work
 from perdure.distribute.leaf_message import pack_leaves, unpack_leaves
@@ -66,15 +67,15 @@ def audit_options(rate: Any, on_corruption: Any) -> AuditOptions:
             rate = float(text)
         except ValueError:
             rate = text
-    rate = 0 if rate is None else rate
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+    number = real_number(0 if rate is None else rate)
+    if number is None or not 0 <= number <= 1:
         raise TopologyError(f"{name}: expected a share of the steps from 0 to 1, found {rate!r}")
     name = "on_corruption"
     if on_corruption is None and (text := os.environ.get(ON_CORRUPTION)):
         name, on_corruption = ON_CORRUPTION, text
     if on_corruption not in (None, *get_args(OnCorruption)):
         raise TopologyError(f"{name}: expected 'raise' or 'exclude', found {on_corruption!r}")
-    return AuditOptions(float(rate), on_corruption == "exclude")
+    return AuditOptions(float(number), on_corruption == "exclude")
 
 
 class Audit:
@@ -274,18 +275,12 @@ class AuditedStep:
     def _report(self, case: _Case) -> None:
         """Name what was wrong, and raise the same error in every process."""
         computed = case.computed
-        lengths = sorted({len(c.hashes) for c in computed})
-        if len(lengths) > 1:
-            raise StateError(
-                f"step {self._step}, logical replica {case.replica}: `grad` returned {lengths[0]} "
-                f"leaves in one call and {lengths[1]} in another, of the same state and batch. "
-                "Expected the same leaves at every call: no device can cause this. "
-                "The state has not changed."
-            )
+        self._require_one_form(case)
         wrong, right, other = judge(computed)
         pairs = zip(computed[right].hashes, computed[other].hashes, strict=True)
         differing = [number for number, (one, two) in enumerate(pairs) if one != two]
-        name, bits, where = self._compare(case, right, other, differing[0])
+        name = self._name(differing[0])
+        bits, where = self._compare(case, right, other, differing[0])
         devices = sorted({c.device for c in computed})
         suspects = self._describe(wrong or devices)
         others = self._describe([device for device in devices if device not in wrong])
@@ -303,6 +298,27 @@ class AuditedStep:
             text, self._step, case.replica, tuple(suspects), bool(wrong), name, bits
         )
 
+    def _require_one_form(self, case: _Case) -> None:
+        """Raise if the computations differ in more than bits, which is the program's doing."""
+        forms = [tuple(text.rpartition(" ")[0] for text in c.hashes) for c in case.computed]
+        lengths = sorted(set(map(len, forms)))
+        if len(lengths) > 1:
+            ways = f"{lengths[0]} leaves in one call and {lengths[1]}"
+        elif len(set(forms)) > 1:
+            at, several = next(
+                (at, found)
+                for at, found in enumerate(map(sorted, map(set, zip(*forms, strict=True))))
+                if len(found) > 1
+            )
+            ways = f"{self._name(at)} as {several[0]} in one call and as {several[1]}"
+        else:
+            return
+        raise StateError(
+            f"step {self._step}, logical replica {case.replica}: `grad` returned {ways} in another, of "
+            "the same state and batch. Expected the same leaves, dtypes and shapes at every call: no "
+            "device can cause this. The state has not changed."
+        )
+
     def _exclude(self, wrong: Sequence[int], text: str) -> None:
         found = [self._local(device) for device in wrong]
         if local := [device for device in found if device is not None]:
@@ -316,20 +332,22 @@ class AuditedStep:
         places = [self._audit.places[device] for device in devices]
         return [CorruptDevice(told[p][0], p, *told[p][1][device]) for p, device in places]
 
-    def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[str, int, str]:
-        """Of leaf `at` of two computations: its path, how many bits differ, and the first element."""
-        numbers = [number for number in (right, other) if number in case.leaves]
-        leaves = {str(number): case.leaves[number][at] for number in numbers}
+    def _name(self, at: int) -> str:
+        """The path of leaf `at`. A collective."""
         names = self._names[at : at + 1]
-        found: dict[str, Leaf] = {}
         for data in self._processes.gather(json.dumps(names).encode()):
             names = names or json.loads(data)
+        # The engine of PyTorch has the buffers of modules beside what `grad` returned.
+        return names[0].removeprefix("contributions/")
+
+    def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[int, str]:
+        """Of leaf `at` of two computations: how many bits differ, and where first. A collective."""
+        numbers = [number for number in (right, other) if number in case.leaves]
+        leaves = {str(number): case.leaves[number][at] for number in numbers}
+        found: dict[str, Leaf] = {}
         for data in self._processes.gather(pack_leaves(leaves)):
             found |= unpack_leaves(data)
-        # The engine of PyTorch has the buffers of modules beside what `grad` returned.
-        return names[0].removeprefix("contributions/"), *_difference(
-            found[str(right)], found[str(other)]
-        )
+        return _difference(found[str(right)], found[str(other)])
 
 
 def _verdict(suspects: Sequence[CorruptDevice], others: Sequence[CorruptDevice] | None) -> str:
@@ -351,14 +369,12 @@ def _advice(is_decided: bool) -> str:
 
 
 def _hash(leaf: Leaf) -> str:
-    form = f"{leaf.dtype} {leaf.shape} ".encode()
-    return blake3(form).update(leaf.data).hexdigest(16)
+    """The form of a leaf, and the hash of its bits."""
+    return f"{leaf.dtype}{list(leaf.shape)} {blake3(leaf.data).hexdigest(16)}"
 
 
 def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
     """How many bits differ, and in words the first element that does: what was found for what."""
-    if (right.dtype, right.shape) != (other.dtype, other.shape):
-        return 0, f" {right.dtype}{list(right.shape)} and {other.dtype}{list(other.shape)}"
     one, two = (np.frombuffer(leaf.data, np.uint8) for leaf in (right, other))
     changed = np.flatnonzero(one != two)
     bits = int(np.bitwise_count(one[changed] ^ two[changed]).sum())

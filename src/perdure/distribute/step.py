@@ -17,7 +17,7 @@ from perdure.distribute.leaves import stack
 from perdure.distribute.reduction import Plan
 from perdure.distribute.step_check import step_check
 from perdure.distribute.values import PerReplica
-from perdure.errors import StateError, TopologyError
+from perdure.errors import ArgumentError, StateError, TopologyError
 from perdure.process_group import Processes
 from perdure.state import flatten
 
@@ -38,6 +38,10 @@ class TrainStep:
         update: Update,
         journal: Journal | None = None,
     ) -> None:
+        if not isinstance(journal, Journal | None):
+            raise ArgumentError(
+                f"journal: expected manager.journal, found a {type(journal).__name__}."
+            )
         self.journal = journal
         self._plan = plan
         self._seed = seed

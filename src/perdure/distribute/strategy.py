@@ -217,6 +217,7 @@ class Strategy:
                 has `perdure run` restart without the device that was wrong.
 
         Raises:
+            ArgumentError: `journal` is no journal.
             TopologyError: `audit` or `on_corruption` has another value, or devices are to be excluded
                 and the number of replicas follows the number of devices.
         """

@@ -62,8 +62,8 @@ class ResultComparison:
         deviations: Those that differ from the result of most devices; of equally many, from that which
             was found more often, or first. With two devices this does not say which is wrong.
         problem: Why there is nothing to compare; empty if there is.
-        is_refusal: The framework refuses this computation because it has no deterministic form. That
-            is a promise kept.
+        is_refusal: The problem is no failure. The framework refuses this computation because it has no
+            deterministic form, which is a promise kept; or the program ended before `--steps` states.
     """
 
     group: str

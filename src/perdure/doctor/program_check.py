@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from perdure.doctor.comparison import Computed, ResultComparison, compare
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, read_manifest
 from perdure.drill.fault_injection import COPIES
-from perdure.drill.stretch import make_copy, run_copy
+from perdure.drill.stretch import make_copy, run_copy, why_it_failed
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.supervise.checked_command import checked_command
@@ -102,13 +102,16 @@ def _run(
     kinds = {event["e"] for event in events}
     if summary.status != 0 and not kinds & {"checked", "fired"}:
         raise LaunchError(
-            f"the program failed: {summary.reason}. The end of its log:\n"
+            f"the program failed: {why_it_failed(summary)}. The end of its log:\n"
             f"{log_tail(directory / LOGS) or '(nothing)'}"
         )
     for kind, read in (("checked", _checked), ("state", _states), ("commit", _checkpoints)):
         if kind in kinds:
             found = [event for event in events if event["e"] == kind]
-            return [result for event in found for result in read(event, directory, number)]
+            results = [result for event in found for result in read(event, directory, number)]
+            if kind == "state" and "fired" not in kinds:
+                results.append(_early_end(found, options.steps))
+            return results
     raise LaunchError(
         "the program ended, and nothing that it computed is known: expected a call of "
         "strategy.step(grad, update), or states that it saves or records with a CheckpointManager. "
@@ -132,6 +135,14 @@ def _checked(event: dict[str, Any], _: Path, number: int) -> list[Computed | Res
 def _states(event: dict[str, Any], _: Path, number: int) -> list[Computed | ResultComparison]:
     group = f"states of {_shown(event['run'])}"
     return [Computed(group, f"step {event['step']}", "", number, event["leaves"])]
+
+
+def _early_end(states: list[dict[str, Any]], wanted: int) -> ResultComparison:
+    """A row, and no failure: fewer states were compared than asked for."""
+    seen = len({event["step"] for event in states if event["step"] > 0})
+    text = f"the program ended after {seen} of the {wanted} steps that --steps asks for"
+    group = f"states of {_shown(states[-1]['run'])}"
+    return ResultComparison(group, "the end", problem=text, is_refusal=True)
 
 
 def _checkpoints(

@@ -158,7 +158,7 @@ CAUSES = {
             "If it was started with another command, name that: --command2. Otherwise suspect a faulty "
             "device or memory (the journal has the host of each step), or something outside of the "
             "state: `perdure drill -- COMMAND` looks for that, and for a result that depends on the "
-            "number of devices. Continue from a checkpoint before this step: perdure rollback RUN STEP."
+            "number of devices."
         ),
     ),
     "changed outside": (

@@ -16,6 +16,7 @@ from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recom
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
 from perdure.store import Run
+from perdure.store.format import span_text
 from perdure.store.journal_file import JournalEntry, first_difference, read_journal
 from perdure.store.manifest import Manifest
 from perdure.supervise.cache import default_cache
@@ -155,7 +156,7 @@ def replay_run(
         begin = (
             "a fresh state" if stretch.start is None else f"the checkpoint of step {stretch.start}"
         )
-        progress(f"steps {(stretch.start or 0) + 1} to {stretch.stop}, from {begin}")
+        progress(f"{span_text((stretch.start or 0) + 1, stretch.stop)}, from {begin}")
         allowed = allow_other_recipe(source, stretch.start)
         recomputed = recompute(
             replace(program, environment={**options.environment, **allowed}),
@@ -228,8 +229,8 @@ def compare_stretch(
         differences.append((min(ends), "end", "", f"the program ended after step {found.last}"))
     if not both and not manifests and not differences:
         raise LaunchError(
-            f"{run.where}: nothing of steps {after + 1} to {stretch.stop} could be compared: the "
-            f"program recorded no step and committed no checkpoint that the run has. Expected the "
+            f"{run.where}: nothing of {span_text(max(after, 0) + 1, stretch.stop)} could be compared: "
+            f"the program recorded no step and committed no checkpoint that the run has. Expected the "
             f"same `journal_every` or the same interval of saves as in the run."
         )
     recipe = _other_fields(run, reference, found)

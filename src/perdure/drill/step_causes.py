@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.replay import StretchResult
@@ -84,7 +84,13 @@ def likely_cause(found: StepComparison) -> Diagnosis:
     if found.wrong():
         if found.is_alike:
             evidence.append("the replays of both runs have the same bits")
-        return diagnosis("computed wrongly", *evidence)
+        cause = diagnosis("computed wrongly", *evidence)
+        starts = [(e.run, e.result.start) for e in found.runs if e.run in found.wrong()]
+        back = [f"perdure rollback {run} {start}" for run, start in starts if start is not None]
+        advice = (
+            f" Continue from the checkpoint before this step: {'; '.join(back)}." if back else ""
+        )
+        return replace(cause, advice=cause.advice + advice)
     if part is None:
         evidence.append("no part of the step that the program reports differs")
         return diagnosis("unknown", *evidence)

@@ -21,6 +21,7 @@ from perdure.drill.step_parts import Part
 from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
 from perdure.store.drill_hook import DRILL
+from perdure.store.format import span_text
 from perdure.store.journal_file import JournalEntry, read_journal
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
@@ -99,9 +100,10 @@ def recompute(
     has_stopped = any(event["e"] == "fired" for event in events)
     if summary.status != 0 and not has_stopped:
         log = log_tail(directory / LOGS) or "(nothing)"
+        steps = span_text(1 if stretch.start is None else stretch.start + 1, stretch.stop)
         raise LaunchError(
-            f"the program failed in the replay of steps {stretch.start or 0} to {stretch.stop}: "
-            f"{summary.reason}. The end of its log:\n{log}"
+            f"the program failed in the replay of {steps}: {why_it_failed(summary)}. The end of its "
+            f"log:\n{log}"
         )
     if named not in opened:
         others = ", ".join(dict.fromkeys(opened)) or "no run directory"
@@ -159,6 +161,11 @@ def run_copy(
     path = directory / EVENTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     return summary, [json.loads(line) for line in lines]
+
+
+def why_it_failed(summary: Summary) -> str:
+    """How the only attempt ended; advice on restarts is of no use here."""
+    return summary.attempts[-1].explanation if summary.attempts else summary.reason
 
 
 def allow_other_recipe(run: Run, step: int | None) -> dict[str, str]:

@@ -115,6 +115,11 @@ def steps_text(steps: Sequence[int]) -> str:
     return f"{steps_text(steps[:3])} ... {steps_text(steps[-3:])} ({len(steps)})"
 
 
+def span_text(first: int, last: int) -> str:
+    """The steps from `first` to `last`: `step 6`, `steps 6 to 9`."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def chunk_spans(nbytes: int) -> list[tuple[int, int]]:
     """(start, stop) of every chunk of a leaf of `nbytes` bytes; none for an empty leaf."""
     return [(start, min(start + CHUNK_BYTES, nbytes)) for start in range(0, nbytes, CHUNK_BYTES)]

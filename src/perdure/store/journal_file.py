@@ -36,7 +36,7 @@ _BEGINNING = b'{"hash":"'
 _REST = len(_BEGINNING) + len(FIRST_HASH) + len(b'",')
 
 
-class JournalEntry(Struct, frozen=True, omit_defaults=True, kw_only=True):
+class JournalEntry(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """What a journal has about one step.
 
     Attributes:
@@ -59,7 +59,7 @@ class JournalEntry(Struct, frozen=True, omit_defaults=True, kw_only=True):
     topology: dict[str, int | str] = {}
 
 
-class JournalLine(Struct, frozen=True):
+class JournalLine(Struct, frozen=True, gc=False):
     """An entry as it stands in a file.
 
     Attributes:
@@ -139,13 +139,13 @@ def read_journal(storage: object) -> Iterator[JournalLine]:
         return
     path = storage.path(JOURNAL)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CorruptionError(f"{path}: expected a regular file, found another thing.")
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _no_file(path, "another thing")
             yield from read_lines(file, path)
     except FileNotFoundError:
-        return
+        if os.path.islink(path):
+            raise _no_file(path, "a link to a file that is not there") from None
     except OSError as error:
         raise UnreachableError(
             f"{path}: the journal cannot be read: {error}. Nothing was changed; correct the cause, "
@@ -224,8 +224,20 @@ class JournalWriter:
             self.close()
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file for `open`, also a pipe that nobody writes into."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _hash(previous: str, rest: bytes) -> str:
-    return blake3(previous.encode() + rest).hexdigest()[: len(FIRST_HASH)]
+    return blake3(previous.encode() + rest).hexdigest(len(FIRST_HASH) // 2)
+
+
+def _no_file(path: str, found: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path}: expected a regular file, found {found}. Bring the file back from a copy, or remove "
+        f"what is there; `perdure verify` then says what is lost."
+    )
 
 
 def _broken(where: str, number: int, step: int, why: str) -> CorruptionError:

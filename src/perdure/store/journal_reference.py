@@ -70,10 +70,12 @@ def checked_lines(
         CorruptionError: At the end, if a line is not there.
     """
     wanted = {line: step for step, line in references.items()}
+    steps = {line.step for line in wanted}
     newest = -1
     for line in lines:
         newest = line.entry.step
-        wanted.pop(LineReference(newest, line.hash), None)
+        if newest in steps:
+            wanted.pop(LineReference(newest, line.hash), None)
         yield line
     if wanted:
         (step, _), checkpoint = min(wanted.items())

@@ -68,7 +68,7 @@ class Computation:
                 f"computed again, found {type(self._step_fn).__name__}."
             )
         step: Any = self._step_fn
-        step.set_audit(replace(step.audit_options, rate=rate))
+        step.set_audit(replace(step.audit_options, rate=float(rate)))
 
     def _note(self, batch: Any, step: int) -> None:
         if not self._notes_itself:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perdure.checkpoint import ManagerOptions, TerminationConfig
+from perdure.checkpoint.arguments import real_number
 from perdure.errors import TrainError
 from perdure.store import Storage
 from perdure.train.interval import AutoInterval
@@ -164,7 +165,8 @@ class RunConfig:
             raise TrainError(
                 f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
             )
-        if self.audit not in (None, 0) and not (_is_positive(self.audit) and self.audit <= 1):
+        share = real_number(self.audit)
+        if self.audit not in (None, 0) and (share is None or not 0 <= share <= 1):
             raise TrainError(
                 f"audit: expected None or a share of the steps from 0 to 1, found {self.audit!r}."
             )

@@ -25,4 +25,6 @@ elif odd != "nothing":
             noise = os.getpid() if odd == "second" and step else 0
             state = {"w": state["w"] + rng.normal(size=4) + noise, "b": state["b"]}
             manager.save(step + 1, state)
+            if odd == "short":
+                break
             assert step < 2, "the doctor ends the program after two steps"

@@ -456,7 +456,7 @@ def test_the_error_for_differing_copies_names_per_rank_for_ddp(tmp_path: Path) -
 
 def test_a_grain_dataset_with_another_seed_or_source_is_refused(tmp_path: Path) -> None:
     def dataset(seed: int = 0, rows: int = 20, size: int = 3) -> Any:
-        source = grain.MapDataset.source(np.arange(rows)).seed(seed).shuffle()
+        source = grain.MapDataset.source(range(rows)).seed(seed).shuffle()
         return source.repeat().batch(size).map(lambda batch: batch)
 
     def read(data: Any) -> list[list[int]]:

@@ -6,6 +6,7 @@ replica has other bits than a plain one, and a program for changing shapes than 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ def test_a_mode_under_which_nothing_is_compiled_is_refused() -> None:
 
 def test_threads_that_redirect_random_numbers_do_not_switch_compilation_off() -> None:
     """Control: an ordinary mode sets PyTorch's flag, which threads that overlap leave set."""
-    flag = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals
+    dispatch = importlib.import_module("torch.utils._python_dispatch")
+    flag = dispatch.is_in_any_mode_without_ignore_compile_internals
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert flag()
     with _Redirect():

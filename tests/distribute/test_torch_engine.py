@@ -6,7 +6,7 @@ import copy
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -241,7 +241,7 @@ def test_invalid_functions_and_devices_are_refused() -> None:
         with pytest.raises(TopologyError) as error:
             MirroredStrategy(devices)
         assert "one process per accelerator" in str(error.value)
-    for wrong in ({"threads": 0}, {"devices": 0}):
+    for wrong in cast("list[dict[str, Any]]", [{"threads": 0}, {"devices": 0}]):
         with pytest.raises(TopologyError):
             MirroredStrategy(**wrong)
 
@@ -271,7 +271,7 @@ def test_gradients_of_the_step_before_are_freed_before_new_ones_are_made(
     apply_gradients(module, grads)
     old = [weakref.ref(p.grad) for p in module.parameters()]
     alive = []
-    multiply = torch._foreach_mul
+    multiply = getattr(torch, "_foreach_mul")  # noqa: B009
 
     def watched(*args: Any) -> Any:
         alive.extend(reference() is not None for reference in old)

@@ -29,7 +29,7 @@ APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format format-check lint types contracts freeze bench clean FORCE
+.PHONY: help setup demo test check format format-check lint types contracts freeze bench docs docs-serve clean FORCE
 
 help:  ## list the targets
 	@echo "Targets (ARGS='...' is passed to the program):"
@@ -82,8 +82,15 @@ $(APART): proof-%: .venv-proof-%/.stamp FORCE
 $(filter-out $(APART),$(PROOFS)): proof-%: $(TEST) FORCE  ## proofs/proof_%.py
 	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
 
+docs: .venv-docs/.stamp  ## build the site into build/site; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	.venv-docs/bin/python docs/site/check.py build/site
+
+docs-serve: .venv-docs/.stamp  ## show the site at http://127.0.0.1:8000, and rebuild it after each change
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --no-strict
+
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) .venv-bench-* .venv-proof-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-bench-* .venv-proof-* .venv-docs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- the environment

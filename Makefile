@@ -68,7 +68,7 @@ freeze: $(TEST)  ## accept a change of the public names or of the command line
 bench: $(BENCHES)  ## every benchmark, one after another
 
 # Static rules: as patterns they would also match requirements/bench-%.txt and proof-%.txt.
-$(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
+$(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json and .svg
 	@mkdir -p build
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 

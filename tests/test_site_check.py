@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 CHECK = Path(__file__).parent.parent / "docs" / "site" / "check.py"
-GOOD = '<h1 id="top">x</h1><a href="b/#part">y</a><a href="https://example.org">z</a><img src="a.png">'
+GOOD = (
+    '<h1 id="top">x</h1><a href="b/#part">y</a><a href="https://example.org">z</a><img src="a.png">'
+)
 
 
 @pytest.mark.parametrize(

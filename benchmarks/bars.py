@@ -19,7 +19,7 @@ STYLE = """text { font: 12px system-ui, sans-serif; fill: #222 }
 
 
 def draw(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One bar for each row with a figure, to a scale for each unit; a line marks what it is held against."""
+    """One bar for each row with a figure, to a scale for each unit; a line marks the limit."""
     figures = [row for row in rows if _is_drawn(row["value"])]
     longest: dict[str, float] = {}
     for row in figures:
@@ -27,10 +27,8 @@ def draw(rows: Iterable[Mapping[str, Any]]) -> str:
         longest[row["unit"]] = max(longest.get(row["unit"], 0), row["value"], limit)
     parts = [_bar(number, row, longest[row["unit"]]) for number, row in enumerate(figures)]
     size = f'viewBox="0 0 {WIDTH} {HEIGHT * len(figures) + 8}"'
-    return "\n".join(
-        [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>", *parts]
-        + ["</svg>\n"]
-    )
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([svg, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
 
 
 def _is_drawn(value: Any) -> bool:

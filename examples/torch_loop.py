@@ -44,9 +44,9 @@ def train(directory: Path, fails_at: int | None = None) -> None:
                 loss = cross_entropy(model(image), label)
                 loss.backward()
                 optimizer.step()
-                manager.save(loader.step, state)  # 7
+                if manager.save(loader.step, state):  # 7
+                    print(f"saved step {loader.step}, epoch {epoch + 1}, loss {loss.item():.4f}")
             scheduler.step()
-            print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
 
 
 def main() -> None:

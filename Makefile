@@ -83,7 +83,7 @@ $(filter-out $(APART),$(PROOFS)): proof-%: $(TEST) FORCE  ## proofs/proof_%.py
 	$(BIN)/python proofs/proof_$(subst -,_,$*).py $(ARGS)
 
 docs: .venv-docs/.stamp  ## build the site into build/site; a warning or a dead link is an error
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	.venv-docs/bin/python docs/site/check.py build/site
 
 docs-serve: .venv-docs/.stamp  ## show the site at http://127.0.0.1:8000, and rebuild it after each change

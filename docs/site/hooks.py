@@ -145,6 +145,19 @@ def documented_at() -> dict[tuple[str, str], str]:
     return places
 
 
+def has_private_base(module: str, name: str) -> bool:
+    """Whether a class inherits from one of perdure that has no place in the reference."""
+    for node in parsed(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [home(module, base.id) for base in node.bases if isinstance(base, ast.Name)]
+            return any(b not in documented_at() and is_class(*b) for b in bases)
+    return False
+
+
+def is_class(module: str, name: str) -> bool:
+    return any(isinstance(n, ast.ClassDef) and n.name == name for n in parsed(module).body)
+
+
 def api_page(module: str, names: list[str]) -> str:
     """The docstring of the module, and of each of its names; a name of another page is a link."""
     lines = [f"# {module}", "", ast.get_docstring(parsed(module)) or "", ""]
@@ -157,6 +170,8 @@ def api_page(module: str, names: list[str]) -> str:
             rows.append(f"| `{name}` | [{place}][{place}.{original}] |")
         else:
             sections += [f"::: {module}.{name}", ""]
+            if has_private_base(defined_in, original):
+                sections[-1:] = ["    options: {inherited_members: true}", ""]
     if rows:
         lines += ["| name | described in |", "|---|---|", *rows, ""]
     return "\n".join([*lines, *sections])

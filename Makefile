@@ -29,7 +29,7 @@ APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format format-check lint types contracts freeze bench release compat clean FORCE
+.PHONY: help setup demo test check format format-check lint types contracts freeze bench docs docs-serve release compat clean FORCE
 
 help:  ## list the targets
 	@echo "Targets (ARGS='...' is passed to the program):"
@@ -68,7 +68,7 @@ freeze: $(TEST)  ## accept a change of the public names or of the command line
 bench: $(BENCHES)  ## every benchmark, one after another
 
 # Static rules: as patterns they would also match requirements/bench-%.txt and proof-%.txt.
-$(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json
+$(filter-out $(PEERED),$(BENCHES)): bench-%: $(TEST) FORCE  ## benchmarks/bench_%.py, figures to build/bench-%.json and .svg
 	@mkdir -p build
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py --out build/$@.json $(ARGS)
 
@@ -89,8 +89,15 @@ compat: .venv-releasing/.stamp  ## the lowest and the newest releases of the dep
 	@mkdir -p build
 	.venv-releasing/bin/python releasing/compat.py $(ARGS)
 
+docs: .venv-docs/.stamp  ## build the site into build/site; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	.venv-docs/bin/python docs/site/check.py build/site
+
+docs-serve: .venv-docs/.stamp  ## show the site at http://127.0.0.1:8000, and rebuild it after each change
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --no-strict
+
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) .venv-bench-* .venv-proof-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-bench-* .venv-proof-* .venv-docs .venv-releasing build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- the environment

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bars import draw
+
 Row = dict[str, Any]
 KEYS = ("what", "value", "unit", "spread", "against", "limit", "ratio", "reach", "met")
 
@@ -51,6 +53,7 @@ def finish(rows: Iterable[Row], out: Path) -> int:
         out.write_text(json.dumps(table, indent=1) + "\n")
         text = f"{figure['what']}: {_text(figure['value'])} {figure['unit']} {_text(figure['met'])}"
         print(f"  {text}", file=sys.stderr, flush=True)
+    out.with_suffix(".svg").write_text(draw(table))
     print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}\n")
     cells = [list(KEYS), *[[_text(figure[key]) for key in KEYS] for figure in table]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(KEYS))]

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import textwrap
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PYTHON = {"py", "python", "python3"}
 SHELL = {"bash", "console", "sh", "shell"}
 FENCE = re.compile(r"^\s*(?P<fence>`{3,}|~{3,})\s*(?P<language>\w*)")
+INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
+LINK = re.compile(r"\]\((?!\w+:)(?P<path>[^)#\s]+)[^)]*\)")
 NOT_RUN = re.compile(r"^\s*<!--\s*not run:(?P<reason>.*)-->\s*$")
 
 # Keras would import TensorFlow for its own checks, which takes longer than the blocks.
@@ -75,6 +78,13 @@ NOT_KILLED = {
     "DRILL.md": "the drill kills its script itself, and compares",
 }
 
+
+PROVED_GUIDES = {
+    "from-lightning.md": {"Lightning's example transformer"},
+    "from-orbax.md": {"Orbax's guide checkpoint_101"},
+    "from-torch.md": {"nanoGPT", "PyTorch examples, mnist"},
+}
+"""The programs whose diffs a guide shows; `make proof-doors` runs, kills and compares them."""
 
 FRAMEWORKS = {
     "CLUSTER.md": "documents",
@@ -128,8 +138,12 @@ def blocks(text: str) -> list[Block]:
 
 
 def python_blocks(text: str) -> list[Block]:
-    """The Python blocks to run. Raises `ValueError` for one that is excluded without a reason."""
+    """The Python blocks to run. Raises `ValueError` for one that is excluded without a reason.
+
+    A block that shows a file of examples/ is left out: `test_examples.py` runs the file.
+    """
     python = [block for block in blocks(text) if block.language in PYTHON]
+    python = [block for block in python if not INCLUDED.match(block.code)]
     for block in python:
         if block.not_run == "":
             raise ValueError(f"line {block.line}: `not run` needs a reason")
@@ -268,6 +282,52 @@ def test_make_targets_exist(make: str, path: Path) -> None:
     for goals in make_commands(path.read_text()):
         done = dry_run(make, goals)
         assert done.returncode == 0, done.stderr
+
+
+def missing_files(text: str, document: Path) -> list[str]:
+    """The files to which a document links, or that it includes, and that do not exist."""
+    plain = re.sub(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"`[^`\n]*`", "", plain)
+    paths = [(document.parent, found["path"]) for found in LINK.finditer(plain)]
+    paths += [(ROOT, found["path"]) for found in INCLUDED.finditer(text)]
+    return [path for base, path in paths if not (base / path).exists()]
+
+
+MADE_BY_THE_SITE = "api/"
+"""The pages of the reference that the build of the site makes: mkdocs checks the links to them."""
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_linked_and_included_files_exist(path: Path) -> None:
+    missing = missing_files(path.read_text(), path)
+    assert [link for link in missing if MADE_BY_THE_SITE not in link] == []
+
+
+def test_a_missing_file_is_seen() -> None:
+    text = '[a](no.md#b) [c](README.md) `[d](e.md)`\n```text\n[f](g.md)\n```\n--8<-- "h.svg"\n'
+    assert missing_files(text, README) == ["no.md", "h.svg"]
+
+
+@pytest.mark.parametrize(("guide", "programs"), PROVED_GUIDES.items())
+def test_the_diffs_of_a_guide_are_those_that_the_proof_tries(
+    guide: str, programs: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "proofs")
+    known = (*import_module("real_torch").PROGRAMS, *import_module("real_jax").PROGRAMS)
+    edits = [edit for program in known if program.name in programs for edit in program.edits]
+    shown = blocks((ROOT / "docs" / "how-to" / guide).read_text())
+    diff = [line for block in shown if block.language == "diff" for line in block.code.splitlines()]
+    added = [line for line in diff if line.startswith("+")]
+    lines = [line for edit in edits for line in edit.lines]
+    assert [line for line in lines if not any(line in found for found in added)] == []
+    assert len(added) == len(lines) > 0
+
+
+def test_every_error_has_a_row_with_its_cause_and_remedy() -> None:
+    names = (ROOT / "tests" / "frozen" / "names.txt").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.M)
+    errors = re.findall(r"^perdure\.errors: (\w+Error)$", names, re.MULTILINE)
+    assert sorted(rows) == sorted(errors)
 
 
 def test_the_readme_shows_something_that_runs() -> None:

@@ -1,4 +1,5 @@
 """The examples run on small MNIST files, as a newcomer would run them, and prove what they claim.
+They print the lines that their tutorials show.
 
 Those that need nothing of an interpreter's start run in a fork of a process with their framework.
 """
@@ -16,8 +17,10 @@ import pytest
 
 from forked import run_forked
 from perdure import CheckpointManager
+from shown_output import missing_lines
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
 IMAGES = 400  # 320 to train on
 
 # The options that make each of them short, and what it prints on its way.
@@ -46,9 +49,23 @@ RUNS = {
         ["--batch", "64", "--epochs", "2", "--save-every", "2", "--kill-at", "7"],
         ["worker 1 is killed after step 7", "worker 0 leaves", "[[0], [1, -9], [0, 0]]"],
     ),
+    "torch_loop.py": (
+        ["--batch", "16", "--epochs", "3"],
+        ["interrupted in step 33, epoch 2", "resuming after step 30"],
+    ),
+    "jax_loop.py": (
+        ["--batch", "16"],
+        ["interrupted in step 35", "resuming after step 30"],
+    ),
 }
 
-FORKED = {"estimator.py": "jax", "keras_fit.py": "keras-jax", "custom_loop.py": "torch"}
+FORKED = {
+    "estimator.py": "jax",
+    "keras_fit.py": "keras-jax",
+    "custom_loop.py": "torch",
+    "torch_loop.py": "torch",
+    "jax_loop.py": "jax",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +115,9 @@ def test_an_example_ends_with_the_bits_of_an_undisturbed_run(
     assert status == 0, output
     assert output.endswith("PASS: every bit is equal\n")
     assert [text for text in says if text not in output] == []
+    shown = (TUTORIALS / "output" / name).with_suffix(".txt").read_text()
+    printed = output.replace(directory, "runs")  # fewer steps than on the page, in another order
+    assert [line for line in shown.splitlines() if missing_lines(line, printed)] == [], output
 
 
 def test_every_example_is_run_here_and_in_the_table() -> None:
@@ -105,6 +125,8 @@ def test_every_example_is_run_here_and_in_the_table() -> None:
     linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
     assert files == set(RUNS) == set(linked)
     assert len(linked) == len(files)
+    pages = "".join(path.read_text() for path in TUTORIALS.glob("*.md"))
+    assert files == set(re.findall(r'^--8<-- "examples/(\w+\.py)"$', pages, re.MULTILINE))
 
 
 @pytest.mark.parametrize(("value", "step"), [(1.0, 1), (2.0, 1), (1.0, 2)])

@@ -45,9 +45,10 @@ def diff(
     Only chunks that differ are read. Every figure has the same bits on every machine.
 
     Args:
-        first, second: As for `open_checkpoint`; two runs without `@` are compared at the first common
-            step whose states differ, or at the last common one. For `git difftool` also the path of a
+        first: As for `open_checkpoint`; two runs without `@` are compared at the first common step
+            whose states differ, or at the last common one. For `git difftool` also the path of a
             manifest file, and `os.devnull` for no checkpoint.
+        second: As `first`.
         leaves: Only the leaves that these patterns select on either side.
         also_look_in: For manifest files: paths of files whose run directories may have the chunks,
             without which leaves are compared by their hashes.

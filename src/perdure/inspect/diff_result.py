@@ -33,11 +33,13 @@ class CheckpointDiff(Shown):
     """What differs between two checkpoints.
 
     Attributes:
-        first, second: The names of both; `NOTHING` if there is none on that side.
+        first: The name of the one; `NOTHING` if there is none on that side.
+        second: The name of the other, likewise.
         equal_leaves: Number of leaves with the same bits. No chunk of them was read.
         equal_nbytes: Their bytes.
         changed: Leaves on both sides whose bits, dtype or shape differ.
-        only_first, only_second: Paths of leaves on one side only, without the likely renames.
+        only_first: Paths of leaves on that side only, without the likely renames.
+        only_second: Likewise.
         renames: Leaves that probably have another path.
         recipe: Fields of the recipe that differ, without those of `environment`.
         environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).

@@ -39,7 +39,8 @@ class Stats:
         zeros: Those that are 0.0 or -0.0.
         nans: Those that are NaN.
         infinities: Those that are infinite.
-        min, max: Of the finite numbers; None if there are none. So are the next two.
+        min: Of the finite numbers; None if there are none. So are the next three.
+        max: Likewise.
         mean: In float64.
         std: Standard deviation: the root of the mean squared distance from the mean.
         norm: The root of the sum of the squares of the finite numbers.

@@ -34,7 +34,8 @@ class Rename:
     """A leaf that probably has another path on the second side.
 
     Attributes:
-        first, second: Its paths.
+        first: Its path on the one side.
+        second: Its path on the other.
         cosine: None if the bytes are the same; otherwise the likeness of the first elements.
     """
 

@@ -228,12 +228,12 @@ class Run:
         """Begin a save whose chunks several processes write; `save` is for one that has all of them.
 
         In the `with` block the caller makes the chunks durable that `PreparedSave.held` lacks, and
-        calls `commit_save`. An error in the block becomes what `save` raises, which says what is left
-        and what to do.
+        calls `commit_save`. An error in the block becomes what `save` raises.
 
         Args:
-            step, leaves, process_leaves: As for `save`. Other processes may have the bytes of some
-                leaves.
+            step: As for `save`.
+            leaves: As for `save`. Other processes may have the bytes of some.
+            process_leaves: As for `save`.
 
         Raises:
             StoreError: As `save`.
@@ -257,7 +257,8 @@ class Run:
             save: From `prepare_save`.
             written: The entries of all leaves; None if the save is committed already, in which case
                 only `metrics` that it lacks are added.
-            recipe, metrics: As for `save`.
+            recipe: As for `save`.
+            metrics: As for `save`.
 
         Returns:
             The manifest that is committed.

@@ -83,7 +83,7 @@ class Metric:
 
         Raises:
             StateError: Called inside of jit, in `grad` or `update`, or in the scope of another
-            strategy.
+                strategy.
         """
         self._check_scope()
         value = self.contribution(*args, **kwargs)

@@ -61,8 +61,8 @@ class FusedStep(Protocol):
             state: The state before the step.
             shares: Those of all replicas.
             step: The number of the step.
-            donate: Whether the memory of `state` may be used for the result; None allows it if `state`
-                is what the last call returned.
+            donate: Whether the memory of `state` may be used for the result; with None only if `state`
+                is what the last call returned, and that of a copy otherwise.
         """
         ...
 

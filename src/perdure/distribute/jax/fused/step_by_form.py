@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from perdure.distribute.engine import FusedStep, NotFused
 from perdure.distribute.jax.fused.proven_programs import (
     Layout,
-    Proof,
     ReferencePrograms,
+    Run,
     Turn,
     holds_packed,
     prove,
@@ -60,9 +60,16 @@ def fused_step(
 
 
 class _Form(NamedTuple):
-    """What was decided for arguments of a form, and whether all shares are NumPy's arrays."""
+    """What was decided for arguments of a form.
 
-    proof: Proof
+    Attributes:
+        run: The programs, if they may be used.
+        why: The sentence for `explain`.
+        plain: Whether the arrays of the shares are NumPy's and go to one device.
+    """
+
+    run: Run | None
+    why: str
     plain: bool
 
 
@@ -75,10 +82,10 @@ class _StepByForm:
         self._forms: dict[Any, _Form] = {}
         self._refused = False
         self._why = ""
-        # The last result, by the identity of its leaves, and its form: looking at each array costs more
-        # than all else here.
+        # The last result, by the identity of its leaves, and their shapes: looking at each array costs
+        # more than all else here.
         self._known: list[Any] = []
-        self._known_form: Any = None
+        self._known_shapes: Any = None
         self._settings = _settings()
         self._seed = seed
         self._numbers: list[Any] = []
@@ -98,20 +105,22 @@ class _StepByForm:
             return self._not_now(described)
         columns, share_form = described
         leaves, treedef = jax.tree.flatten(state)
-        own = len(leaves) == len(self._known) and all(map(operator.is_, leaves, self._known))
-        if not own or self._known_form is None:
-            state = self._whole(state)
+        if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
+            # One array under two names cannot be given away twice.
+            twice = len({id(leaf) for leaf in leaves}) < len(leaves)
+            state = self._whole(state, copies=donate is None or (donate and twice))
             leaves, treedef = jax.tree.flatten(state)
-            self._known_form = treedef, tuple((x.shape, x.dtype) for x in leaves)
-        donate = _may_donate(donate, own, leaves)
-        form = share_form, self._known_form, self._settings(), donate
+            self._known_shapes = tuple((x.shape, x.dtype) for x in leaves)
+        gives = donate is not False
+        form = share_form, treedef, self._known_shapes, self._settings(), gives
         known = self._forms.get(form)
         turns = self._turns(columns, share_form[0], step, known is not None and known.plain)
         if known is None:
-            known = self._decide(form, state, columns, turns[0], donate)
-        if (run := known.proof.run) is None:
+            known = self._decide(form, state, columns, turns[0], gives)
+        self._why = known.why
+        if (run := known.run) is None:
             # Asking costs something in every step; a smaller last batch of an epoch may yet differ.
-            self._refused = not any(f.proof.run for f in self._forms.values())
+            self._refused = not any(known.run for known in self._forms.values())
             return None
         result = run(state, turns)
         self._known = jax.tree.leaves(result[0])
@@ -125,9 +134,9 @@ class _StepByForm:
         proof = prove(self._programs, self._layout, state, turn, donate)
         plain = len(self._layout.devices) == 1 and not holds_packed((state, turn))
         plain = plain and all(_is_plain(x) for column in columns for x in column)
-        self._forms[form] = _Form(proof, plain)
-        self._why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
-        _log.debug("%s", self._why)
+        why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
+        _log.debug("%s", why)
+        self._forms[form] = _Form(proof.run, why, plain)
         return self._forms[form]
 
     def _not_now(self, why: str) -> None:
@@ -135,8 +144,8 @@ class _StepByForm:
             self._why = why
             _log.debug("%s", why)
 
-    def _whole(self, state: Any) -> Any:
-        """The user's state, each leaf one array on all devices."""
+    def _whole(self, state: Any, *, copies: bool) -> Any:
+        """The user's state, each leaf one array on all devices, in memory of its own with `copies`."""
         sharding = self._layout.sharding
 
         def spread(path: Any, leaf: Any) -> Any:
@@ -146,9 +155,9 @@ class _StepByForm:
                     "(donate=True, and in a Trainer by default). Continue with the state that the step "
                     "returned, or make the step with strategy.step(..., donate=False)"
                 )
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not copies:
                 return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
-            # A copy: what shares its memory with the caller's array could not be given away.
+            # What shares its memory with the caller's array could not be given away.
             return jax.device_put(strong(path, leaf), sharding, may_alias=False)
 
         return jax.tree_util.tree_map_with_path(spread, state)
@@ -211,14 +220,6 @@ def _described(shares: Sequence[Any]) -> tuple[list[list[Any]], Any] | str:
 def _canonical(form: Any) -> Any:
     treedef, leaves = form
     return treedef, [(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in leaves]
-
-
-def _may_donate(donate: bool | None, own: bool, leaves: list[Any]) -> bool:
-    """Whether the state may be given to the program; None allows only what the last step returned."""
-    if donate is None:
-        return own
-    # One array under two names cannot be given away twice.
-    return donate and (own or len({id(leaf) for leaf in leaves}) == len(leaves))
 
 
 def _is_strong(leaf: Any) -> bool:

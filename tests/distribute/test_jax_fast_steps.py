@@ -85,8 +85,6 @@ def normalized(p: Any, x: Any) -> Any:
 
 
 FAST: dict[str, Apply] = {
-    "a product": lambda p, x: x @ p["w"][0],
-    "a scan over layers": lambda p, x: jax.lax.scan(layer, x, p["w"])[0],
     "remat in a scan": lambda p, x: jax.lax.scan(jax.checkpoint(layer), x, p["w"])[0],
     "a recurrent cell": gru,
     "convolution with GroupNorm": normalized,
@@ -121,18 +119,29 @@ def trained(step: Any, replicas: int = 1, state: Any = None) -> list[bytes]:
     return as_bytes((state, logs))
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_these_steps_are_fast_with_the_bits_of_single_programs(name: str) -> None:
+def test_these_functions_are_fast() -> None:
+    """All in one step, which is compiled once; a reason would name the contribution.
+
+    `make proof-distribute` compares the bits of such networks on many topologies.
+    """
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        made = {name: functions(apply)[0](state, batch, key) for name, apply in FAST.items()}
+        return {"g": {name: one["g"] for name, one in made.items()}, "n": jnp.float32(5)}
+
+    def update(state: Any, total: Any) -> Any:
+        gradients = jax.tree.map(lambda *leaves: sum(leaves), *total["g"].values())
+        return plain()[1](state, {**total, "g": gradients})
+
     strategy = OneDeviceStrategy(replicas=1)
-    step, single = (strategy.step(*functions(FAST[name])) for _ in range(2))
+    step = strategy.step(grad, update)
     assert strategy.explain(step) == "Not decided yet: the first call of the step decides."
-    single._fused = None
-    assert trained(step) == trained(single)
+    trained(step)
     assert strategy.explain(step) == "Fast: one program computes grad, the sums and update."
 
 
 def plain() -> tuple[Any, Any]:
-    return functions(FAST["a product"])
+    return functions(lambda p, x: x @ p["w"][0])
 
 
 def with_contribution(extra: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -171,12 +180,13 @@ def test_the_reason_of_a_step_that_is_not_fast(name: str) -> None:
 
 def test_reasons_that_do_not_depend_on_the_functions(caplog: Any) -> None:
     strategy = OneDeviceStrategy(replicas=2)
-    step = strategy.step(*plain(), check_finite=True)
+    sums = lambda s, b, k: {"x": b["x"].sum()}, lambda s, t: (s, t)
+    step = strategy.step(*sums, check_finite=True)
     assert "check_finite=True reads every contribution" in strategy.explain(step)
-    step = strategy.step(*plain())
+    step = strategy.step(*sums)
     caplog.set_level("DEBUG", "perdure.distribute")
     with jax.disable_jit():
-        step(first_state(), shares(0, 2))
+        step(jnp.ones(()), shares(0, 2))
     assert "under jax.disable_jit()" in strategy.explain(step)
     assert "under jax.disable_jit()" in caplog.text
     x, y = shares(0, 2).values
@@ -218,10 +228,10 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("replicas", [3, 4])
 def test_small_replicas_of_a_device_are_one_program(
-    replicas: int, compared: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    compared: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    replicas = 3
     strategy = OneDeviceStrategy(replicas=replicas)
     step, single, turns = (strategy.step(*plain()) for _ in range(3))
     single._fused = None
@@ -249,8 +259,7 @@ def test_small_replicas_of_a_device_are_one_program(
 # ---------------------------------------------------------------- states that are given away
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
-@pytest.mark.parametrize("unrolled", [0, 1 << 20])
+@pytest.mark.parametrize(("replicas", "unrolled"), [(1, 0), (4, 0), (2, 1 << 20)])
 def test_a_state_that_is_given_away_is_used_again(
     replicas: int, unrolled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +353,7 @@ def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:
 
         step = strategy.step(*plain(), donate=donate)
         first = first_state()
-        config = RunConfig(tmp_path / name, save_checkpoints_steps=1)
+        config = RunConfig(tmp_path / name, save_checkpoints_steps=4)
         trainer = Trainer(step, first, data, config, strategy=strategy)
         call = trainer._computation._step_fn
         trainer._computation._step_fn = lambda s, b, call=call: noted(s, b, call)
@@ -354,11 +363,9 @@ def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:
         # The state that the caller has stays, and so does the last.
         assert not first["w"].is_deleted()
         assert not final["w"].is_deleted()
-        # JAX copies a state that a save is still reading.
-        assert any(deleted) == (donate is None)
+        assert deleted[2] == (donate is None)
         with CheckpointManager(tmp_path / name) as manager:
-            restored = [manager.restore(step=n, like=first_state()) for n in (1, 2, 3, 4)]
-        prints.append([as_bytes(r.state) for r in restored])
+            prints.append(as_bytes(manager.restore(step=4, like=first_state()).state))
     assert prints[0] == prints[1]
 
 

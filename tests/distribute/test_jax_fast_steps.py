@@ -364,6 +364,8 @@ def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:
         assert not first["w"].is_deleted()
         assert not final["w"].is_deleted()
         assert deleted[2] == (donate is None)
+        trainer.train(5)
+        assert not final["w"].is_deleted(), "a call continues with what it restored"
         with CheckpointManager(tmp_path / name) as manager:
             prints.append(as_bytes(manager.restore(step=4, like=first_state()).state))
     assert prints[0] == prints[1]

@@ -24,6 +24,7 @@ from perdure.demo import guards
 from perdure.demo.train_jax import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
+from perdure.distribute.jax.fused import proven_programs as jax_proven
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -170,8 +171,8 @@ def tiny_update(state: Any, total: Any) -> Any:
     return {"w": state["w"] + total["sum"]}, total
 
 
-# --- attention: XLA's partitioner removes a common subexpression, so that one program for
-# several devices is other arithmetic than the program for one ---
+# --- attention: XLA's partitioner would remove a common subexpression, so that one program for
+# several devices would be other arithmetic than the program for one ---
 
 
 @jax.jit
@@ -234,22 +235,38 @@ def train(strategy: Any, model: str, data: Any = None, die_at: int | None = None
 
 
 def by_comparison() -> dict[str, Any]:
-    """Which models run on all devices together, and their digests with and without the comparison."""
-    compare, answers = jax_hlo.same_program, []
+    """How many digests models have on several topologies, and whether every program was accepted.
 
-    def noted(one: Any, other: Any) -> bool:
-        answers.append(compare(one, other))
-        return answers[-1]
+    The attention also with the clean-up of XLA's partitioner, with the comparison and without it.
+    """
+    options = jax_proven._options
+    originals = {name: getattr(jax_hlo, name) for name in ("difference", "step_difference")}
+    answers: list[bool] = []
+
+    def compared(name: str) -> Any:
+        def compare(*arguments: Any) -> str:
+            answers.append(not (different := originals[name](*arguments)))
+            return different
+
+        return compare
 
     out: dict[str, Any] = {}
-    for model, topologies in (("tiny", (1, 2, 8)), ("scan", (1, 2, 8)), ("attention", (1, 2))):
+    for model, topologies in (
+        *(("tiny", (1, 2, 8)), ("scan", (1, 2, 8)), ("attention", (1, 2))),
+        ("attention, cleaned up", (1, 2)),
+    ):
+        jax_proven._options = (dict) if "cleaned" in model else options
         out[model] = {}
-        for name, way in (("compared", noted), ("not compared", lambda *_: True)):
-            jax_hlo.same_program = way
+        for way in ("compared", "not compared") if "cleaned" in model else ("compared",):
+            for name in originals:
+                setattr(jax_hlo, name, compared(name) if way == "compared" else lambda *_: "")
             answers.clear()
-            digests = [train(MirroredStrategy(d, REPLICAS), model) for d in topologies]
-            out[model][name] = (len(set(digests)), list(answers))
-    jax_hlo.same_program = compare
+            name, _, _ = model.partition(",")
+            digests = [train(MirroredStrategy(d, REPLICAS), name) for d in topologies]
+            out[model][way] = (len(set(digests)), list(answers))
+    jax_proven._options = options
+    for name, original in originals.items():
+        setattr(jax_hlo, name, original)
     return out
 
 

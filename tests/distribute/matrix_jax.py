@@ -196,6 +196,65 @@ def transformer_init() -> Any:
     return {**params, "block1": block, "block2": block}, {}
 
 
+def scanned(p: Any, stats: Any, x: Any, key: Any) -> Any:
+    """Layers in a scan, computed again in the backward pass, with a gradient of their own."""
+
+    def layer(h: Any, w: Any) -> Any:
+        return bent(h @ w), None
+
+    h = jax.nn.relu(x.reshape(len(x), -1) @ p["in"])
+    h, _ = lax.scan(jax.checkpoint(layer), dropout(h, key, 0.1), p["layers"])
+    return h @ p["out"], stats
+
+
+@jax.custom_vjp
+def bent(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+bent.defvjp(lambda x: (jnp.tanh(x), x), lambda x, ct: (ct * jnp.exp(-jnp.abs(x)),))
+
+
+def scanned_init() -> Any:
+    params = weights(**{"in": (784, 32), "layers": (8, 32, 32), "out": (32, 10)})
+    return {**params, "layers": params["layers"] * 16}, {}
+
+
+def recurrent(p: Any, stats: Any, x: Any, key: Any) -> Any:
+    """A GRU over the rows of an image."""
+
+    def cell(h: Any, row: Any) -> Any:
+        z, r = jnp.split(jax.nn.sigmoid(row @ p["gates"] + h @ p["from"]), 2, axis=-1)
+        new = jnp.tanh(row @ p["in"] + (r * h) @ p["again"])
+        return (1 - z) * h + z * new, None
+
+    h, _ = lax.scan(cell, jnp.zeros((len(x), 16)), x.swapaxes(0, 1))
+    return dropout(h, key, 0.1) @ p["out"], stats
+
+
+def recurrent_init() -> Any:
+    gates = weights(gates=(28, 32), **{"from": (16, 32), "in": (28, 16)})
+    return {**gates, **weights(again=(16, 16), out=(16, 10))}, {}
+
+
+def group_norm(p: Any, stats: Any, x: Any, key: Any) -> Any:
+    """Two padded convolutions, each with a GroupNorm."""
+    x = x[..., None]
+    for name in ("conv1", "conv2"):
+        x = lax.conv_general_dilated(
+            x, p[name], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        groups = x.reshape(*x.shape[:3], 4, -1)
+        mean = groups.mean((1, 2, 4), keepdims=True)
+        variance = groups.var((1, 2, 4), keepdims=True)
+        x = jax.nn.relu(((groups - mean) * lax.rsqrt(variance + 1e-5)).reshape(x.shape))
+    return x.reshape(len(x), -1) @ p["out"], stats
+
+
+def group_norm_init() -> Any:
+    return weights(conv1=(3, 3, 1, 8), conv2=(3, 3, 8, 8), out=(7 * 7 * 8, 10)), {}
+
+
 # ---------------------------------------------------------------- modules
 
 
@@ -304,6 +363,9 @@ MODELS: dict[str, Callable[[int], dict[str, Cell]]] = {
     "transformer, clipping, EMA": lambda v: cells(
         transformer_init, transformer, v, clip=0.5, ema=0.9
     ),
+    "scan, remat, custom gradient": lambda v: cells(scanned_init, scanned, v),
+    "GRU": lambda v: cells(recurrent_init, recurrent, v),
+    "CNN, GroupNorm": lambda v: cells(group_norm_init, group_norm, v),
     "Keras": lambda v: {name: keras_cell(name, v) for name in OPTIMIZERS},
     "NNX": nnx_cells,
     "Equinox": equinox_cells,

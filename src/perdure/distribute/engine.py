@@ -22,10 +22,6 @@ Update = Callable[[Any, Any], tuple[Any, Any]]
 # It may be started again from its beginning.
 Work = Callable[[int, Any], Iterator[tuple[int, Any]]]
 
-# fused(state, shares of all replicas, step) -> (state, logs), with the bits of the step that is made of
-# the verbs below; None where it does not apply, and the verbs are to be used.
-FusedStep = Callable[[Any, Sequence[Any], int], tuple[Any, Any] | None]
-
 # The values of every process -> their sum, in the tree. A value may also be a slice of all of them.
 Merge = Callable[[list[list[Any]]], Any]
 
@@ -51,6 +47,43 @@ class Stream(NamedTuple):
     seed: int
     step: int
     replica: int
+
+
+class FusedStep(Protocol):
+    """A whole step, with the bits of the step that is made of the verbs of an engine."""
+
+    def __call__(
+        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False, /
+    ) -> tuple[Any, Any] | None:
+        """(state, logs) of a step; None if it does not apply, and the verbs are to be used.
+
+        Args:
+            state: The state before the step.
+            shares: Those of all replicas.
+            step: The number of the step.
+            donate: Whether the memory of `state` may be used for the result; with None only if `state`
+                is what the last call returned, and that of a copy otherwise.
+        """
+        ...
+
+    def explain(self) -> str:
+        """Why the last call was, or was not, made of fewer programs; "" before the first."""
+        ...
+
+
+class NotFused:
+    """A fused step that never applies, for a reason that is known."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __call__(
+        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False, /
+    ) -> None:
+        """None, for every step."""
+
+    def explain(self) -> str:
+        return f"Not fast: {self._why}."
 
 
 class Trees(Protocol):
@@ -192,7 +225,7 @@ class Engine(Protocol):
         ...
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
-        """A whole step in fewer dispatches; None where this engine has none. One per TrainStep."""
+        """A whole step in fewer dispatches; None if this engine never has one. One per TrainStep."""
         ...
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:

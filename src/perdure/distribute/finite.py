@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from perdure.distribute.arrays import namespace
-from perdure.distribute.engine import Engine, Grad, Merge, Stream, Update
+from perdure.distribute.engine import Engine, Grad, Merge, NotFused, Stream, Update
 from perdure.errors import NonFiniteError
 
 
@@ -27,8 +27,8 @@ class FiniteEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def fused_step(self, *args: Any) -> None:
-        """None: the flags are read between `grad` and `update`."""
+    def fused_step(self, *args: Any) -> NotFused:
+        return NotFused("check_finite=True reads every contribution between grad and update")
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
         value = self._engine.grad(fn, state, share, stream)

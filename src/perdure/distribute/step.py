@@ -37,12 +37,15 @@ class TrainStep:
         grad: Grad,
         update: Update,
         journal: Journal | None = None,
+        donate: bool | None = None,
     ) -> None:
         if not isinstance(journal, Journal | None):
             raise ArgumentError(
                 f"journal: expected manager.journal, found a {type(journal).__name__}."
             )
         self.journal = journal
+        self._given = donate
+        self._donate: bool | None = bool(donate)
         self._plan = plan
         self._seed = seed
         self._grad = grad
@@ -57,6 +60,21 @@ class TrainStep:
         """Compute a contribution of some of the steps that follow a second time, and compare."""
         self.audit_options = options
         self._audit = Audit(self._plan, self._seed, options) if options.rate else None
+
+    def donate_results(self) -> None:
+        """Let each step use the memory of the state that the step before it returned.
+
+        The first state, and one that was changed or restored in between, stay as they are. If
+        `strategy.step` was given `donate`, that holds.
+        """
+        if self._given is None:
+            self._donate = None
+
+    def explain(self) -> str:
+        """See Strategy.explain."""
+        if self._fused is None:
+            return "Not fast: this engine calls grad for each replica and adds one by one."
+        return self._fused.explain() or "Not decided yet: the first call of the step decides."
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
         """Train on one global batch.
@@ -85,12 +103,10 @@ class TrainStep:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
         audit = self._audit and self._audit.of_step(step)
         # In one fused program there is no contribution to compare.
-        if (
-            not audit
-            and self._fused
-            and (result := self._fused(state, batch.values, step)) is not None
-        ):
-            return result
+        if self._fused and not audit:
+            result = self._fused(state, batch.values, step, self._donate)
+            if result is not None:
+                return result
         states = engine.place(state)
         total = self._total(states, batch, step, audit)
         if journal is not None:

@@ -197,6 +197,7 @@ class Strategy:
         journal: Journal | None = None,
         audit: float | None = None,
         on_corruption: OnCorruption | None = None,
+        donate: bool | None = None,
     ) -> TrainStep:
         """A training step, to be called as `state, logs = train_step(state, batch)`.
 
@@ -215,6 +216,9 @@ class Strategy:
                 `perdure run --audit` says, or no audit. It changes no bit.
             on_corruption: "raise" SilentCorruptionError in every process (by default); "exclude" also
                 has `perdure run` restart without the device that was wrong.
+            donate: True gives the state that is passed away: a fast step on JAX then uses its memory
+                for the new one, and the old arrays are deleted. By default only a `Trainer` does so,
+                with states that the step itself returned. PyTorch changes a state in place in any case.
 
         Raises:
             ArgumentError: `journal` is no journal.
@@ -239,9 +243,30 @@ class Strategy:
             ReplicaFunction(grad, self._replicas, "grad"),
             ReplicaFunction(update, self._replicas, "update"),
             journal,
+            donate,
         )
         train_step.set_audit(audited)
         return train_step
+
+    def explain(self, train_step: TrainStep) -> str:
+        """Whether the last call of a step was fast, and why or why not, in one sentence.
+
+        On JAX a step runs as fewer and larger programs if their instructions are those of the separate
+        programs for grad, the additions and update (docs/STRATEGIES.md). It never changes a bit. The
+        logger "perdure.distribute" gets the same sentence at level DEBUG.
+
+        Args:
+            train_step: What `step` returned.
+
+        Raises:
+            TopologyError: `train_step` is something else.
+        """
+        if not isinstance(train_step, TrainStep):
+            raise TopologyError(
+                f"explain: expected what strategy.step(grad, update) returned, found "
+                f"{type(train_step).__name__}"
+            )
+        return train_step.explain()
 
     def run(
         self,

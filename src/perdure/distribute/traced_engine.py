@@ -28,13 +28,7 @@ class TracedEngine:
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
         fused = self._engine.fused_step(grad, update, replicas, seed)
-        if fused is None:
-            return None
-
-        def unless_traced(state: Any, shares: Any, step: int) -> tuple[Any, Any] | None:
-            return None if is_computing_traced(step + 1) else fused(state, shares, step)
-
-        return unless_traced
+        return None if fused is None else _UnlessTraced(fused)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
         replica = stream.replica
@@ -57,3 +51,16 @@ class TracedEngine:
         result = self._engine.update(fn, state, total, stream)
         trace_part("update", result[0])
         return result
+
+
+class _UnlessTraced:
+    """A fused step for all steps but the traced one."""
+
+    def __init__(self, fused: FusedStep) -> None:
+        self._fused = fused
+
+    def __call__(self, *arguments: Any) -> tuple[Any, Any] | None:
+        return None if is_computing_traced(arguments[2] + 1) else self._fused(*arguments)
+
+    def explain(self) -> str:
+        return self._fused.explain()

@@ -24,6 +24,9 @@ class Computation:
         self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
         self._step_fn = step_fn
         self._many = getattr(step_fn, "many", None)
+        donate_results = getattr(step_fn, "donate_results", None)
+        if donate_results is not None:  # a step of a strategy; `train` keeps no older state
+            donate_results()
         self._eval_fn = eval_fn
         self._journal: Journal | None = None
         self._notes_itself = False

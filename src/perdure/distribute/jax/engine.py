@@ -21,6 +21,7 @@ from perdure.distribute.engine import (
     FusedStep,
     Grad,
     Merge,
+    NotFused,
     Scalar,
     Stream,
     SumOverReplicas,
@@ -111,9 +112,9 @@ class JaxEngine:
     def runner(self) -> Callable[[Work, list[Any]], None]:
         return _Runner(len(self.devices))
 
-    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep:
         if self.processes.count > 1:
-            return None
+            return NotFused(f"the sum goes through {self.processes.count} processes")
         programs = ReferencePrograms(grad_program(grad), add_program, update_program(update))
         return fused_step(programs, self._everywhere, replicas, words(seed))
 

@@ -1,220 +1,127 @@
-"""Comparison of optimized XLA programs by their text.
+"""Comparison of optimized XLA programs by how each of their results is made.
 
-Two programs that are called equal make their results by the same instructions of the same values. A
-text that is not understood is equal to no other.
+Two results are the same if the same instructions make them of the same values. What is not understood
+is the same as nothing else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import itertools
-import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-# Attributes that do not change what an instruction computes: its origin, and shardings, which have been
-# applied by the time the program is optimized.
-_ATTRIBUTES = re.compile(
-    r", (?:metadata|sharding|frontend_attributes)="
-    r'\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n]|\{(?:"(?:[^"\\\n]|\\.)*"|[^{}"\n])*\})*\}'
-)
-_NAME = re.compile(r"%[\w.\-]+")
-_HEAD = re.compile(r"^(ENTRY )?(%[\w.\-]+) .*$", re.MULTILINE)
-_CALL = re.compile(r" call\((.*)\), to_apply=(%[\w.\-]+)")
-_COPY = re.compile(r"^(\S+) copy\((%[\w.\-]+)\)")
-_WHILE = re.compile(r" while\((%[\w.\-]+)\), condition=(%[\w.\-]+), body=(%[\w.\-]+)(.*)$")
-# Raised by reading if another release of XLA prints its programs in another way.
-_NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError, ImportError, TypeError)
-_ELIDED = "constant({...})"
-_PART = re.compile(r" get-tuple-element\((%[\w.\-]+)\), index=(\d+)")
+from perdure.distribute.jax.fused.hlo_graph import graph_of
+from perdure.distribute.jax.fused.hlo_values import Call, Program, Value
+
+# Raised by reading if another release of XLA gives its programs in another form.
+_NOT_UNDERSTOOD = (KeyError, ValueError, IndexError, AttributeError, TypeError)
+NOT_UNDERSTOOD = "XLA gives its programs in a form that perdure does not know"
+
+# (contributions of all turns, the sum of two) -> their sum, in the tree
+Tree = Callable[[list[Any], Callable[[Any, Any], Any]], Any]
 
 
-def same_program(one: Any, other: Any) -> bool:
-    """Whether two compiled programs make their results by the same instructions of the same values."""
+class SinglePrograms(NamedTuple):
+    """The compiled programs of a step for one device, and the paths of what grad and update return.
+
+    All of them take every argument. grad takes the state first, then its other arguments; update takes
+    the state and the total.
+    """
+
+    grad: Any
+    add: Any
+    update: Any
+    contributions: list[str]
+    results: list[str]
+
+
+def difference(one: Any, other: Any, paths: Sequence[str]) -> str:
+    """The path of the first result that two programs make in different ways; "" if there is none."""
     with suppress(*_NOT_UNDERSTOOD):
-        return _HloModule(_text(one)).entry.result == _HloModule(_text(other)).entry.result
-    return False
+        return _first(Program(one).results(), Program(other).results(), paths)
+    return NOT_UNDERSTOOD
 
 
-def is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bool:
-    """Whether a program computes `grad`, then `update` of the state and what `grad` gave.
+def instructions(program: Any) -> int:
+    """How many instructions a program has; 0 if it is not understood."""
+    with suppress(*_NOT_UNDERSTOOD):
+        return sum(len(c.instructions) for c in graph_of(program).computations.values())
+    return 0
 
-    All three take the state first. In `whole` the update is a computation of its own, called last; with
-    `between` it gets what another one, called before it, makes of the results of `grad`.
+
+def step_difference(
+    whole: Any, single: SinglePrograms, turns: int, exchanges: bool, tree: Tree
+) -> str:
+    """What in the program of a whole step is not as in the programs for one device; "" for nothing.
+
+    Args:
+        whole: Takes the state, then the arguments of each turn, and makes the contributions of all
+            turns. What follows are computations of their own that are called one after the other: the
+            sum of several turns, the exchange, and the update.
+        single: What it is compared with.
+        turns: The number of replicas of a device.
+        exchanges: Whether the sum goes through an exchange between devices.
+        tree: The order of the additions.
     """
     with suppress(*_NOT_UNDERSTOOD):
-        return _is_grad_then_update(whole, grad, update, between)
-    return False
+        return _step_difference(whole, single, turns, exchanges, tree)
+    return NOT_UNDERSTOOD
 
 
-def _is_grad_then_update(whole: Any, grad: Any, update: Any, between: bool) -> bool:
-    module = _HloModule(_text(whole), open_calls=True)
-    alone, last = _HloModule(_text(grad)).entry, _HloModule(_text(update)).entry
-    calls = module.entry.calls
-    if len(calls) != 1 + between or module.called(calls[-1].target).leaves != last.leaves:
-        return False
-    contributions = alone.leaves
-    if between:
-        if calls[0].operands != contributions:
-            return False
-        contributions = calls[0].parts(len(contributions))
-    state = last.parameters[: len(last.parameters) - len(contributions)]
-    return calls[-1].operands == state + contributions and module.entry.leaves == calls[-1].parts(
-        len(last.leaves)
+def _step_difference(
+    whole: Any, single: SinglePrograms, turns: int, exchanges: bool, tree: Tree
+) -> str:
+    module, update = Program(whole), Program(single.update)
+    calls: list[Call] = []
+    ends = module.results(calls=calls)
+    if len(calls) != (turns > 1) + exchanges + 1:
+        return "grad, the sum and update are not three computations to XLA"
+    count = len(single.contributions)
+    state = update.parameters()[: len(update.parameters()) - count]
+    grad, given = Program(single.grad), module.parameters()
+    if given[: len(grad.parameters())] != grad.parameters():
+        return "XLA takes the arguments in another form"
+    values = _contributions(grad, given, len(state), turns)
+    *before, last = calls
+    for call in before:
+        if path := _first(call.operands, values, single.contributions * (len(values) // count)):
+            return f"XLA computes {path} of grad in another way"
+        values = call.result.leaves
+    if turns > 1:
+        added = _added(Program(single.add), count, turns, tree)
+        if path := _first(module.called(calls[0], opens=True), added, single.contributions):
+            return f"XLA adds {path} in another way"
+    paths = ["the state"] * len(state) + single.contributions
+    if path := _first(last.operands, [*state, *values], paths):
+        return f"XLA computes {path} of grad in another way"
+    if path := _first(module.called(last), update.results(), single.results):
+        return f"XLA computes {path} of update in another way"
+    path = _first(ends, last.result.leaves, single.results)
+    return path and f"{path} is not what update returned"
+
+
+def _contributions(grad: Program, given: Sequence[Value], state: int, turns: int) -> list[Value]:
+    """The results of grad for each turn; `given` is the state and then the arguments of all turns."""
+    size = len(grad.parameters()) - state
+    starts = (state + turn * size for turn in range(turns))
+    return [
+        value
+        for start in starts
+        for value in grad.results([*given[:state], *given[start : start + size]])
+    ]
+
+
+def _added(add: Program, count: int, turns: int, tree: Tree) -> list[Value]:
+    """The sum of the contributions of several turns, made of copies of the program that adds two."""
+    return tree(
+        [add.parameters(turn * count)[:count] for turn in range(turns)],
+        lambda left, right: add.results([*left, *right], opens=True),
     )
 
 
-def _text(program: Any) -> str:
-    """The text of an optimized program, with every element of every constant.
-
-    By default XLA prints `constant({...})` for more than ten elements, so that two programs with
-    different tables look alike. Floats are printed so that they read back to the same bits.
-    """
-    text = program.as_text()
-    if _ELIDED in text:
-        module = importlib.import_module("jaxlib._hlo")
-        options = module.HloPrintOptions()
-        options.print_large_constants = True
-        (computed,) = program.runtime_executable().hlo_modules()
-        text = computed.to_string(options)
-    if _ELIDED in text:
-        raise ValueError("XLA leaves elements of a constant out of the text of a program")
-    return text
-
-
-class _HloModule:
-    """The computations of an optimized module, with hashes of their contents in place of all names.
-
-    The module's header is left out: it has the module's name and the number of devices. A computation
-    that the entry or a called computation applies is one kernel, whose instructions count in their
-    order; their own instructions are kernels, of which only the operands count, and so are those of a
-    loop in them.
-    """
-
-    def __init__(self, text: str, *, open_calls: bool = False) -> None:
-        self.kernels: dict[str, str] = {}
-        self._lines: dict[str, list[str]] = {}
-        for block in re.split(r"^\}$", text, flags=re.MULTILINE):
-            if not (head := _HEAD.search(block)):
-                continue
-            lines = _ATTRIBUTES.sub("", block[head.end() :]).strip().split("\n")
-            if head[1]:
-                self.entry = _Computation(lines, self, open_calls=open_calls)
-                return
-            names: dict[str, str] = {}
-
-            def canonical(name: re.Match[str], names: dict[str, str] = names) -> str:
-                return self.kernels.get(name[0]) or names.setdefault(name[0], f"%{len(names)}")
-
-            self._lines[head[2]] = lines
-            self.kernels[head[2]] = _hash(_NAME.sub(canonical, "\n".join(lines)))
-        raise ValueError("a compiled program shows no entry computation")
-
-    def called(self, name: str) -> _Computation:
-        return _Computation(self._lines[name], self)
-
-    def loop(self, start: list[str], text: re.Match[str], depth: int) -> list[str]:
-        """The elements that a loop ends with, if it begins with the elements `start`.
-
-        An element that no turn changes is its start, in the loop and after it. The others are numbered
-        without those: where they stand in the tuple depends on the order of the passes of the compiler.
-        """
-
-        def after(name: str, elements: list[str]) -> _Computation:
-            return _Computation(self._lines[name], self, elements=elements, depth=depth + 1)
-
-        unknown = [f"element {index} at depth {depth}" for index in range(len(start))]
-        kept = [a == b for a, b in zip(unknown, after(text[3], unknown).leaves, strict=True)]
-        number = itertools.count()
-        elements = [
-            value if same else f"variable {next(number)} at depth {depth}"
-            for value, same in zip(start, kept, strict=True)
-        ]
-        turn, more = after(text[3], elements).leaves, after(text[2], elements).result
-        changed = [n for n, same in enumerate(kept) if not same]
-        begins, ends = ([values[n] for n in changed] for values in (start, turn))
-        whole = _hash(f"while {begins} {ends} {more} {text[4]}")
-        return [
-            value if same else f"{whole} {element}"
-            for value, same, element in zip(start, kept, elements, strict=True)
-        ]
-
-
-class _Call:
-    """A call of a computation that was not inlined: its operands, and names for its results."""
-
-    def __init__(self, number: int, operands: list[str], target: str) -> None:
-        self.operands = operands
-        self.target = target
-        self._number = number
-
-    def parts(self, count: int) -> list[str]:
-        return [self.part(index) for index in range(count)]
-
-    def part(self, index: int) -> str:
-        return f"call {self._number} result {index}"
-
-
-class _Computation:
-    """Values by hashes of how they are made; instructions come after their operands.
-
-    With `open_calls` the results of a call have names of their own, and the call is in `calls`.
-    `elements` are those of the parameter of a loop's body or condition, `depth` the number of loops
-    around its instructions.
-    """
-
-    def __init__(
-        self,
-        lines: list[str],
-        module: _HloModule,
-        *,
-        open_calls: bool = False,
-        elements: list[str] | None = None,
-        depth: int = 0,
-    ) -> None:
-        made, calls = dict(module.kernels), dict[str, _Call]()
-        parameters: dict[int, str] = {}
-        tuples: dict[str, list[str]] = {}
-        parts: dict[str, list[str]] = {}
-        types: dict[str, str] = {}
-        self.result, self.leaves = "", list[str]()
-        for line in lines:
-            name, _, text = line.strip().removeprefix("ROOT ").partition(" = ")
-            part, copy = _PART.search(text), _COPY.match(text)
-            types[name] = text.partition(" ")[0]
-            if open_calls and (call := _CALL.search(text)):
-                operands = [made[operand] for operand in _NAME.findall(call[1])]
-                calls[name] = _Call(len(calls), operands, call[2])
-                made[name] = calls[name].part(0)  # of one result that is no tuple
-                if text.startswith("("):
-                    count = text[: text.index(") call(")].count("[")
-                    tuples[name] = calls[name].parts(count)
-            elif part and part[1] in calls:
-                made[name] = calls[part[1]].part(int(part[2]))
-            elif part and part[1] in parts:
-                made[name] = parts[part[1]][int(part[2])]
-            elif (loop := _WHILE.search(text)) and loop[1] in tuples:
-                tuples[name] = parts[name] = module.loop(tuples[loop[1]], loop, depth)
-                made[name] = _hash(f"tuple {parts[name]}")
-            elif elements is not None and " parameter(0)" in text:
-                tuples[name] = parts[name] = elements
-                made[name] = _hash(f"tuple {elements}")
-            elif copy and types[copy[2]] == copy[1]:
-                made[name] = made[copy[2]]  # in the same layout: the same bytes elsewhere
-            else:
-                if number := re.search(r" parameter\((\d+)\)", text):
-                    # A parameter's layout is that of the program's arguments: always the plain one.
-                    parameters[int(number[1])] = _hash(text)
-                made[name] = _hash(_NAME.sub(lambda operand: made[operand[0]], text))
-                if (start := text.find(") tuple(")) >= 0:
-                    tuples[name] = [made[operand] for operand in _NAME.findall(text[start:])]
-            if line.lstrip().startswith("ROOT "):
-                self.result = made[name]
-                self.leaves = tuples.get(name) or [made[name]]
-        self.parameters = [parameters[number] for number in sorted(parameters)]
-        self.calls = list(calls.values())
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _first(ones: Sequence[Value], others: Sequence[Value], paths: Sequence[str]) -> str:
+    """The path of the first pair that differs."""
+    for one, other, path in zip(ones, others, paths, strict=True):
+        if one.made != other.made:
+            return path
+    return ""

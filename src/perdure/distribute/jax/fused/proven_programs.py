@@ -1,8 +1,9 @@
 """Programs over all local devices, and the proof that they compute what single devices compute.
 
-A step is one program where a device has one replica, and otherwise grad and update for all devices at
-once. It is accepted only if the optimized instructions of grad, and those of update, are those of the
-programs for a single device. Everything that it adds to them moves bytes, or adds two elements.
+A step is one program if a device has one replica, or several small ones. Otherwise grad, the additions
+and update are programs for all devices at once, and the replicas of a device take turns. Either is
+accepted only if the optimized instructions of grad, of the additions on a device and of update are
+those of the programs for a single device. Everything else moves bytes, or adds two elements.
 
 In these programs every device has its own value under the same name: arrays are declared replicated
 and are not, until the total is.
@@ -11,9 +12,9 @@ and are not, until the total is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,31 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from perdure.distribute.hardware import xla_flags
 from perdure.distribute.jax.fused import hlo
 from perdure.distribute.jax.group import bits, from_bits, packed_width
-from perdure.distribute.jax.programs import one_form, plus
+from perdure.distribute.jax.programs import name_of, one_form, plus
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
+
+UNROLLED_BYTES = 16 << 20
+"""One program holds the contributions of all replicas of a device at once: up to so much of them."""
+UNROLLED_INSTRUCTIONS = 2000
+"""The compiler takes as long for each replica: up to so many instructions of grad in all."""
+
+T = TypeVar("T")
 
 # (share, seed, step, number of the replica)
 Turn = tuple[Any, Any, Any, Any]
 
 # (state, the turns of the devices) -> (state, logs)
 Run = Callable[[Any, list[Turn]], tuple[Any, Any]]
+
+
+class Proof(NamedTuple):
+    """The programs for arguments of one form, if they may be used, and why in one sentence."""
+
+    run: Run | None
+    why: str
 
 
 class ReferencePrograms(NamedTuple):
@@ -53,87 +69,145 @@ class Layout:
         self.replicas = replicas
         self.per_device = replicas // len(self.devices)
 
-    def compile(self, fn: Any, *values: Any) -> Any:
-        """The program of `fn` for all devices at once."""
+    def compile(self, fn: Any, *values: Any, donate: bool = False) -> Any:
+        """The program of `fn` for all devices at once; `donate` gives its first argument away."""
         if len(self.devices) > 1:
             fn = jax.shard_map(fn, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        return _compiled(fn, self.sharding, *values)
+        return _compiled(fn, self.sharding, *values, donate=donate)
+
+    def sum(self, values: Iterable[T], add: Callable[[T, T], T]) -> T:
+        """The contributions of a device, added in the tree."""
+        stack = TreeSum(self.per_device, add)
+        for number, value in enumerate(values):
+            stack.push(TreeNode(0, number), value)
+        ((_, root),) = stack.roots()
+        return root
 
 
-def prove(programs: ReferencePrograms, layout: Layout, state: Any, turn: Turn) -> Run | None:
-    """The step for arguments of this form; None if a program is not what a single device would run."""
+def prove(
+    programs: ReferencePrograms, layout: Layout, state: Any, turn: Turn, donate: bool
+) -> Proof:
+    """The step for arguments of this form, if its programs are what a single device would run."""
     # Tracing raises for mistakes in the user's functions, as the reference would.
     contributions = jax.eval_shape(programs.grad, state, *turn)
     results = jax.eval_shape(programs.update, state, contributions)
-    # If elements share a byte (int4), a compiled program wants another layout than device_put makes.
-    if any(packed_width(x.dtype) for x in jax.tree.leaves((state, turn, contributions, results))):
-        return None
-    for leaf in jax.tree.leaves(contributions):
-        # XLA may keep a chain of narrow sums in a wider type; two at a time it cannot.
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize < 4:
-            return None
+    if why := _unsuitable(layout, contributions):
+        return Proof(None, why)
+    proof = Proof(None, "")
+    try:
+        single = hlo.SinglePrograms(
+            _compiled(programs.grad, layout.first, state, *turn),
+            _compiled(programs.add, layout.first, contributions, contributions)
+            if layout.per_device > 1
+            else None,
+            _compiled(programs.update, layout.first, state, contributions),
+            _paths("contribution", contributions),
+            _paths("new state", results[0]) + _paths("logs", results[1]),
+        )
+        if layout.per_device == 1 or _is_small(layout, single, contributions):
+            proof = _one_program(programs, layout, single, (state, turn), donate)
+        if proof.run is None and layout.replicas > 1:
+            proof = _in_pieces(programs, layout, single, (state, turn, contributions), donate)
+    except Exception as error:  # noqa: BLE001  XLA may refuse for several devices what it takes for one
+        return Proof(None, f"XLA does not compile it ({str(error).partition(chr(10))[0]})")
+    return proof
+
+
+def _unsuitable(layout: Layout, contributions: Any) -> str:
+    """Why contributions of these types are not added between devices by one program."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(contributions):
+        what = f"the contribution {name_of(path)} is {leaf.dtype}, "
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
-            return None
+            return what + "which is no number"
+        if len(layout.devices) == 1:
+            continue
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize < 4:
+            return what + "and XLA may keep a chain of narrow sums in a wider type"
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            return None
-    with suppress(Exception):  # XLA may refuse on several devices what it takes on each of them
-        grad = _compiled(programs.grad, layout.first, state, *turn)
-        update = _compiled(programs.update, layout.first, state, contributions)
-        if layout.per_device == 1:
-            whole = _one_program(programs, layout, state, turn)
-            if hlo.is_grad_then_update(whole, grad, update, between=len(layout.devices) > 1):
-                return lambda state, turns: whole(state, *turns[0])
-        if len(layout.devices) > 1:
-            return _in_pieces(programs, layout, (grad, update), state, turn, contributions)
-    return None
+            return what + "which XLA does not add between devices two at a time"
+    return ""
 
 
-def _one_program(programs: ReferencePrograms, layout: Layout, state: Any, turn: Turn) -> Any:
-    """A step of one replica on each device, compiled.
+def _is_small(layout: Layout, single: hlo.SinglePrograms, contributions: Any) -> bool:
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(contributions))
+    count = hlo.instructions(single.grad)
+    return (
+        size * layout.per_device <= UNROLLED_BYTES
+        and count * layout.per_device <= UNROLLED_INSTRUCTIONS
+    )
 
-    The update stays a computation of its own, so that nothing is fused across its edge. Grad is not
-    one: XLA's CPU compiler rewrites convolutions to their fast form only outside of calls.
+
+def _one_program(
+    programs: ReferencePrograms,
+    layout: Layout,
+    single: hlo.SinglePrograms,
+    values: tuple[Any, Turn],
+    donate: bool,
+) -> Proof:
+    """A whole step as one program.
+
+    The sums and the update stay computations of their own, so that nothing is fused across their
+    edges. Grad is not one: XLA's CPU compiler rewrites convolutions to their fast form only outside of
+    calls.
     """
+    (state, turn), turns, exchanges = values, layout.per_device, len(layout.devices) > 1
 
-    def step(state: Any, *turn: Any) -> tuple[Any, Any]:
-        total = programs.grad(state, *turn)
-        if len(layout.devices) > 1:
+    def step(state: Any, *arguments: Any) -> tuple[Any, Any]:
+        size = len(turn)
+        roots = [
+            programs.grad(state, *arguments[start : start + size])
+            for start in range(0, turns * size, size)
+        ]
+        # A constant among the contributions would be put into the called computations.
+        total, *others = jax.lax.optimization_barrier(roots)
+        if others:
+            total = _kept(lambda *roots: layout.sum(roots, programs.add), total, *others)
+        if exchanges:
             total = _kept(lambda root: _total(layout, root), total)
-        else:
-            # A constant among the contributions would be put into the called computation.
-            total = jax.lax.optimization_barrier(total)
         return _kept(programs.update, state, total)
 
-    return layout.compile(step, state, *turn)
+    whole = layout.compile(step, state, *turn * turns, donate=donate)
+    if why := hlo.step_difference(whole, single, turns, exchanges, layout.sum):
+        return Proof(None, why)
+    each = "" if turns == 1 else f" for the {turns} replicas of a device"
+    return Proof(
+        lambda state, turns: whole(state, *itertools.chain(*turns)),
+        f"one program computes grad{each}, the sums and update"
+        + (f" on {len(layout.devices)} devices" if exchanges else ""),
+    )
 
 
 def _in_pieces(
     programs: ReferencePrograms,
     layout: Layout,
-    singles: tuple[Any, Any],
-    state: Any,
-    turn: Turn,
-    contributions: Any,
-) -> Run | None:
+    single: hlo.SinglePrograms,
+    values: tuple[Any, Turn, Any],
+    donate: bool,
+) -> Proof:
     """Grad, additions and update as programs over all devices."""
-    single_grad, single_update = singles
-    grad = layout.compile(programs.grad, state, *turn)
-    if not hlo.same_program(single_grad, grad):
-        return None
-    update = layout.compile(programs.update, state, contributions)
-    if not hlo.same_program(single_update, update):
-        return None
-    add = layout.compile(programs.add, contributions, contributions)
-    total = layout.compile(lambda root: _total(layout, root), contributions)
+    state, turn, contributions = values
+    grad, add, update = single.grad, single.add, single.update
+    count = len(layout.devices)
+    if count > 1:
+        grad = layout.compile(programs.grad, state, *turn)
+        if path := hlo.difference(single.grad, grad, single.contributions):
+            return Proof(None, f"XLA computes {path} of grad in another way for {count} devices")
+        add = layout.compile(programs.add, contributions, contributions)
+    if count > 1 or donate:
+        update = layout.compile(programs.update, state, contributions, donate=donate)
+        if path := hlo.difference(single.update, update, single.results):
+            return Proof(None, f"XLA computes {path} of update in another way for {count} devices")
+    total = layout.compile(lambda root: _total(layout, root), contributions) if count > 1 else None
 
     def step(state: Any, turns: list[Turn]) -> Any:
-        stack = TreeSum(layout.per_device, lambda left, right: add(left, right))
-        for number, turn in enumerate(turns):
-            stack.push(TreeNode(0, number), grad(state, *turn))
-        ((_, root),) = stack.roots()
-        return update(state, total(root))
+        # One at a time, so that few partial sums are alive at once.
+        root = layout.sum((grad(state, *turn) for turn in turns), add)
+        return update(state, root if total is None else total(root))
 
-    return step
+    where = f"on {count} devices at once" if count > 1 else "on the device"
+    return Proof(
+        step, f"grad, the sums and update are programs {where}, and its replicas take turns"
+    )
 
 
 def _total(layout: Layout, root: Any) -> Any:
@@ -166,12 +240,56 @@ def _gathered(layout: Layout, leaf: Any) -> Any:
     return total
 
 
-def _compiled(fn: Any, sharding: Any, *values: Any) -> Any:
+def _paths(what: str, tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{what} {name_of(path)}" if path else what for path, _ in leaves]
+
+
+def _compiled(fn: Any, sharding: Any, *values: Any, donate: bool = False) -> Any:
     """The program of `fn`, with every argument, used or not: its parameters are compared by number."""
     described = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), values
     )
-    return jax.jit(lambda *args: fn(*args), keep_unused=True).lower(*described).compile()
+    options = _options() if isinstance(sharding, NamedSharding) else None
+    program = jax.jit(
+        lambda *args: fn(*args),
+        keep_unused=True,
+        donate_argnums=(0,) if donate else (),
+        compiler_options=options,
+    )
+    compiled = program.lower(*described).compile()
+    return _Packed(compiled, program) if holds_packed(values) else compiled
+
+
+class _Packed(NamedTuple):
+    """A program with arguments whose elements share a byte (int4).
+
+    A compiled program refuses the layout that they have everywhere else; the function that it was
+    compiled from takes it, and runs the same program.
+    """
+
+    compiled: Any
+    program: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.program(*args)
+
+    def runtime_executable(self) -> Any:
+        return self.compiled.runtime_executable()
+
+
+def holds_packed(values: Any) -> bool:
+    """Whether several elements of an array share a byte."""
+    return any(packed_width(x.dtype) is not None for x in jax.tree.leaves(values))
+
+
+def _options() -> dict[str, str]:
+    """The options of the compiler for programs over several devices."""
+    # The partitioner for several devices cleans up before it divides a program, and merges equal
+    # values before the simplifier counts the users of each, which for one device comes first: of the
+    # two divisions by one sum in a softmax, one then becomes a product.
+    disabled = xla_flags(os.environ).get("--xla_disable_hlo_passes", "")
+    return {"xla_disable_hlo_passes": ",".join(filter(None, (disabled, "spmd-cleanup")))}
 
 
 def _kept(fn: Callable[..., Any], *args: Any) -> Any:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from perdure.distribute.engine import FusedStep
-from perdure.distribute.jax.fused.proven_programs import Layout, ReferencePrograms, Run, Turn, prove
-from perdure.distribute.jax.programs import SETTINGS, strong, without_weak_type
+from perdure.distribute.engine import FusedStep, NotFused
+from perdure.distribute.jax.fused.proven_programs import (
+    Layout,
+    ReferencePrograms,
+    Run,
+    Turn,
+    holds_packed,
+    prove,
+)
+from perdure.distribute.jax.programs import SETTINGS, name_of, strong, without_weak_type
+from perdure.errors import StateError
 
 FORMS_KEPT = 8
 """Shapes of shares and state whose programs are kept: the last batch of an epoch may be smaller."""
 
+_log = logging.getLogger(__name__)
+
 
 def fused_step(
     programs: ReferencePrograms, everywhere: NamedSharding, replicas: int, seed: Any
-) -> FusedStep | None:
-    """A step as programs over all local devices of one process, or None where there is none.
+) -> FusedStep:
+    """A step as programs over all local devices of one process.
 
     At the first call with shares and a state of a form (structure, shapes, dtypes, JAX's settings), the
     programs are compiled and compared with those for a single device, which define the bits. The
@@ -37,14 +48,29 @@ def fused_step(
     """
     layout = Layout(everywhere, replicas)
     count, per_device = len(layout.devices), layout.per_device
-    # Only whole powers of two, so that each device ends with one partial sum, on one level. Several
-    # replicas on the only device take as many dispatches as in the reference.
-    even = replicas % count == 0 and per_device & (per_device - 1) == 0
-    # Not measured on other platforms.
-    on_cpu = layout.devices[0].platform == "cpu"
-    if not on_cpu or not even or (count == 1 and per_device > 1):
-        return None
+    if (platform := layout.devices[0].platform) != "cpu":
+        return NotFused(f"it has not been measured on {platform}")
+    # Each device has to end with one partial sum, on one level.
+    if count > 1 and (replicas % count or per_device & (per_device - 1)):
+        return NotFused(
+            f"{replicas} replicas are no power of two for each of {count} devices, which would leave "
+            "several partial sums"
+        )
     return _StepByForm(programs, layout, seed)
+
+
+class _Form(NamedTuple):
+    """What was decided for arguments of a form.
+
+    Attributes:
+        run: The programs, if they may be used.
+        why: The sentence for `explain`.
+        plain: Whether the arrays of the shares are NumPy's and go to one device.
+    """
+
+    run: Run | None
+    why: str
+    plain: bool
 
 
 class _StepByForm:
@@ -53,59 +79,95 @@ class _StepByForm:
     def __init__(self, programs: ReferencePrograms, layout: Layout, seed: Any) -> None:
         self._programs = programs
         self._layout = layout
-        self._runs: dict[Any, Run | None] = {}
+        self._forms: dict[Any, _Form] = {}
         self._refused = False
-        # Leaves of the last result, by identity: looking at each array costs more than all else here.
+        self._why = ""
+        # The last result, by the identity of its leaves, and their shapes: looking at each array costs
+        # more than all else here.
         self._known: list[Any] = []
+        self._known_shapes: Any = None
+        self._settings = _settings()
         self._seed = seed
         self._numbers: list[Any] = []
 
-    def __call__(self, state: Any, shares: Sequence[Any], step: int) -> tuple[Any, Any] | None:
+    def explain(self) -> str:
+        return self._why
+
+    def __call__(
+        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False
+    ) -> tuple[Any, Any] | None:
         config: Any = jax.config
-        if self._refused or config.jax_disable_jit:
+        if self._refused:
             return None
-        columns, forms = [], []
-        for share in shares:
-            flat, treedef = jax.tree.flatten(share)
-            # A Python number or a weak type gives way in promotions; placed on devices it would not.
-            if not all(map(_is_strong, flat)):
-                return None
-            columns.append(flat)
-            forms.append((treedef, tuple((np.shape(x), jnp.result_type(x)) for x in flat)))
-        if any(form != forms[0] for form in forms):
-            return None
+        if config.jax_disable_jit:
+            return self._not_now("under jax.disable_jit() nothing is compiled")
+        if isinstance(described := _described(shares), str):
+            return self._not_now(described)
+        columns, share_form = described
         leaves, treedef = jax.tree.flatten(state)
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
-            state = self._whole(state)
-            leaves = jax.tree.leaves(state)
-        form = (forms[0], treedef, tuple((x.shape, x.dtype) for x in leaves), _settings())
-        turns = self._turns(columns, forms[0][0], step)
-        if form not in self._runs:
-            if len(self._runs) == FORMS_KEPT:
-                del self._runs[next(iter(self._runs))]
-            self._runs[form] = prove(self._programs, self._layout, state, turns[0])
-        if (run := self._runs[form]) is None:
+            # One array under two names cannot be given away twice.
+            twice = len({id(leaf) for leaf in leaves}) < len(leaves)
+            state = self._whole(state, copies=donate is None or (donate and twice))
+            leaves, treedef = jax.tree.flatten(state)
+            self._known_shapes = tuple((x.shape, x.dtype) for x in leaves)
+        gives = donate is not False
+        form = share_form, treedef, self._known_shapes, self._settings(), gives
+        known = self._forms.get(form)
+        turns = self._turns(columns, share_form[0], step, known is not None and known.plain)
+        if known is None:
+            known = self._decide(form, state, columns, turns[0], gives)
+        self._why = known.why
+        if (run := known.run) is None:
             # Asking costs something in every step; a smaller last batch of an epoch may yet differ.
-            self._refused = not any(self._runs.values())
+            self._refused = not any(known.run for known in self._forms.values())
             return None
         result = run(state, turns)
         self._known = jax.tree.leaves(result[0])
         return result
 
-    def _whole(self, state: Any) -> Any:
-        """The user's state, each leaf one array on all devices."""
+    def _decide(
+        self, form: Any, state: Any, columns: Sequence[Any], turn: Turn, donate: bool
+    ) -> _Form:
+        if len(self._forms) == FORMS_KEPT:
+            del self._forms[next(iter(self._forms))]
+        proof = prove(self._programs, self._layout, state, turn, donate)
+        plain = len(self._layout.devices) == 1 and not holds_packed((state, turn))
+        plain = plain and all(_is_plain(x) for column in columns for x in column)
+        why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
+        _log.debug("%s", why)
+        self._forms[form] = _Form(proof.run, why, plain)
+        return self._forms[form]
+
+    def _not_now(self, why: str) -> None:
+        if self._why != (why := f"Not fast: {why}."):
+            self._why = why
+            _log.debug("%s", why)
+
+    def _whole(self, state: Any, *, copies: bool) -> Any:
+        """The user's state, each leaf one array on all devices, in memory of its own with `copies`."""
         sharding = self._layout.sharding
 
         def spread(path: Any, leaf: Any) -> Any:
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise StateError(
+                    f"{name_of(path)}: this state was given to an earlier step, which used its memory "
+                    "(donate=True, and in a Trainer by default). Continue with the state that the step "
+                    "returned, or make the step with strategy.step(..., donate=False)"
+                )
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not copies:
                 return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
-            return jax.device_put(strong(path, leaf), sharding)
+            # What shares its memory with the caller's array could not be given away.
+            return jax.device_put(strong(path, leaf), sharding, may_alias=False)
 
         return jax.tree_util.tree_map_with_path(spread, state)
 
-    def _turns(self, columns: Sequence[Any], treedef: Any, step: int) -> list[Turn]:
+    def _turns(
+        self, columns: Sequence[list[Any]], treedef: Any, step: int, plain: bool
+    ) -> list[Turn]:
         """The arguments of grad for each turn of the devices: different values under one name."""
-        count, per_device = len(self._layout.devices), self._layout.per_device
+        devices, per_device = self._layout.devices, self._layout.per_device
+        count, size = len(devices), len(columns[0])
         if not self._numbers:
             words = [np.asarray(self._seed)] * count
             numbers = [
@@ -113,29 +175,51 @@ class _StepByForm:
                 for turn in range(per_device)
             ]
             self._numbers = self._placed([words, *numbers])
-        values = [
-            [columns[d * per_device + turn][n] for d in range(count)]
-            for turn in range(per_device)
-            for n in range(len(columns[0]))
-        ]
-        *arrays, now = self._placed([*values, [np.uint32(step)] * count])
         seed, *numbers = self._numbers
-        size = len(columns[0])
+        now: Any = np.uint32(step)
+        if plain:  # the call of a compiled program places them at a lower cost
+            rows = columns
+        else:
+            values = [
+                [columns[d * per_device + turn][n] for d in range(count)]
+                for turn in range(per_device)
+                for n in range(size)
+            ]
+            *arrays, now = self._placed([*values, [now] * count])
+            rows = [arrays[t * size : (t + 1) * size] for t in range(per_device)]
         return [
-            (jax.tree.unflatten(treedef, arrays[t * size : (t + 1) * size]), seed, now, numbers[t])
-            for t in range(per_device)
+            (jax.tree.unflatten(treedef, row), seed, now, number)
+            for row, number in zip(rows, numbers, strict=True)
         ]
 
     def _placed(self, columns: list[list[Any]]) -> list[Any]:
         """One array of each column, which holds a value for every device."""
         devices, sharding = self._layout.devices, self._layout.sharding
         if len(devices) == 1:
-            values = [column[0] for column in columns]
-            if all(map(_is_plain, values)):
-                return values  # the call of a compiled program places them at a lower cost
-            return jax.device_put(values, devices[0])
+            return jax.device_put([column[0] for column in columns], devices[0])
         placed = jax.device_put(columns, [list(devices)] * len(columns))
         return [jax.make_array_from_single_device_arrays(c[0].shape, sharding, c) for c in placed]
+
+
+def _described(shares: Sequence[Any]) -> tuple[list[list[Any]], Any] | str:
+    """The leaves of each share and the form of all, or why they cannot be placed together."""
+    columns, form = [], None
+    for share in shares:
+        flat, treedef = jax.tree.flatten(share)
+        # A Python number or a weak type gives way in promotions; placed on devices it would not.
+        if not all(map(_is_strong, flat)):
+            return "a share holds a Python number, which promotes in another way than an array"
+        this = treedef, tuple([(x.shape, x.dtype) for x in flat])
+        form = form or this
+        if this != form and _canonical(this) != _canonical(form):
+            return "the shares of the replicas differ in their structure, shapes or dtypes"
+        columns.append(flat)
+    return columns, form
+
+
+def _canonical(form: Any) -> Any:
+    treedef, leaves = form
+    return treedef, [(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in leaves]
 
 
 def _is_strong(leaf: Any) -> bool:
@@ -149,10 +233,10 @@ def _is_plain(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array) and jnp.result_type(leaf) == leaf.dtype
 
 
-def _settings() -> Any:
-    """Every setting under which JAX would trace a function again."""
+def _settings() -> Callable[[], Any]:
+    """A function that gives every setting under which JAX would trace a function again."""
     private: Any = importlib.import_module("jax._src.config")
     if (context := getattr(private, "trace_context", None)) is not None:
-        return context()
+        return context
     config: Any = jax.config
-    return tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
+    return lambda: tuple(getattr(config, f"jax_{name}") for name in SETTINGS)

@@ -1,0 +1,394 @@
+"""Which steps on JAX are fast, the reason of each that is not, and states that are given away."""
+# ruff: noqa: ARG005  grad takes (state, batch, key)
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
+from numpy_engine import NumpyEngine
+
+from perdure.checkpoint import CheckpointManager
+from perdure.data import ArrayDataset
+from perdure.distribute import Strategy
+from perdure.distribute.jax.fused import hlo, hlo_graph, hlo_moves, proven_programs
+from perdure.distribute.values import PerReplica
+from perdure.errors import StateError, TopologyError
+from perdure.jax import OneDeviceStrategy
+from perdure.train import RunConfig, Trainer
+
+Apply = Callable[[Any, Any], Any]
+
+
+def first_state() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))  # noqa: E731
+    layers = {"w": draw(3, 4, 4), "k": draw(3, 3, 1, 4), "k2": draw(3, 3, 4, 4)}
+    return {**layers, "n": jnp.ones(3, jnp.int4), "steps": 0}
+
+
+def shares(step: int, replicas: int = 1) -> PerReplica:
+    rng = np.random.default_rng(step)
+    values = [{"x": rng.normal(size=(5, 4)).astype(np.float32)} for _ in range(replicas)]
+    return PerReplica(tuple(values), tuple(range(replicas)), step)
+
+
+@jax.custom_vjp
+def scaled(x: Any) -> Any:
+    return x * 3
+
+
+scaled.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def bent(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+bent.defjvp(lambda p, t: (bent(*p), t[0] * p[0]))
+
+
+def gru(p: Any, x: Any) -> Any:
+    def cell(h: Any, row: Any) -> tuple[Any, Any]:
+        z, r = jax.nn.sigmoid(row @ p["w"][0] + h), jax.nn.sigmoid(row @ p["w"][1])
+        h = (1 - z) * h + z * jnp.tanh((r * h) @ p["w"][2])
+        return h, h
+
+    return jax.lax.scan(cell, jnp.zeros(4), x)[1]
+
+
+def layer(h: Any, w: Any) -> tuple[Any, None]:
+    return jnp.tanh(h @ w), None
+
+
+def normalized(p: Any, x: Any) -> Any:
+    """Two convolutions of two rows of squares, each with a GroupNorm."""
+    h = x[:4].reshape(1, 4, 4, 1)
+    for kernel in (p["k"], p["k2"]):
+        h = jax.lax.conv_general_dilated(
+            h, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        groups = h.reshape(1, 4, 4, 2, 2)
+        mean = groups.mean((1, 2, 4), keepdims=True)
+        variance = groups.var((1, 2, 4), keepdims=True)
+        h = jax.nn.relu(((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(h.shape))
+    return h
+
+
+FAST: dict[str, Apply] = {
+    "remat in a scan": lambda p, x: jax.lax.scan(jax.checkpoint(layer), x, p["w"])[0],
+    "a recurrent cell": gru,
+    "convolution with GroupNorm": normalized,
+    "custom gradients": lambda p, x: bent(scaled(x @ p["w"][0])),
+    "attention": lambda p, x: jax.nn.softmax((x @ p["w"][0]) @ (x @ p["w"][1]).T) @ x,
+    "a condition": lambda p, x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.tanh, x @ p["w"][0]),
+    "a sorted row and a gather": lambda p, x: jnp.sort(x @ p["w"][0])[jnp.array([2, 0, 1])],
+}
+
+
+def functions(apply: Apply) -> tuple[Any, Any]:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        taken = {name: state[name] for name in ("w", "k", "k2")}
+        gradient = jax.grad(lambda p: (apply(p, batch["x"]) ** 2).sum())(taken)
+        return {"g": gradient, "n": jnp.float32(5)}
+
+    def update(state: Any, total: Any) -> Any:
+        new = {n: state[n] - 0.1 * g / total["n"] for n, g in total["g"].items()}
+        return {**new, "n": state["n"] + jnp.int4(1), "steps": state["steps"] + 1}, total["n"]
+
+    return grad, update
+
+
+def as_bytes(value: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(value)]
+
+
+def trained(step: Any, replicas: int = 1, state: Any = None) -> list[bytes]:
+    state = first_state() if state is None else state
+    for number in range(2):
+        state, logs = step(state, shares(number, replicas))
+    return as_bytes((state, logs))
+
+
+def test_these_functions_are_fast() -> None:
+    """All in one step, which is compiled once; a reason would name the contribution.
+
+    `make proof-distribute` compares the bits of such networks on many topologies.
+    """
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        made = {name: functions(apply)[0](state, batch, key) for name, apply in FAST.items()}
+        return {"g": {name: one["g"] for name, one in made.items()}, "n": jnp.float32(5)}
+
+    def update(state: Any, total: Any) -> Any:
+        gradients = jax.tree.map(lambda *leaves: sum(leaves), *total["g"].values())
+        return plain()[1](state, {**total, "g": gradients})
+
+    strategy = OneDeviceStrategy(replicas=1)
+    step = strategy.step(grad, update)
+    assert strategy.explain(step) == "Not decided yet: the first call of the step decides."
+    trained(step)
+    assert strategy.explain(step) == "Fast: one program computes grad, the sums and update."
+
+
+def plain() -> tuple[Any, Any]:
+    return functions(lambda p, x: x @ p["w"][0])
+
+
+def with_contribution(extra: Callable[[Any], Any]) -> tuple[Any, Any]:
+    grad, update = plain()
+    return lambda state, batch, key: {**grad(state, batch, key), "n": extra(batch)}, update
+
+
+def not_inlined(batch: Any) -> Any:
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(lambda x: x.sum() ** 2)(batch["x"])
+
+
+REFUSED: dict[str, tuple[tuple[Any, Any], Any, str]] = {
+    "a computation of its own": (
+        with_contribution(not_inlined),
+        {"x": np.ones((5, 4), np.float32)},
+        "grad, the sum and update are not three computations to XLA",
+    ),
+    "a Python number": (
+        (lambda s, b, k: {"x": b["x"] * jnp.float32(1)}, lambda s, t: (s, t)),
+        {"x": 1.0},
+        "a share holds a Python number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_of_a_step_that_is_not_fast(name: str) -> None:
+    fns, share, why = REFUSED[name]
+    strategy = OneDeviceStrategy(replicas=1)
+    step = strategy.step(*fns)
+    step(first_state(), PerReplica((share,), (0,), 0))
+    assert strategy.explain(step).startswith("Not fast: ")
+    assert why in strategy.explain(step)
+
+
+def test_reasons_that_do_not_depend_on_the_functions(caplog: Any) -> None:
+    strategy = OneDeviceStrategy(replicas=2)
+    sums = lambda s, b, k: {"x": b["x"].sum()}, lambda s, t: (s, t)
+    step = strategy.step(*sums, check_finite=True)
+    assert "check_finite=True reads every contribution" in strategy.explain(step)
+    step = strategy.step(*sums)
+    caplog.set_level("DEBUG", "perdure.distribute")
+    with jax.disable_jit():
+        step(jnp.ones(()), shares(0, 2))
+    assert "under jax.disable_jit()" in strategy.explain(step)
+    assert "under jax.disable_jit()" in caplog.text
+    x, y = shares(0, 2).values
+    with pytest.raises(StateError, match="another structure"):
+        strategy.step(lambda s, b, k: b, lambda s, t: (s, t))(
+            first_state(), PerReplica(({**x, "y": x["x"]}, y), (0, 1), 0)
+        )
+    assert Strategy(NumpyEngine(1), 1).step(*plain()).explain().startswith("Not fast: this engine")
+    with pytest.raises(TopologyError, match=r"what strategy\.step\(grad, update\) returned"):
+        strategy.explain(plain)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [
+        (jnp.bfloat16, "the contribution x is bfloat16, and XLA may keep a chain of narrow sums"),
+        (jnp.complex64, "the contribution x is complex64, which XLA does not add between devices"),
+    ],
+)
+def test_contributions_that_are_not_added_between_devices(dtype: Any, why: str) -> None:
+    value = {"x": jax.ShapeDtypeStruct((3,), dtype)}
+    devices = [SimpleNamespace(devices=["one"] * count) for count in (1, 2)]
+    found = [proven_programs._unsuitable(layout, value) for layout in devices]  # type: ignore[arg-type]
+    assert found[0] == ""
+    assert why in found[1]
+
+
+# ---------------------------------------------------------------- replicas of one device
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of each comparison of a whole step."""
+    compare, calls = hlo.step_difference, list[tuple[Any, ...]]()
+    monkeypatch.setattr(
+        hlo, "step_difference", lambda *arguments: (calls.append(arguments), compare(*arguments))[1]
+    )
+    yield calls
+    monkeypatch.undo()
+
+
+def test_small_replicas_of_a_device_are_one_program(
+    compared: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = 3
+    strategy = OneDeviceStrategy(replicas=replicas)
+    step, single, turns = (strategy.step(*plain()) for _ in range(3))
+    single._fused = None
+    expected = trained(single, replicas)
+    assert trained(step, replicas) == expected
+    assert f"grad for the {replicas} replicas of a device" in strategy.explain(step)
+    # The control: the same additions in another order are refused.
+    ((whole, programs, count, exchanges, tree),) = compared
+
+    def in_a_row(values: list[Any], add: Any) -> Any:
+        first, *others = reversed(values)
+        for value in others:
+            first = add(first, value)
+        return first
+
+    arguments = (whole, programs, count, exchanges)
+    assert hlo.step_difference(*arguments, tree) == ""
+    assert "XLA adds contribution g/k in another way" in hlo.step_difference(*arguments, in_a_row)
+    # Larger ones take turns.
+    monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
+    assert trained(turns, replicas) == expected
+    assert "its replicas take turns" in strategy.explain(turns)
+
+
+# ---------------------------------------------------------------- states that are given away
+
+
+@pytest.mark.parametrize(("replicas", "unrolled"), [(1, 0), (4, 0), (2, 1 << 20)])
+def test_a_state_that_is_given_away_is_used_again(
+    replicas: int, unrolled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", unrolled)
+    strategy = OneDeviceStrategy(replicas=replicas)
+    step, kept = strategy.step(*plain(), donate=True), strategy.step(*plain())
+    numbers = {"w": np.ones((3, 4, 4), np.float32)}
+    given = first_state() | numbers
+    expected = trained(kept, replicas, given)
+    state, _ = step(given, shares(0, replicas))
+    assert (numbers["w"] == 1).all(), "memory of the caller's own"
+    assert given["k"].is_deleted()
+    pointer = state["w"].unsafe_buffer_pointer()
+    after, logs = step(state, shares(1, replicas))
+    assert as_bytes((after, logs)) == expected
+    assert after["w"].unsafe_buffer_pointer() == pointer
+    for old in (given, state):
+        with pytest.raises(StateError, match=r"was given to an earlier step.*donate=False"):
+            step(old, shares(2, replicas))
+    # The control: without it the old state stays.
+    again = first_state()
+    kept(again, shares(0, replicas))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(again) if hasattr(leaf, "devices"))
+
+
+def test_one_array_under_two_names_is_not_given_away() -> None:
+    strategy = OneDeviceStrategy(replicas=1)
+    step = strategy.step(
+        lambda s, b, k: {"x": b["x"].sum()},
+        lambda s, t: ({"a": s["a"] + t["x"], "b": s["b"] - t["x"]}, {}),
+        donate=True,
+    )
+    array = jnp.ones(3)
+    state, _ = step({"a": array, "b": array}, shares(0))
+    assert not array.is_deleted()
+    assert float(state["a"][0] + state["b"][0]) == 2
+
+
+def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the state, at most log2(V) + 2 gradients, and none for a new state if it is donated."""
+    size, replicas, alive = 1 << 12, 8, [0]
+    compiled = proven_programs._compiled
+
+    def watched(*arguments: Any, **donate: Any) -> Any:
+        program = compiled(*arguments, **donate)
+
+        def call(*values: Any) -> Any:
+            result = program(*values)
+            arrays = [a for a in jax.live_arrays() if a.shape == (size,)]
+            alive.append(len({a.unsafe_buffer_pointer() for a in arrays}))
+            return result
+
+        call.runtime_executable = program.runtime_executable  # type: ignore[attr-defined]
+        return call
+
+    monkeypatch.setattr(proven_programs, "_compiled", watched)
+    monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
+    most = {}
+    for donate in (True, False):
+        strategy = OneDeviceStrategy(replicas=replicas)
+        step = strategy.step(
+            lambda s, b, k: {"g": s["w"] * b["x"].sum()},
+            lambda s, t: ({"w": s["w"] - t["g"]}, {}),
+            donate=donate,
+        )
+        state: Any = {"w": jnp.ones(size)}
+        state, _ = step(state, shares(0, replicas))
+        gc.collect()
+        alive[:] = []
+        state, _ = step(state, shares(1, replicas))
+        assert len(alive) == 2 * replicas
+        most[donate] = max(alive[:-1]), alive[-1]
+        del state, _
+    gradients = 5  # log2(V) + 2
+    assert most[True][0] <= 1 + gradients
+    # During update: the state, the total, and the new state unless it has the memory of the old one.
+    assert most[True][1] == 2
+    assert most[False][1] == 3
+
+
+def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:
+    strategy = OneDeviceStrategy(replicas=2)
+    data = ArrayDataset({"x": np.ones((16, 4), np.float32)}, 4)
+    prints = []
+    for name, donate in (("given", None), ("kept", False)):
+        states: list[Any] = []
+
+        def noted(state: Any, batch: Any, step: Any) -> Any:
+            states.append(state)  # noqa: B023
+            return step(state, batch)
+
+        step = strategy.step(*plain(), donate=donate)
+        first = first_state()
+        config = RunConfig(tmp_path / name, save_checkpoints_steps=4)
+        trainer = Trainer(step, first, data, config, strategy=strategy)
+        call = trainer._computation._step_fn
+        trainer._computation._step_fn = lambda s, b, call=call: noted(s, b, call)
+        trainer._computation._many = None
+        final = trainer.train(4)
+        deleted = [state["w"].is_deleted() for state in states]
+        # The state that the caller has stays, and so does the last.
+        assert not first["w"].is_deleted()
+        assert not final["w"].is_deleted()
+        assert deleted[2] == (donate is None)
+        trainer.train(5)
+        assert not final["w"].is_deleted(), "a call continues with what it restored"
+        with CheckpointManager(tmp_path / name) as manager:
+            prints.append(as_bytes(manager.restore(step=4, like=first_state()).state))
+    assert prints[0] == prints[1]
+
+
+# ---------------------------------------------------------------- what only moves elements
+
+
+def test_moves_of_elements_are_followed() -> None:
+    def origin(opcode: str, before: Any, after: Any, content: bytes = b"") -> Any:
+        def shape(sizes: tuple[int, ...], order: tuple[int, ...]) -> bytes:
+            layout = bytes([10, len(order), *order])
+            return bytes([16, 11, 26, len(sizes), *sizes, 42, len(layout), *layout])
+
+        instruction = hlo_graph.Instruction(opcode, shape(*after), content, 0, 1, (0,), (), (), b"")
+        start = hlo_moves.Origin("x", shape(*before))
+        return hlo_moves.moved(instruction, shape(*before), start)
+
+    row, column = ((2, 3), (1, 0)), ((2, 3), (0, 1))
+    assert origin("copy", row, column).places is None
+    assert origin("bitcast", row, ((3, 2), (0, 1))).places.tolist() == [0, 3, 1, 4, 2, 5]
+    assert origin("bitcast", row, ((6,), (0,))).places is None
+    assert origin("reshape", column, ((6,), (0,))).places is None
+    assert origin("bitcast", column, ((6,), (0,))).places.tolist() == [0, 3, 1, 4, 2, 5]
+    swapped = origin("transpose", row, ((3, 2), (1, 0)), bytes([114, 2, 1, 0]))
+    assert swapped.places.tolist() == [0, 3, 1, 4, 2, 5]

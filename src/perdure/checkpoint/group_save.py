@@ -158,7 +158,7 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
     """Raise `StateError` naming leaf and process unless all processes hold one state. A collective."""
     digests = leaf_digests(leaves)
     digest = hash_bytes(msgspec.json.encode(digests)).encode()
-    if len(set(processes.gather(digest))) > 1:
+    if processes.agree(digest, lambda sent: b"%d" % len(set(sent))) != b"1":
         sent = processes.gather(msgspec.json.encode(digests))
         raise _differing([msgspec.json.decode(data) for data in sent], [])
 

@@ -19,7 +19,7 @@ from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, pack_writer
+from perdure.store import Run, direct, pack_writer
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.leaf import Leaf, Shards
 from pretend import Pretend, play
@@ -470,6 +470,44 @@ def test_other_processes_restore_their_own_shards(
         assert max(read for *_, read in outcomes) < 4 * CHUNK_BYTES, (
             "one row of two takes 2.5 chunks"
         )
+
+
+def test_chunks_that_several_processes_need_are_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the disk reads them once."""
+    kept: list[int] = []
+    real_keep, direct_reads, real_direct = LocalStorage.keep_cached, [], direct._read_direct
+
+    def keep(storage: LocalStorage, name: str, offset: int) -> None:
+        kept.append(offset)
+        real_keep(storage, name, offset)
+
+    def read_direct(path: str, offset: int, target: memoryview) -> int:
+        direct_reads.append(offset)
+        return real_direct(path, offset, target)
+
+    monkeypatch.setattr(LocalStorage, "keep_cached", keep)
+    monkeypatch.setattr(direct, "_read_direct", read_direct)
+    words = CHUNK_BYTES // 4
+    value = {"w": np.arange(6 * words, dtype=np.int32).reshape(6, words)}
+    play(1, saver(tmp_path, value, 1))
+    offsets = sorted(chunk.offset for chunk in Run(tmp_path).manifest(1).leaves[0].chunks)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored, _ = manager.restore(1, {"w": np.zeros_like(value["w"])})
+        own = region((6, words), processes.index, 2)
+        span = tuple(slice(*axis) for axis in own)
+        return np.array_equal(restored["w"][span], value["w"][span])
+
+    assert play(2, program) == [True] * 2
+    assert kept == [], "each chunk is a row of one process"
+    direct_reads.clear()
+    CUTS.update(axis=1)
+    assert play(2, program) == [True] * 2
+    assert sorted(kept) == sorted(offsets * 2), "each process has a half of each chunk"
+    assert direct_reads == []
 
 
 def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:

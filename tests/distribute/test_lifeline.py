@@ -243,3 +243,6 @@ def test_a_timeout_names_the_missing_process() -> None:
     store = group._Store(server, group._LossWatch(wait))
     with pytest.raises(WorkerLostError, match="process 3 did not come"):
         store.get("never", 3)
+    assert not store.has("never")
+    store.set("now", b"")
+    assert store.has("now")

@@ -203,7 +203,7 @@ class Constants:
     read_bps: float
     commit_s: float
     message_s: float
-    messages: Sequence[float]  # of a save with W workers: [0] + [1] W + [2] W²
+    messages: Sequence[float]  # of a save with W workers: [0] + [1] W
     restart_s: float
 
 
@@ -249,8 +249,8 @@ def save_parts(constants: Constants, cluster: Cluster) -> dict[str, float]:
 
 def messages(constants: Constants, workers: int) -> float:
     """How many messages the chief's store answers in one save."""
-    none, each, pairs = constants.messages
-    return none + each * workers + pairs * workers**2
+    none, each = constants.messages
+    return none + each * workers
 
 
 def durable_s(parts: dict[str, float]) -> float:

@@ -33,7 +33,7 @@ MEASURED = Constants(
     read_bps=2.54e9,
     commit_s=4.56e-3,
     message_s=30e-6,
-    messages=(1, 4, 3),
+    messages=(0, 8),
     restart_s=2.36,
 )
 SOURCES = {
@@ -45,9 +45,6 @@ SOURCES = {
     "messages": "requests of one save with W = 2, 4, 8 workers: this proof",
     "restart_s": "SIGKILL to the first new step, two PyTorch workers: `make bench-recovery`",
 }
-# Of a save whose gathers go to the chief, which answers all with one value: three rounds in which each
-# worker sets a key, reads the answer and deletes its key, and the chief reads all.
-TO_THE_CHIEF = (1.0, 13.0, 0.0)
 # 466 interruptions in 54 days on 16,384 GPUs (the Llama 3 report).
 GPU_FAILURES_S = 54 * DAY_S * 16384 / 466
 STEP_S = 5.0
@@ -88,62 +85,48 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def constants_table(constants: Constants) -> str:
-    none, each, pairs = constants.messages
+    none, each = constants.messages
     shown = {
         "stall_s": f"{1000 * constants.stall_s:.2f} ms",
         "write_bps": f"{constants.write_bps / 1e9:.2f} GB/s",
         "read_bps": f"{constants.read_bps / 1e9:.2f} GB/s",
         "commit_s": f"{1000 * constants.commit_s:.2f} ms",
         "message_s": f"{1e6 * constants.message_s:.0f} µs",
-        "messages": f"{pairs:g} W² + {each:g} W + {none:g}",
+        "messages": f"{each:g} W" + (f" + {none:g}" if none else ""),
         "restart_s": f"{constants.restart_s:.2f} s",
     }
     lines = [[f"`{name}`", value, SOURCES[name]] for name, value in shown.items()]
     return table(["constant", "value", "what was measured, and by which command"], lines)
 
 
-def grid() -> Iterator[tuple[Cluster, bool]]:
-    """Clusters, and whether gathers go to the chief."""
+def grid() -> Iterator[Cluster]:
+    """Clusters of several sizes, with fast and slow storage."""
     sizes = [
-        (100, 0.1, 0.1, 1.0, False),
-        (1000, 1, 0.1, 1.0, False),
-        (1000, 1, 0.1, 1.0, True),
-        (1000, 10, 0.1, 1.0, True),
-        (10000, 1, 1, 1.0, True),
-        (10000, 10, 0.1, 1.0, True),
-        (10000, 10, 1, 1.0, True),
-        (10000, 10, 1, 0.7, True),
-        (10000, 10, 1, 1.0, False),
+        (100, 0.1, 0.1, 1.0),
+        (1000, 1, 0.1, 1.0),
+        (1000, 10, 0.1, 1.0),
+        (10000, 1, 1, 1.0),
+        (10000, 10, 0.1, 1.0),
+        (10000, 10, 1, 1.0),
+        (10000, 10, 1, 0.7),
     ]
-    for workers, state, storage, shape, to_chief in sizes:
+    for workers, state, storage, shape in sizes:
         bandwidth = storage * TB
-        yield (
-            Cluster(
-                workers=workers,
-                state=state * TB,
-                storage_write_bps=bandwidth,
-                storage_read_bps=bandwidth,
-                failures_s=GPU_FAILURES_S,
-                outside_s=OUTSIDE_S,
-                shape=shape,
-            ),
-            to_chief,
+        yield Cluster(
+            workers=workers,
+            state=state * TB,
+            storage_write_bps=bandwidth,
+            storage_read_bps=bandwidth,
+            failures_s=GPU_FAILURES_S,
+            outside_s=OUTSIDE_S,
+            shape=shape,
         )
 
 
 def grid_table(constants: Constants) -> str:
-    lines = [
-        [
-            *grid_line(
-                replace(constants, messages=TO_THE_CHIEF) if to_chief else constants, cluster
-            ),
-            "to the chief" if to_chief else "all to all",
-        ]
-        for cluster, to_chief in grid()
-    ]
     head = ["workers", "state, TB", "storage, TB/s", "law", "durable after", "Young", "Daly"]
-    head += ["best", "goodput", "first saturated", "messages"]
-    return table(head, lines)
+    head += ["best", "goodput", "first saturated"]
+    return table(head, [grid_line(constants, cluster) for cluster in grid()])
 
 
 def grid_line(constants: Constants, cluster: Cluster) -> list[str]:
@@ -202,18 +185,18 @@ class Reported:
     """The runs of others: what has to be assumed so that the model gives what they report."""
 
     def __init__(self, constants: Constants) -> None:
-        self.constants = chief = replace(constants, messages=TO_THE_CHIEF)
-        self.llama_10_minutes = goodput(chief, llama(600), 60, STEP_S)
+        self.constants = constants
+        self.llama_10_minutes = goodput(constants, llama(600), 60, STEP_S)
         self.llama_outside_s = solve(
-            lambda outside: goodput(chief, llama(outside), 60, STEP_S), 0.90, 60, 7200
+            lambda outside: goodput(constants, llama(outside), 60, STEP_S), 0.90, 60, 7200
         )
         self.byterobust_outside_s = solve(
-            lambda outside: goodput(chief, byterobust(outside), 1, STEP_S, range(2), 100),
+            lambda outside: goodput(constants, byterobust(outside), 1, STEP_S, range(2), 100),
             0.97, 20, 7200,
         )  # fmt: skip
         # The more seldom a GPU fails the higher the goodput: `solve` wants a falling function.
         rate = solve(
-            lambda rate: goodput(chief, hsdp(600, 1 / rate), 60, STEP_S), 0.44, 1e-10, 1e-7
+            lambda rate: goodput(constants, hsdp(600, 1 / rate), 60, STEP_S), 0.44, 1e-10, 1e-7
         )
         self.hsdp_failures_s = 1 / rate
         self.hsdp_80 = self._without_repeats(180.0)
@@ -270,30 +253,28 @@ def plot(constants: Constants, path: Path) -> None:
 
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "scale", "font.size": 9})
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    chief = replace(constants, messages=TO_THE_CHIEF)
     base = Cluster(1, 10 * TB, TB, TB, GPU_FAILURES_S, OUTSIDE_S)
     for workers in (1000, 3000, 10000, 30000):
         cluster = replace(base, workers=workers)
         tried = list(intervals(2000, 1.6))
         (line,) = left.plot(
             [steps * STEP_S for steps in tried],
-            [goodput(chief, cluster, steps, STEP_S, range(2), 100) for steps in tried],
+            [goodput(constants, cluster, steps, STEP_S, range(2), 100) for steps in tried],
             label=f"{workers:,} workers",
         )
-        cost = chief.stall_s + cluster.slowed * durable_s(save_parts(chief, cluster))
+        cost = constants.stall_s + cluster.slowed * durable_s(save_parts(constants, cluster))
         left.axvline(
             optimum_interval(cost, cluster.between_failures_s), color=line.get_color(), ls=":", lw=1
         )
     left.set(xscale="log", xlabel="seconds between saves (dotted: Daly)", ylabel="goodput")
     left.legend(fontsize=8)
     counts = [round(10 ** (exponent / 8)) for exponent in range(8, 41)]
-    for name, law, source in (
-        ("each process writes its part", "processes", chief),
-        ("the storage, 1 TB/s", "storage", chief),
-        ("commit, gathers to the chief", "chief", chief),
-        ("commit, gathers all to all", "chief", constants),
+    for name, part in (
+        ("each process writes its part", "processes"),
+        ("the storage, 1 TB/s", "storage"),
+        ("commit in process 0", "chief"),
     ):
-        times = [save_parts(source, replace(base, workers=count))[law] for count in counts]
+        times = [save_parts(constants, replace(base, workers=count))[part] for count in counts]
         right.plot(counts, times, label=name)
     right.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds of a save of 10 TB")
     right.legend(fontsize=8)

@@ -49,6 +49,9 @@ class Pretend:
         self.barrier()
         return gathered
 
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        return decide(self.gather(data))
+
     def collect(self, data: bytes) -> list[bytes]:
         gathered = self.gather(data)
         return gathered if self.is_chief else []

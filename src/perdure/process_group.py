@@ -6,14 +6,15 @@ one thread at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
 class Processes(Protocol):
     """A group of processes that run the same program on one run directory.
 
-    `barrier`, `broadcast`, `gather`, `collect` and `any` are collectives: every process calls them, and
-    they raise `WorkerLostError` if a process is gone.
+    All but `channel` are collectives: every process calls them, and they raise `WorkerLostError` if a
+    process is gone.
     """
 
     @property
@@ -40,7 +41,17 @@ class Processes(Protocol):
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes that each process passed, in the order of their numbers, in every process."""
+        """The bytes that each process passed, in the order of their numbers, in every process.
+
+        With many processes these are many bytes for each: `agree` sends less.
+        """
+        ...
+
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """In every process, what `decide` makes in process 0 of the bytes that each process passed.
+
+        `decide` gets them in the order of the numbers, and raises nothing.
+        """
         ...
 
     def collect(self, data: bytes) -> list[bytes]:
@@ -77,6 +88,9 @@ class SingleProcess:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        return decide([data])
 
     def collect(self, data: bytes) -> list[bytes]:
         return [data]

@@ -19,7 +19,7 @@ from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, pack_writer
+from perdure.store import Run, direct, pack_writer
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.leaf import Leaf, Shards
 from pretend import Pretend, play
@@ -115,11 +115,28 @@ def saver(directory: Path, value: Any, *steps: int, codec: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("count", "axis", "copies"), [(2, 0, 1), (3, 1, 1), (3, 0, 1), (4, 1, 2), (2, 0, 2)]
 )
-@pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
+@pytest.mark.parametrize(
+    ("codec", "is_one_machine"), [(None, True), ("shuffle-zstd", False)], ids=["plain", "codec"]
+)
 def test_a_sharded_state_is_saved_as_a_whole_one(
-    tmp_path: Path, codec: Any, count: int, axis: int, copies: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: Any,
+    is_one_machine: bool,
+    count: int,
+    axis: int,
+    copies: int,
 ) -> None:
     CUTS.update(axis=axis, copies=copies)
+    if not is_one_machine:
+        monkeypatch.setattr(piece_exchange, "_HAS_SHARED_MEMORY", False)
+    shared, real_memory = [], piece_exchange._received_memory
+
+    def received(connection: Any) -> memoryview:
+        shared.append(connection)
+        return real_memory(connection)
+
+    monkeypatch.setattr(piece_exchange, "_received_memory", received)
     together, alone = tmp_path / "together", tmp_path / "alone"
 
     def program(processes: Pretend) -> Any:
@@ -145,6 +162,7 @@ def test_a_sharded_state_is_saved_as_a_whole_one(
     restored = load_checkpoint(together)
     assert np.array_equal(restored["large"], state(1)["large"])
     assert np.array_equal(restored["net"]["small%"], state(1)["net"]["small%"])
+    assert bool(shared) == (is_one_machine and copies < count)
 
 
 def test_no_byte_moves_if_each_chunk_lies_in_one_process(tmp_path: Path, moved: list[int]) -> None:
@@ -274,25 +292,19 @@ def test_an_answer_with_other_bytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CUTS.update(axis=1)
-    real, fired = group_save.read_pieces, []  # pyright: ignore[reportPrivateImportUsage]
+    # The processes do not find each other on one machine.
+    monkeypatch.setattr(piece_exchange, "_listen_locally", lambda: (None, "perdure-elsewhere"))
+    real, fired = piece_exchange.blake3, []  # pyright: ignore[reportPrivateImportUsage]
 
-    class Changing(bytearray):
-        """Bytes that change after they were hashed."""
+    def changing(data: memoryview) -> Any:
+        """Hashes bytes that change afterwards, the first time."""
+        digest = real(data)
+        if not fired:
+            fired.append(len(data))
+            data[0] ^= 1
+        return digest
 
-    def changed(digest: Any) -> Any:
-        def wrapped(data: Any) -> Any:
-            out = digest(data)
-            if isinstance(data.obj, Changing) and not fired:
-                fired.append(len(data))
-                data[0] ^= 1
-            return out
-
-        return wrapped
-
-    monkeypatch.setattr(
-        group_save, "read_pieces", lambda *given: memoryview(Changing(real(*given)))
-    )
-    monkeypatch.setattr(piece_exchange, "blake3", changed(piece_exchange.blake3))  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(piece_exchange, "blake3", changing)
     errors = play(2, saver(tmp_path, state(1), 1))
     assert fired
     for error in errors:
@@ -458,6 +470,44 @@ def test_other_processes_restore_their_own_shards(
         assert max(read for *_, read in outcomes) < 4 * CHUNK_BYTES, (
             "one row of two takes 2.5 chunks"
         )
+
+
+def test_chunks_that_several_processes_need_are_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the disk reads them once."""
+    kept: list[int] = []
+    real_keep, direct_reads, real_direct = LocalStorage.keep_cached, [], direct._read_direct
+
+    def keep(storage: LocalStorage, name: str, offset: int) -> None:
+        kept.append(offset)
+        real_keep(storage, name, offset)
+
+    def read_direct(path: str, offset: int, target: memoryview) -> int:
+        direct_reads.append(offset)
+        return real_direct(path, offset, target)
+
+    monkeypatch.setattr(LocalStorage, "keep_cached", keep)
+    monkeypatch.setattr(direct, "_read_direct", read_direct)
+    words = CHUNK_BYTES // 4
+    value = {"w": np.arange(6 * words, dtype=np.int32).reshape(6, words)}
+    play(1, saver(tmp_path, value, 1))
+    offsets = sorted(chunk.offset for chunk in Run(tmp_path).manifest(1).leaves[0].chunks)
+
+    def program(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored, _ = manager.restore(1, {"w": np.zeros_like(value["w"])})
+        own = region((6, words), processes.index, 2)
+        span = tuple(slice(*axis) for axis in own)
+        return np.array_equal(restored["w"][span], value["w"][span])
+
+    assert play(2, program) == [True] * 2
+    assert kept == [], "each chunk is a row of one process"
+    direct_reads.clear()
+    CUTS.update(axis=1)
+    assert play(2, program) == [True] * 2
+    assert sorted(kept) == sorted(offsets * 2), "each process has a half of each chunk"
+    assert direct_reads == []
 
 
 def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:

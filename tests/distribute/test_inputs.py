@@ -207,10 +207,10 @@ def test_pipelines_of_other_lengths_in_another_process_are_refused() -> None:
         index, count, is_chief = 0, 2, True
 
         def gather(self, data: bytes) -> list[bytes]:
-            return [
-                data,
-                b"9" if data.isdigit() else data,
-            ]  # otherwise the error is about the recipe
+            return [data, b"9"]
+
+        def agree(self, data: bytes, decide: Any) -> bytes:
+            return decide([data, data])  # one recipe
 
     engine: Any = NumpyEngine(1)
     engine.processes, engine.devices_per_process = Two(), (1, 1)

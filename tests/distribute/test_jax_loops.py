@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jaxlib import _hlo
+from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
 from perdure.distribute.jax.fused import hlo
 

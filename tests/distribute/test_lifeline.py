@@ -177,22 +177,29 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "how", "victim"),
+    ("origin", "how", "count", "victim"),
     [
-        ("made", "kill", "1"),
-        ("made", "raise", "0"),
-        ("joined", "kill", "1"),
-        ("joined", "raise", "1"),
+        ("made", "kill", 3, 2),
+        ("made", "raise", 2, 0),
+        ("joined", "kill", 2, 1),
+        ("joined", "raise", 3, 1),
     ],
 )
-def test_a_wait_for_a_lost_torch_process_ends(origin: str, how: str, victim: str) -> None:
+def test_a_wait_for_a_lost_torch_process_ends(
+    origin: str, how: str, count: int, victim: int
+) -> None:
     """`launch` has a shorter limit than the 600 s of an operation, so a wait would fail the test."""
-    options = ("--group", origin, "--how", how, "--victim", victim)
-    ended = launch("lost_worker.py", 2, *options, forked="torch")
-    _, answer, err = ended[1 - int(victim)]
-    assert answer is not None, err
-    assert answer["error"] == "WorkerLostError"
-    assert "Save nothing" in answer["text"]
+    options = ("--group", origin, "--how", how, "--victim", f"{victim}")
+    ended = launch("lost_worker.py", count, *options, forked="torch")
+    texts = []
+    for _, answer, err in ended[:victim] + ended[victim + 1 :]:
+        assert answer is not None, err
+        assert answer["error"] == "WorkerLostError"
+        assert "Save nothing" in answer["text"]
+        texts.append(answer["text"])
+    if victim:
+        assert set(texts) == {texts[0]}, "process 0, which waits for it, tells the others"
+        assert f"waiting for process {victim} failed" in texts[0]
 
 
 @pytest.mark.parametrize(("origin", "how"), [("made", "exit"), ("joined", "raise")])
@@ -236,3 +243,6 @@ def test_a_timeout_names_the_missing_process() -> None:
     store = group._Store(server, group._LossWatch(wait))
     with pytest.raises(WorkerLostError, match="process 3 did not come"):
         store.get("never", 3)
+    assert not store.has("never")
+    store.set("now", b"")
+    assert store.has("now")

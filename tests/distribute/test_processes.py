@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from perdure.distribute.key_value_group import KeyValueProcesses
+from perdure import CheckpointManager
+from perdure.distribute.key_value_group import KeyValueProcesses, late
+from perdure.errors import WorkerLostError
 from perdure.process_group import SingleProcess
 
 
@@ -30,6 +34,10 @@ class Shelf:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.content, timeout=30), key
             return self.content[key]
+
+    def has(self, key: str) -> bool:
+        with self._changed:
+            return key in self.content
 
     def delete(self, key: str) -> None:
         with self._changed:
@@ -86,6 +94,137 @@ def test_process_0_collects_with_one_message_of_each_other(
     assert reads.count(0) == 9, "each of three processes reads the orders of process 0"
     assert len(reads) == 9 + 9, "and process 0 one answer of each"
     assert len(shelf.content) <= 1, "only the last order is left"
+
+
+class Counting(Shelf):
+    """Counts requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = 0
+        self._guard = threading.Lock()
+
+    def count(self) -> None:
+        with self._guard:
+            self.requests += 1
+
+    def set(self, key: str, value: bytes) -> None:
+        self.count()
+        super().set(key, value)
+
+    def get(self, key: str, process: int) -> bytes:
+        self.count()
+        return super().get(key, process)
+
+    def delete(self, key: str) -> None:
+        self.count()
+        super().delete(key)
+
+
+def requests_of(path: Path, count: int) -> dict[str, float]:
+    """How many requests each call of a manager costs, for each of `count` processes."""
+    shelf, meeting = Counting(), threading.Barrier(count)
+    found: dict[str, float] = {}
+
+    def work(index: int) -> None:
+        group = KeyValueProcesses(lambda: shelf, index, count)
+        state = {"weights": np.zeros(64), "step": 0}
+
+        def measure(name: str, call: Callable[[], object]) -> None:
+            meeting.wait(30)
+            before = shelf.requests
+            meeting.wait(30)
+            call()
+            meeting.wait(30)
+            found[name] = (shelf.requests - before) / count
+
+        def save(step: int) -> None:
+            manager.save(step, state)
+            manager.wait_until_finished()
+
+        with CheckpointManager(path, processes=group, recipe={}) as manager:
+            measure("begin", lambda: manager.restore_or_initialize(state))
+            measure("first save", lambda: save(1))
+            measure("save", lambda: save(2))
+            measure("restore", lambda: manager.restore(2, state))
+            measure("vote", lambda: manager.reached_preemption(2))
+            measure("change", lambda: manager.pin(1))
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+    return found
+
+
+def test_requests_of_each_process_do_not_depend_on_how_many_there_are(tmp_path: Path) -> None:
+    few, many = (requests_of(tmp_path / f"{count}", count) for count in (2, 8))
+    assert few.keys() == many.keys()
+    for call, requests in many.items():
+        assert 0 < requests <= few[call] + 1, call
+    assert few["save"] <= 8
+
+
+class Limited(Shelf):
+    """A store in which waits for one process end at once, those for its key by process 0 included.
+
+    With `impatient`, process 1 waits in vain for process 0 once, after that has come or, with `never`,
+    before it does.
+    """
+
+    def __init__(self, absent: int = -1, impatient: bool = False, never: bool = False) -> None:
+        super().__init__()
+        self.absent, self.impatient, self.never = absent, impatient, never
+        self.came = threading.Event()
+        self.waited = threading.Event()
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        if key.endswith("/1/0"):
+            self.came.set()
+
+    def get(self, key: str, process: int) -> bytes:
+        if process == self.absent:
+            assert not self.impatient or self.waited.wait(30)
+            raise late(process, 7)
+        if process == 0 and (self.impatient or self.never):
+            assert self.never or self.came.wait(30)
+            self.impatient = False
+            self.waited.set()
+            raise late(0, 7)
+        return super().get(key, process)
+
+
+def lost_in(shelf: Limited, members: Sequence[int], work: Callable[[Any], Any]) -> list[str]:
+    """What processes of a group of four raise."""
+
+    def run(index: int) -> str:
+        group = KeyValueProcesses(lambda: shelf, index, 4)
+        with pytest.raises(WorkerLostError) as error:
+            work(group)
+        with pytest.raises(WorkerLostError):
+            work(group)
+        return str(error.value)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(run, members))
+
+
+@pytest.mark.parametrize("impatient", [False, True], ids=["in time", "long before process 0"])
+def test_all_processes_name_the_one_that_is_missing(impatient: bool) -> None:
+    """Process 0 tells them, also one whose own time was over while process 0 still waited."""
+    operations: list[Callable[[KeyValueProcesses], Any]] = [
+        lambda group: group.barrier(),
+        lambda group: group.gather(b"x"),
+        lambda group: group.any(True),
+        lambda group: (group.collect(b"x"), group.broadcast(b"y" if group.is_chief else None)),
+    ]
+    for work in operations:
+        texts = lost_in(Limited(3, impatient), (0, 1, 2), work)
+        assert texts == [str(late(3, 7))] * 3
+
+
+def test_a_process_0_that_does_not_come_is_named() -> None:
+    texts = lost_in(Limited(never=True), (1, 2), lambda group: group.barrier())
+    assert texts == [str(late(0, 7))] * 2
 
 
 def test_channels_do_not_wait_for_each_other() -> None:

@@ -346,8 +346,8 @@ class Two:
         self.answer = answer
         self.said: list[dict[str, Any]] = []
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data, data]
+    def agree(self, data: bytes, decide: Any) -> bytes:
+        return decide([data, data])
 
     def channel(self, name: str) -> Any:
         assert name == "run"

@@ -7,6 +7,7 @@ all of them, as the same class.
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
@@ -18,6 +19,8 @@ from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
 from perdure.framework_group import framework_group
 from perdure.process_group import Processes
+
+_MOST_CALLS = 20
 
 R = TypeVar("R")
 T = TypeVar("T", bound=Struct)
@@ -74,6 +77,13 @@ class _Message(Struct):
     data: bytes
 
 
+class _Answer(Struct):
+    """What process 0 decided, or the calls of the processes if they differ."""
+
+    data: bytes = b""
+    differing: str = ""
+
+
 class GroupCall:
     """The group during one call: collectives of two different calls are an error in every process.
 
@@ -89,22 +99,35 @@ class GroupCall:
         self.is_chief = processes.is_chief
 
     def barrier(self) -> None:
-        self.gather(b"")
+        self.agree(b"", lambda _: b"")
 
     def gather(self, data: bytes) -> list[bytes]:
+        return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
+
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         if self.count == 1:
-            return [data]
-        sent = self._processes.gather(msgspec.msgpack.encode(_Message(self._call, data)))
-        messages = [_message(part) for part in sent]
-        if len({message.call for message in messages}) > 1:
-            calls = ", ".join(
-                f"process {number} {message.call}" for number, message in enumerate(messages)
-            )
+            return decide([data])
+
+        def answer(sent: list[bytes]) -> bytes:
+            messages = [_message(part) for part in sent]
+            if len({message.call for message in messages}) == 1:
+                decided = decide([message.data for message in messages])
+                return msgspec.msgpack.encode(_Answer(decided))
+            calls = [f"process {number} {message.call}" for number, message in enumerate(messages)]
+            return msgspec.msgpack.encode(_Answer(differing=", ".join(calls[:_MOST_CALLS])))
+
+        sent = self._processes.agree(msgspec.msgpack.encode(_Message(self._call, data)), answer)
+        try:
+            answered = decoded(sent, _Answer)
+        except msgspec.MsgspecError:
+            calls = f"process 0 {_message(b'').call}, process {self.index} {self._call}"
+            answered = _Answer(differing=calls)
+        if answered.differing:
             raise StoreError(
-                f"the processes of the group made different calls: {calls}. Nothing was changed. In a "
-                f"group every process makes the same calls, in the same order."
+                f"the processes of the group made different calls: {answered.differing}. Nothing was "
+                f"changed. In a group every process makes the same calls, in the same order."
             )
-        return [message.data for message in messages]
+        return answered.data
 
     def collect(self, data: bytes) -> list[bytes]:
         return self._processes.collect(data)
@@ -113,7 +136,7 @@ class GroupCall:
         return self._processes.broadcast(data)
 
     def any(self, flag: bool) -> bool:
-        return b"\1" in self.gather(b"\1" if flag else b"\0")
+        return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
     def channel(self, name: str) -> Processes:
         return self._processes.channel(name)
@@ -199,10 +222,23 @@ def follow_chief(processes: Processes) -> CallOutcome:
 
 
 def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, CallOutcome]:
-    """The errors of all processes, by process. A collective."""
-    sent = processes.gather(msgspec.msgpack.encode(CallOutcome.of(error)))
-    outcomes = [decoded(data, CallOutcome) for data in sent]
-    return {number: outcome for number, outcome in enumerate(outcomes) if outcome.kind is not None}
+    """The errors of processes that have one, by process. A collective.
+
+    The chief gets all of them. The others get the first one, and the first that is no damage.
+    """
+    failed: dict[int, CallOutcome] = {}
+
+    def decide(sent: list[bytes]) -> bytes:
+        outcomes = enumerate(decoded(data, CallOutcome) for data in sent)
+        failed.update((number, outcome) for number, outcome in outcomes if outcome.kind is not None)
+        others = (number for number, outcome in failed.items() if not outcome.is_damage)
+        shared = {*list(failed)[:1], *itertools.islice(others, 1)}
+        return msgspec.msgpack.encode({number: failed[number] for number in shared})
+
+    answer = processes.agree(msgspec.msgpack.encode(CallOutcome.of(error)), decide)
+    if processes.is_chief:
+        return failed
+    return msgspec.msgpack.decode(answer, type=dict[int, CallOutcome])
 
 
 def raise_first(

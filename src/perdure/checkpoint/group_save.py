@@ -158,7 +158,7 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
     """Raise `StateError` naming leaf and process unless all processes hold one state. A collective."""
     digests = leaf_digests(leaves)
     digest = hash_bytes(msgspec.json.encode(digests)).encode()
-    if len(set(processes.gather(digest))) > 1:
+    if processes.agree(digest, lambda sent: b"%d" % len(set(sent))) != b"1":
         sent = processes.gather(msgspec.json.encode(digests))
         raise _differing([msgspec.json.decode(data) for data in sent], [])
 
@@ -263,11 +263,11 @@ class _Member:
             self._plans = plan_shards(self.state.leaves, layouts, count)
             leaves = [(self._plans[path], path) for path in sorted(self._plans)]
 
-            def read(writer: int, leaf: int, chunk: int) -> memoryview:
+            def read(writer: int, leaf: int, chunk: int, memory: memoryview) -> int:
                 plan, path = leaves[leaf]
                 shards = self.state.leaves[path].shards
                 assert shards is not None
-                return read_pieces(pieces_of(plan, chunk, writer, index), shards)
+                return read_pieces(pieces_of(plan, chunk, writer, index), shards, memory)
 
             self._exchange.begin(order.addresses, read)
         numbers = {path: number for number, path in enumerate(sorted(self._plans))}

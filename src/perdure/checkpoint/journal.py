@@ -197,9 +197,9 @@ class Journal:
                 self._warned.add("batch")
                 warn_caller(f"{self._run.where}: the lines of {JOURNAL} lack the batch: {error}")
         sent = "".join(digests).encode()
-        parts = [sent] if processes.count == 1 else processes.channel("journal").gather(sent)
-        if all(parts):
-            self._noted["batch"] = combined_digest([part.decode() for part in parts])
+        channel = processes if processes.count == 1 else processes.channel("journal")
+        if digest := channel.agree(sent, _batch_digest):
+            self._noted["batch"] = digest.decode()
 
     def note_total(self, total: Any) -> None:
         """Digest the total of all replicas for the next line."""
@@ -420,3 +420,8 @@ class Journal:
                 f"by line, as no object store allows. Leave `journal_every` out, or keep the run in a "
                 f"local directory and name this one as its `mirror`."
             )
+
+
+def _batch_digest(sent: list[bytes]) -> bytes:
+    """The digest of a batch by those of its shares; empty if one is missing."""
+    return combined_digest([part.decode() for part in sent]).encode() if all(sent) else b""

@@ -2,25 +2,29 @@
 
 Each process listens while it saves, and answers requests for pieces from its shards. A process asks for
 the pieces of a chunk when it puts the chunk together, so that few of them are in memory at a time. The
-chief hands out the addresses, with a key without which no request is answered. Every answer carries its
-hash.
+chief hands out the addresses, with a key without which no request is answered. Processes of one machine
+answer in memory that they share; through the network every answer carries its hash.
 """
 
 from __future__ import annotations
 
 import hmac
+import mmap
+import os
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 from msgspec import Struct
 
 from perdure.framework_group import framework_group
+from perdure.store.format import CHUNK_BYTES
 from perdure.store.shard_chunks import Fetch
 
 ANSWER_S = 300.0
@@ -28,24 +32,40 @@ ANSWER_S = 300.0
 
 HELLO_S = 30.0
 
-SENDERS = 2
+SLOTS = 2
 """How many answers are in memory at a time, each of at most a chunk."""
 
 _KEY_BYTES = 32
 _HELLO = struct.Struct("!32sI")
 _REQUEST = struct.Struct("!II")
 _ANSWER = struct.Struct("!I32s")
+_PLACED = struct.Struct("!II")
+"""An answer in shared memory: how many bytes, and in which slot."""
+_DONE = b"\0"
+"""What a process sends once it does not need the shared memory of an answer any more."""
 
-Read = Callable[[int, int, int], memoryview]
-"""The pieces of a chunk that this process sends: (process that writes it, leaf, chunk)."""
+Read = Callable[[int, int, int, memoryview], int]
+"""Fills memory with the pieces of a chunk that this process sends: (process that writes it, leaf,
+chunk, memory). Returns how many bytes they have."""
 
 
 class PeerAddress(Struct, frozen=True, array_like=True):
-    """Where a process answers requests, and the key that they have to begin with."""
+    """Where a process answers requests, and the key that they have to begin with.
+
+    `local` is the name of its socket for processes of the same machine; empty without one.
+    """
 
     host: str
     port: int
     key: bytes
+    local: str = ""
+
+
+class _Connection(NamedTuple):
+    """A connection to a process, and the memory in which it places its answers, if it is shared."""
+
+    socket: socket.socket
+    memory: memoryview | None
 
 
 class PieceExchange:
@@ -65,31 +85,35 @@ class PieceExchange:
         self._addresses: Sequence[PeerAddress | None] = ()
         self._read: Read | None = None
         self._ready = threading.Event()
-        self._senders = threading.BoundedSemaphore(SENDERS)
         self._guard = threading.Lock()
-        self._locks: dict[int, threading.Lock] = {}
-        self._connections: dict[int, socket.socket] = {}
+        self._idle: dict[int, list[_Connection]] = {}
         self._open: set[socket.socket] = set()
         host = own_host()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self._open.add(self._listener)
-        self.address = PeerAddress(
-            host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
-        )
-        threading.Thread(target=self._accept, name="perdure-pieces", daemon=True).start()
+        listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._file, memory = _shared_memory()
+        self._slots: SimpleQueue[tuple[int, memoryview]] = SimpleQueue()
+        for slot in range(SLOTS):
+            self._slots.put((slot, memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]))
+        local, name = (None, "") if self._file is None else _listen_locally()
+        for where in (listener, local):
+            if where is not None:
+                self._open.add(where)
+                self._start(self._accept, where)
+        key = secrets.token_bytes(_KEY_BYTES)
+        self.address = PeerAddress(host, listener.getsockname()[1], key, name)
 
     def begin(self, addresses: Sequence[PeerAddress | None], read: Read) -> None:
-        """Answer with what `read` returns, and ask the processes at these addresses."""
+        """Answer with what `read` gives, and ask the processes at these addresses."""
         self._addresses, self._read = addresses, read
         self._ready.set()
 
     def fetch(self, leaf: int) -> Fetch:
         """Gets pieces of the chunks of a leaf."""
 
-        def fetch(process: int, chunk: int, target: memoryview) -> None:
+        def fetch(process: int, chunk: int, size: int, place: Callable[[memoryview], None]) -> None:
             try:
-                self._ask(process, leaf, chunk, target)
+                self._ask(process, _REQUEST.pack(leaf, chunk), size, place)
             except OSError as error:
                 raise OSError(
                     f"no answer from process {process} at {self._addresses[process]}, which has a "
@@ -103,60 +127,97 @@ class PieceExchange:
         self._ready.set()
         with self._guard:
             still_open, self._open = self._open, set()
+            file, self._file = self._file, None
         for connection in still_open:
             with suppress(OSError):  # wakes the thread that waits in it
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+        if file is not None:
+            os.close(file)
 
-    def _ask(self, process: int, leaf: int, chunk: int, target: memoryview) -> None:
+    def _ask(
+        self, process: int, request: bytes, size: int, place: Callable[[memoryview], None]
+    ) -> None:
         with self._guard:
-            lock = self._locks.setdefault(process, threading.Lock())
-        with lock:
-            connection = self._connections.get(process)
-            if connection is None:
-                connection = self._connections[process] = self._connect(process)
-            connection.sendall(_REQUEST.pack(leaf, chunk))
-            header = memoryview(bytearray(_ANSWER.size))
-            _receive(connection, header)
-            size, digest = _ANSWER.unpack(header)
-            if size != len(target):
-                raise OSError(f"expected {len(target)} bytes, found {size}")
-            _receive(connection, target)
-            if blake3(target).digest() != digest:
+            idle = self._idle.setdefault(process, [])
+            found = idle.pop() if idle else None
+        connection, memory = found or self._connect(process)
+        connection.sendall(request)
+        if memory is not None:
+            answered, slot = _PLACED.unpack(_exactly(connection, _PLACED.size))
+            _require_size(answered, size)
+            start = slot * CHUNK_BYTES
+            place(memory[start : start + size])
+            connection.sendall(_DONE)
+        else:
+            answered, digest = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
+            _require_size(answered, size)
+            data = _exactly(connection, size)
+            if blake3(data).digest() != digest:
                 raise OSError(f"the {size} bytes of its answer do not have the hash that it states")
+            place(data)
+        with self._guard:
+            idle.append(_Connection(connection, memory))
             self.received += size
 
-    def _connect(self, process: int) -> socket.socket:
+    def _connect(self, process: int) -> _Connection:
         address = self._addresses[process]
         if address is None:
             raise OSError("it does not listen")
+        hello = _HELLO.pack(address.key, self._index)
+        if address.local and _HAS_SHARED_MEMORY:
+            here = socket.socket(socket.AF_UNIX)
+            self._keep(here)
+            here.settimeout(ANSWER_S)
+            try:
+                here.connect(f"\0{address.local}")
+            except OSError:  # another machine, or a container with a network of its own
+                self._drop(here)
+            else:
+                here.sendall(hello)
+                return _Connection(here, _received_memory(here))
         connection = socket.create_connection((address.host, address.port), ANSWER_S)
         self._keep(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_HELLO.pack(address.key, self._index))
-        return connection
+        connection.sendall(hello)
+        return _Connection(connection, None)
 
     def _keep(self, connection: socket.socket) -> None:
         with self._guard:
             self._open.add(connection)
 
-    def _accept(self) -> None:
+    def _drop(self, connection: socket.socket) -> None:
+        with self._guard:
+            self._open.discard(connection)
+        connection.close()
+
+    def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        threading.Thread(
+            target=work, args=(connection,), name="perdure-pieces", daemon=True
+        ).start()
+
+    def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # closed
             while True:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
                 self._keep(connection)
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="perdure-pieces", daemon=True
-                ).start()
+                self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the requests of one process until it closes its connection."""
         with suppress(OSError, LookupError), connection:
             connection.settimeout(HELLO_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            is_local = connection.family == socket.AF_UNIX
             key, writer = _HELLO.unpack(_exactly(connection, _HELLO.size))
             if not hmac.compare_digest(key, self.address.key):
                 return
+            if not is_local:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            else:
+                with self._guard:  # while the file is open
+                    if self._file is None:
+                        return
+                    socket.send_fds(connection, [_DONE], [self._file])
             while True:
                 connection.settimeout(None)
                 leaf, chunk = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
@@ -164,10 +225,18 @@ class PieceExchange:
                 if (read := self._read) is None:
                     return
                 connection.settimeout(ANSWER_S)
-                with self._senders:
-                    data = read(writer, leaf, chunk)
-                    connection.sendall(_ANSWER.pack(len(data), blake3(data).digest()))
-                    connection.sendall(data)
+                slot, memory = self._slots.get()
+                try:
+                    size = read(writer, leaf, chunk, memory)
+                    if is_local:
+                        connection.sendall(_PLACED.pack(size, slot))
+                        _exactly(connection, len(_DONE))
+                    else:
+                        data = memory[:size]
+                        connection.sendall(_ANSWER.pack(size, blake3(data).digest()))
+                        connection.sendall(data)
+                finally:
+                    self._slots.put((slot, memory))
 
 
 def own_host() -> str:
@@ -187,6 +256,56 @@ def own_host() -> str:
             return str(probe.getsockname()[0])
     except (OSError, ValueError):
         return "127.0.0.1"
+
+
+_HAS_SHARED_MEMORY = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+
+
+def _listen_locally() -> tuple[socket.socket | None, str]:
+    """A socket that only processes of this machine find, and its name; none where that is forbidden."""
+    name = f"perdure-{secrets.token_hex(16)}"
+    with suppress(OSError):
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(f"\0{name}")
+            listener.listen(1024)
+            return listener, name
+        except OSError:
+            listener.close()
+    return None, ""
+
+
+def _shared_memory() -> tuple[int | None, memoryview]:
+    """Memory of SLOTS chunks that other processes of this machine may map, and its file.
+
+    It takes pages once they are written to. Without such memory, that of this process and None.
+    """
+    size = SLOTS * CHUNK_BYTES
+    if _HAS_SHARED_MEMORY:
+        with suppress(OSError):  # forbidden
+            file = os.memfd_create("perdure-pieces")
+            try:
+                os.ftruncate(file, size)
+                return file, memoryview(mmap.mmap(file, size))
+            except OSError:
+                os.close(file)
+    return None, memoryview(mmap.mmap(-1, size))
+
+
+def _received_memory(connection: socket.socket) -> memoryview:
+    """The shared memory of the process at the other end, which sends its file."""
+    _, files, _, _ = socket.recv_fds(connection, len(_DONE), 1)
+    if not files:
+        raise ConnectionResetError("the connection was closed")
+    try:
+        return memoryview(mmap.mmap(files[0], SLOTS * CHUNK_BYTES, prot=mmap.PROT_READ))
+    finally:
+        os.close(files[0])
+
+
+def _require_size(answered: int, expected: int) -> None:
+    if answered != expected:
+        raise OSError(f"expected {expected} bytes, found {answered}")
 
 
 def _receive(connection: socket.socket, target: memoryview) -> None:

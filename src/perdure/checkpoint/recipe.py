@@ -16,9 +16,10 @@ from weakref import WeakSet
 
 import msgspec
 
+from perdure import errors
 from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.group_call import GroupCall
+from perdure.checkpoint.group_call import CallOutcome, GroupCall, attempt, decoded
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
 from perdure.process_group import Processes
 from perdure.store.manifest import RecipeValue
@@ -190,8 +191,24 @@ def check_group(
         return None
     name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
     this_process = _ProcessRecipe(name, dict(recipe), release or _release())
-    sent = processes.gather(msgspec.msgpack.encode(this_process))
-    first, *others = [msgspec.msgpack.decode(data, type=_ProcessRecipe) for data in sent]
+    notes: list[str] = []
+
+    def decide(sent: list[bytes]) -> bytes:
+        recipes = [decoded(data, _ProcessRecipe) for data in sent]
+        note, error = attempt(lambda: _require_one_recipe(recipes, allow))
+        notes.extend([note] if note else [])
+        return msgspec.msgpack.encode(CallOutcome.of(error))
+
+    answer = processes.agree(msgspec.msgpack.encode(this_process), decide)
+    outcome = decoded(answer, CallOutcome)
+    if outcome.kind is not None:
+        raise getattr(errors, outcome.kind)(outcome.text)
+    return notes[0] if notes and processes.is_chief else None
+
+
+def _require_one_recipe(recipes: Sequence[_ProcessRecipe], allow: frozenset[str]) -> str | None:
+    """What to warn about; raises what `check_group` does."""
+    first, *others = recipes
     for other in others:
         if other.release != first.release:
             raise ClusterError(
@@ -216,7 +233,7 @@ def check_group(
             f"which of them does what:{_lines(refused)}\nStart all of them from one program with the "
             f"same arguments on machines of one kind, or {_how_to_allow(refused, allow)}"
         )
-    if noted and processes.is_chief:
+    if noted:
         return f"the processes of the group do not have one recipe:{_lines(noted)}"
     return None
 

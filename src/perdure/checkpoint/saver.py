@@ -284,7 +284,8 @@ class BackgroundSaver:
                 with suppress(StoreError):  # the save finds the same, and raises it
                     found = self._run.newest_step()
                     newest = -1 if found is None else found
-            self._highest = int(GroupCall(self._processes, "save").gather(b"%d" % newest)[0])
+            call = GroupCall(self._processes, "save")
+            self._highest = int(call.agree(b"%d" % newest, lambda sent: sent[0]))
         is_new = step > self._highest
         self._highest = max(step, self._highest)
         return is_new

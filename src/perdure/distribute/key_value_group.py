@@ -6,19 +6,26 @@ at a time.
 The operations go through a key-value store in process 0 (JAX's coordination service, torch's
 TCPStore), not through the devices' collectives. So a save in the background may wait for the others on
 a channel of its own while the main thread runs steps; with collectives the two threads could call them
-in different orders in different processes, and hang.
+in different orders in different processes, and hang. Process 0 reads what all send, and answers with
+one value that all read: a fixed number of requests for each process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
+
+import msgspec
 
 from perdure.errors import WorkerLostError
 from perdure.process_group import given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
+
+_FAILED = b"\3"
+"""Begins the text of an error that all processes raise."""
 
 LOST = (
     "Save nothing: the group is incomplete. Exit now, and restart the whole group from the last "
@@ -33,6 +40,10 @@ class KeyValueStore(Protocol):
 
     def get(self, key: str, process: int) -> bytes:
         """Wait for the key, which `process` sets; raise WorkerLostError when it does not come."""
+        ...
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there. It may take a second if not."""
         ...
 
     def delete(self, key: str) -> None: ...
@@ -57,50 +68,55 @@ class KeyValueProcesses:
         self._channels: dict[str, KeyValueProcesses] = {}
         self._old: list[str] = []
         self._collected: list[str] = []
+        self._waiting: list[str] = []
+        self._failure: WorkerLostError | None = None
 
     @property
     def is_chief(self) -> bool:
         return self.index == 0
 
     def barrier(self) -> None:
-        self.gather(b"")
+        self.agree(b"", lambda _: b"")
+
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        sent = self.collect(data)
+        return self.broadcast(decide(sent) if self.is_chief else None)
 
     def gather(self, data: bytes) -> list[bytes]:
-        self._round += 1
-        written = self._write(f"{self.index}", data)
-        values = [
-            data if process == self.index else self._read(process) for process in range(self.count)
-        ]
-        # All processes have entered this round and left the one before, whose keys are now free. A
-        # broadcast does not prove that, so its keys stay until the next gather.
-        self._delete(self._old + self._collected)
-        self._old, self._collected = written, []
-        return values
+        return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
 
     def collect(self, data: bytes) -> list[bytes]:
-        self._round += 1
+        self._next_round()
         if not self.is_chief:
             self._collected += self._write(f"{self.index}", data)
             return []
-        values = [data, *(self._read(process) for process in range(1, self.count))]
+        # Others that wait long for what follows find out by this key that process 0 waits, too.
+        self._waiting = self._write("0", b"")
+        try:
+            values = [data, *(self._read(process) for process in range(1, self.count))]
+        except WorkerLostError as error:
+            self._fail(error)
+            raise
         # All processes have entered this round, so that they have left those of earlier broadcasts.
         self._delete(self._old)
         self._old = []
         return values
 
     def broadcast(self, data: bytes | None) -> bytes:
-        self._round += 1
+        self._next_round()
         if not self.is_chief:
-            value = self._read(0)
+            value = self._answer()
             # Process 0 has read what it collected before.
             self._delete(self._collected)
             self._collected = []
             return value
         self._old += self._write("0", given(data))
+        self._delete(self._waiting)
+        self._waiting = []
         return given(data)
 
     def any(self, flag: bool) -> bool:
-        return b"\1" in self.gather(b"\1" if flag else b"\0")
+        return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
     def channel(self, name: str) -> KeyValueProcesses:
         if name not in self._channels:
@@ -119,13 +135,38 @@ class KeyValueProcesses:
             name,
         )
 
+    def _next_round(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._round += 1
+
+    def _fail(self, error: WorkerLostError) -> None:
+        """Let the others raise the error of process 0 in the next round, in which they wait for it."""
+        self._failure = error
+        self._round += 1
+        with suppress(WorkerLostError):  # the store is gone too, which ends their wait
+            self._store.set(self._key(self._round, "0"), _FAILED + str(error).encode())
+
+    def _answer(self) -> bytes:
+        """What process 0 broadcasts. Waited for twice as long if process 0 itself waits for another."""
+        try:
+            return self._read(0)
+        except WorkerLostError:
+            before, now = (self._key(number, "0") for number in (self._round - 1, self._round))
+            if not self._collected or not (self._store.has(before) or self._store.has(now)):
+                raise
+            return self._read(0)
+
+    def _key(self, number: int, writer: str) -> str:
+        return f"perdure/{self._name}/{number}/{writer}"
+
     def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._store.delete(key)
 
     def _write(self, writer: str, data: bytes) -> list[str]:
         """Write the pieces first, then the key that readers wait for, which has their number."""
-        base = f"perdure/{self._name}/{self._round}/{writer}"
+        base = self._key(self._round, writer)
         pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
         if len(pieces) <= 1:
             self._store.set(base, b"\0" + data)
@@ -136,10 +177,13 @@ class KeyValueProcesses:
         return [base, *(f"{base}/{number}" for number in range(len(pieces)))]
 
     def _read(self, process: int) -> bytes:
-        base = f"perdure/{self._name}/{self._round}/{process}"
+        base = self._key(self._round, f"{process}")
         value = self._store.get(base, process)
         if value[:1] == b"\0":
             return value[1:]
+        if value[:1] == _FAILED:
+            self._failure = WorkerLostError(value[1:].decode())
+            raise self._failure
         pieces = range(int(value[1:]))
         return b"".join(self._store.get(f"{base}/{number}", process) for number in pieces)
 
@@ -150,7 +194,7 @@ class _MembersStore:
     def __init__(self, store: KeyValueStore, members: Sequence[int]) -> None:
         self._store = store
         self._members = members
-        self.set, self.delete = store.set, store.delete
+        self.set, self.has, self.delete = store.set, store.has, store.delete
 
     def get(self, key: str, process: int) -> bytes:
         return self._store.get(key, self._members[process])

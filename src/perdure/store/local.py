@@ -85,6 +85,10 @@ class LocalStorage:
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
         return self._retried(name, lambda: read_at(self.path(name), offset, target))
 
+    def keep_cached(self, name: str, offset: int) -> None:
+        with contextlib.suppress(OSError):  # the read itself raises it
+            read_at(self.path(name), offset, memoryview(bytearray(1)))  # what `read_at` goes by
+
     def size(self, name: str) -> int:
         return self._retried(name, lambda: os.stat(self.path(name)).st_size)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 """Elements are copied as unsigned integers, or as opaque bytes."""
 
-Fetch = Callable[[int, int, memoryview], None]
-"""Fills memory with the pieces of a chunk that another process has: (process, chunk, memory)."""
+Fetch = Callable[[int, int, int, Callable[[memoryview], None]], None]
+"""Gets the pieces of a chunk that another process has: (process, chunk, bytes, what takes them)."""
 
 
 class AssembledChunk:
@@ -64,15 +64,12 @@ class AssembledChunk:
                 for piece in pieces:
                     _place(target, piece, itemsize, _elements(self._shards, piece))
                 continue
-            size = pieces_size(pieces, itemsize)
-            if len(pieces) == 1 and pieces[0].part == pieces[0].block:
-                start = pieces[0].start
-                self._fetch(process, self._number, target[start : start + size])
-                continue
-            received = memoryview(bytearray(size))
-            self._fetch(process, self._number, received)
-            for piece, data in _cut(received, pieces, itemsize):
-                _place(target, piece, itemsize, data)
+
+            def place(received: memoryview, pieces: Sequence[Piece] = pieces) -> None:
+                for piece, data in _cut(received, pieces, itemsize):
+                    _place(target, piece, itemsize, data)
+
+            self._fetch(process, self._number, pieces_size(pieces, itemsize), place)
 
     def copy(self) -> memoryview:
         """The bytes of the chunk in new memory."""
@@ -125,12 +122,14 @@ def copy_hashes(plan: ShardPlan, shards: Shards) -> Iterator[tuple[Region, list[
             yield region, [*holders], hash_bytes(data)
 
 
-def read_pieces(pieces: Sequence[Piece], shards: Shards) -> memoryview:
-    """The bytes of pieces that the shards of this process have, one after the other."""
-    memory = memoryview(bytearray(pieces_size(pieces, shards.itemsize)))
+def read_pieces(pieces: Sequence[Piece], shards: Shards, memory: memoryview) -> int:
+    """Put the bytes of pieces that the shards of this process have into `memory`, one after the other.
+
+    Returns how many bytes they have.
+    """
     for piece, data in _cut(memory, pieces, shards.itemsize):
         data[...] = _elements(shards, piece)
-    return memory
+    return pieces_size(pieces, shards.itemsize)
 
 
 def place_elements(data: memoryview, shards: Shards, overlaps: Iterable[Overlap]) -> None:

@@ -1,6 +1,7 @@
 """Reads the shards of one process: only the chunks in which they have elements, each verified.
 
-A chunk that lies in one shard is read into it; others pass through the memory of a few chunks.
+A chunk that lies in one shard is read into it; others pass through the memory of a few chunks, and
+through the page cache, because other processes need the rest of them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import NamedTuple
 
 from perdure.store.aligned_buffers import LeafMemory, give_buffer, take_buffer
 from perdure.store.failures import read_error
-from perdure.store.format import CHUNK_BYTES, chunk_spans
+from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
 from perdure.store.leaf import Leaf, Region, Shards
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
 from perdure.store.reader import (
     READ_THREADS,
+    SMALL_BYTES,
     fetch_reads,
     grouped_reads,
     read_parts,
@@ -27,7 +29,7 @@ from perdure.store.reader import (
 )
 from perdure.store.shard_chunks import place_elements
 from perdure.store.shard_plan import Overlap, RegionIndex, first_element, volume
-from perdure.store.storage import Storage, StreamingStorage
+from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
 
 MOST_STREAMS = 8
 """Of chunks that do not lie in one shard; each takes a buffer."""
@@ -90,6 +92,11 @@ class _Passing(NamedTuple):
     shards: Shards
     overlaps: Sequence[Overlap]
 
+    def is_shared(self) -> bool:
+        """Whether other processes need elements of it, too, and it is large."""
+        own = sum(volume(overlap.part) for overlap in self.overlaps) * self.shards.itemsize
+        return own < self.nbytes and self.nbytes >= SMALL_BYTES
+
 
 def _pass_through(storage: Storage, manifest: Manifest, passing: Sequence[_Passing]) -> None:
     """Read and verify chunks in the memory of a few, and copy their elements into the shards."""
@@ -109,6 +116,11 @@ def _pass_through(storage: Storage, manifest: Manifest, passing: Sequence[_Passi
             ends = list(accumulate([item.nbytes for item in batch], initial=0))
             places = [memory[start:stop] for start, stop in pairwise(ends)]
             pairs = list(zip(batch, places, strict=True))
+            for item in batch:
+                if isinstance(storage, PageCachedStorage) and item.is_shared():
+                    storage.keep_cached(
+                        PACKS + manifest.packs[item.chunk.pack].name, item.chunk.offset
+                    )
             for read in grouped_reads([(item.entry, item.chunk, data) for item, data in pairs]):
                 for check in fetch_reads(storage, manifest, [read]):
                     check()

@@ -119,6 +119,18 @@ class StreamingStorage(Protocol):
         ...
 
 
+@runtime_checkable
+class PageCachedStorage(Protocol):
+    """A `Storage` whose large reads go past the page cache of this machine."""
+
+    def keep_cached(self, name: str, offset: int) -> None:
+        """Let the next read at `offset` go through the page cache, and raise no `OSError`.
+
+        For bytes that other processes of this machine read, too: the storage then reads them once.
+        """
+        ...
+
+
 class Entry(NamedTuple):
     """What a listing says about an object.
 

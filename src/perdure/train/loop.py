@@ -132,8 +132,7 @@ class Loop:
         """The votes of all processes joined; whether a save is due is for process 0's clock alone."""
         if self._group is None:
             return vote
-        votes = [data[0] for data in self._group.gather(bytes([vote]))]
-        return reduce(or_, votes) & ~_SAVE_DUE | votes[0] & _SAVE_DUE
+        return self._group.agree(bytes([vote]), _joined)[0]
 
     def _execute(self) -> bool:
         """Run the next execution; False if there is none."""
@@ -320,3 +319,8 @@ def _fetch(fetch: Callable[[int], Any], start: int, stop: int) -> list[Any]:
 
 def _prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()}
+
+
+def _joined(sent: list[bytes]) -> bytes:
+    votes = [data[0] for data in sent]
+    return bytes([reduce(or_, votes) & ~_SAVE_DUE | votes[0] & _SAVE_DUE])

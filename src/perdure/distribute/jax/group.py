@@ -28,6 +28,8 @@ from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
 
+_LOOK_MS = 1000  # to find out whether a key is there
+
 
 def join(
     cluster: Cluster,
@@ -116,6 +118,15 @@ class _CoordinationService:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise late(process, self._wait_ms / 1000) from error
             raise lost("waiting for the other processes", error) from error
+
+    def has(self, key: str) -> bool:
+        try:
+            self._client.blocking_key_value_get_bytes(key, _LOOK_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return False
+            raise lost("waiting for the other processes", error) from error
+        return True
 
     def delete(self, key: str) -> None:
         # Only to free memory: a key that stays is never read again.

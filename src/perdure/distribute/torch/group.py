@@ -360,6 +360,12 @@ class _Store:
         self._watch.connect()
         return value
 
+    def has(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except RuntimeError as error:
+            raise lost("waiting for the other processes", error) from error
+
     def delete(self, key: str) -> None:
         try:
             self._store.delete_key(key)

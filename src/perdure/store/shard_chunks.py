@@ -81,7 +81,7 @@ class AssembledChunk:
         return memory
 
 
-ChunkBytes = memoryview | AssembledChunk
+ChunkBytes = memoryview | bytes | AssembledChunk
 
 
 def own_chunks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,26 +112,26 @@ class TargetWalk:
             return
         if is_whole(value):
             self.wholes.add(path)
-        self._visit_children(node.children, path)
+        prefix = f"{path}/" if path else ""
+        for key, child in node.children:
+            child_path = prefix + key if key.isalnum() else join_key(path, key)
+            if selection is not None or not self._add_known(child, child_path):
+                self._visit(child, child_path)
 
-    def _visit_children(self, children: Sequence[tuple[str, Any]], parent: str) -> None:
-        # As in `tree_flatten._add_leaves`: there may be very many leaves.
-        prefix = f"{parent}/" if parent else ""
-        for key, child in children:
-            path = prefix + key if key.isalnum() else join_key(parent, key)
-            taker = self._takers.get(type(child))
-            if taker is None or self._selection is not None:
-                self._visit(child, path)
-                continue
-            try:
-                spec = taker.spec(child)
-            except StateError as error:
-                add_path(error, path)
-                raise
-            if spec is None:
-                self._visit(child, path)
-            else:
-                self._add_leaf(child, path, spec)
+    def _add_known(self, value: Any, path: str) -> bool:
+        """Add a value if it is a leaf of a type that was met before. There may be very many."""
+        taker = self._takers.get(type(value))
+        if taker is None:
+            return False
+        try:
+            spec = taker.spec(value)
+        except StateError as error:
+            add_path(error, path)
+            raise
+        if spec is None:
+            return False
+        self._add_leaf(value, path, spec)
+        return True
 
     def _spec(self, value: Any) -> LeafSpec | None:
         """dtype and shape of a leaf; None for an interior value."""

@@ -17,6 +17,7 @@ from perdure.store.format import (
     hash_bytes,
     seconds_of,
 )
+from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_check import check_containers, checked_fingerprint
 
@@ -26,6 +27,9 @@ _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
 _decoder = msgspec.json.Decoder(Manifest)
 _encoder = msgspec.json.Encoder(order="deterministic")
+
+LEAF_TEXT_BYTES = 128
+"""About what the entry of a leaf takes."""
 
 HEAD_BYTES = _DIGEST_BYTES
 """The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
@@ -88,7 +92,12 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
             f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
             f"restore an older step meanwhile."
         )
-    manifest = _manifest(body, where)
+    with gc_paused(len(data) // LEAF_TEXT_BYTES):
+        return _checked(_manifest(body, where), where, step)
+
+
+def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
+    """The manifest, if its parts fit together."""
     if step is not None and manifest.step != step:
         raise CorruptionError(
             f"{where}: expected the manifest of step {step}, found {manifest.step}."

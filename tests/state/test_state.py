@@ -275,3 +275,33 @@ def test_saving_a_donated_array_keeps_the_bits_of_that_moment() -> None:
     w.block_until_ready()
     for number, leaves in enumerate(kept):
         assert bytes(leaves["w"].data) == np.full(100_000, number, np.float32).tobytes()
+
+
+def test_small_arrays_are_copied_once_with_the_bits_of_the_moment() -> None:
+    source = np.random.default_rng(5)
+    fresh = source.integers(0, 256, 4096, np.uint8)
+    arrays = {
+        "most": fresh[:1024].copy(),
+        "more": fresh[:1025].copy(),
+        "columns": fresh[:1024].copy().reshape(32, 32).T,
+        "strided": fresh[::8],
+        "swapped": fresh[:64].copy().view(">f4"),
+        "described": np.zeros(4, np.dtype(np.float32, metadata={"unit": "m"})),
+        "read_only": np.frombuffer(bytes(64), np.int64),
+        "empty": np.zeros((0, 3)),
+    }
+    values = {path: array.copy() for path, array in arrays.items()}
+    flat = flatten(arrays)
+    kept = snapshot(arrays)
+    assert [path for path, leaf in flat.items() if not leaf.frozen] == ["more"]
+    for path in ("most", "columns", "strided"):  # a second pass over them would cost as much again
+        assert type(flat[path].data) is type(kept[path].data) is bytes
+    for array in arrays.values():
+        if array.flags.writeable:
+            array[...] = 1
+    for path, leaf in kept.items():
+        assert leaf.shape == values[path].shape
+        assert leaf.dtype == values[path].dtype.newbyteorder("=").name
+        little = values[path].astype(values[path].dtype.newbyteorder("<"))
+        assert bytes(leaf.data) == little.tobytes(), path
+    assert bytes(flat["more"].data) == b"\1" * 1025, "the control: larger ones are shared"

@@ -13,7 +13,7 @@ from damage import flip
 from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
-from perdure.store import Run, repair, verify_run
+from perdure.store import MemoryStorage, Run, repair, verify_run
 from perdure.store.format import manifest_name
 
 
@@ -217,3 +217,35 @@ def test_a_manifest_of_an_older_format_has_no_local_leaves(tmp_path: Path) -> No
     manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":3', b'"format":2'))
     with pytest.raises(CorruptionError, match="local leaves"):
         Run(tmp_path).load(1)
+
+
+class _Counted(MemoryStorage):
+    """Counts the reads of parts of packs."""
+
+    reads = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self.reads += name.startswith("packs/")
+        return super().read_into(name, offset, target)
+
+
+def test_a_check_reads_small_neighbours_together_and_finds_the_damaged_one() -> None:
+    storage = _Counted()
+    leaves = make_leaves(1, (100,) * 500)
+    with Run(storage, create=True) as run:
+        pack = run.save(1, leaves).packs[0].name
+        run.save(2, {**leaves, "model/layer250": make_leaves(2)["model/layer0"]})
+    storage.reads = 0
+    report = verify_run(Run(storage))
+    assert (report.good, report.chunks) == ((1, 2), 501)
+    assert storage.reads <= 8, "two packs, each with its trailer, its index and its chunks"
+
+    manifest = Run(storage).manifest(1)
+    entry = next(leaf for leaf in manifest.leaves if leaf.path == "model/layer250")
+    data = bytearray(storage.objects[f"packs/{pack}"])
+    data[entry.chunks[0].offset + 7] ^= 1
+    storage.objects[f"packs/{pack}"] = bytes(data)
+    report = verify_run(Run(storage))
+    assert (report.good, report.bad, report.chunks) == ((2,), (1,), 500)
+    (problem,) = [problem for problem in report.problems if problem.name == f"packs/{pack}"]
+    assert f"at offset {entry.chunks[0].offset}" in problem.what

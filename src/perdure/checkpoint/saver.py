@@ -43,6 +43,7 @@ from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 from perdure.store.format import RETENTION
+from perdure.store.gc_pause import gc_paused
 from perdure.store.pack_part import OwnLeaves
 
 
@@ -149,7 +150,7 @@ class BackgroundSaver:
             generators = self.random.capture() if self.random else None
             own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
-            with rank_context(index, count) as rank:
+            with rank_context(index, count) as rank, gc_paused():
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)

@@ -84,6 +84,8 @@ def printable(text: str, most: int | None = None) -> str:
     if most is not None and len(text) > most:
         cut = f"... ({len(text)} characters)"
         text = text[:most]
+    if text.isprintable():
+        return text + cut
     return (
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
     )

@@ -34,6 +34,7 @@ class Node(NamedTuple):
 class Adapter(Protocol):
     """The verbs of an adapter. Each returns None for a value that is not of its framework.
 
+    Whether a value is a leaf depends on its type alone.
     All of them raise `UnsupportedLeafError` for a value that cannot be restored exactly.
     """
 

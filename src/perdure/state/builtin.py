@@ -19,6 +19,7 @@ from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import (
     BUFFER_DTYPES,
+    COPIED_BYTES,
     SCALARS,
     array_leaf,
     array_spec,
@@ -50,6 +51,8 @@ class Builtin(NoVariables):
     """See `perdure.state.adapter.Adapter`. Needs no framework."""
 
     def spec(self, value: Any) -> LeafSpec | None:
+        if type(value) is np.ndarray and (name := BUFFER_DTYPES.get(value.dtype)) is not None:
+            return LeafSpec(name, value.shape)
         if type(value) in SCALARS:
             return LeafSpec(SCALARS[type(value)].dtype, ())
         if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.ma.MaskedArray:
@@ -58,13 +61,11 @@ class Builtin(NoVariables):
 
     def leaf(self, value: Any) -> Leaf | None:
         if type(value) is np.ndarray:  # nearly every leaf, so in line
-            dtype = value.dtype
-            # Types of ml_dtypes share letters with NumPy's own, and only NumPy's are built in.
-            name = (
-                BUFFER_DTYPES.get(dtype.char) if dtype.isbuiltin == 1 and dtype.isnative else None
-            )
-            if name is not None and value.flags.c_contiguous and value.size:
-                return Leaf(name, value.shape, value.data.cast("B"), False)
+            if (name := BUFFER_DTYPES.get(value.dtype)) is not None and (size := value.nbytes):
+                if size <= COPIED_BYTES:
+                    return Leaf(name, value.shape, value.tobytes(), True)
+                if value.flags.c_contiguous:
+                    return Leaf(name, value.shape, value.data.cast("B"), False)
             return array_leaf(value)
         if type(value) in SCALARS:
             return scalar_leaf(value)

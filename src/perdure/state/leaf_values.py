@@ -56,8 +56,11 @@ _SMALL_BYTES = 4096
 _COMPARED_BYTES = 256 * 1024
 
 _LITTLE = sys.byteorder == "little"
-# dtypes whose memory, in native byte order, a memoryview can show as the bytes of a checkpoint.
-BUFFER_DTYPES = {char: np.dtype(char).name for char in "?bBhHiIlLqQefd"} if _LITTLE else {}
+BUFFER_DTYPES = {np.dtype(char): np.dtype(char).name for char in "?bBhHiIlLqQefd" if _LITTLE}
+"""Names of the dtypes whose memory a memoryview can show as the bytes of a checkpoint."""
+
+COPIED_BYTES = 1024
+"""The bytes of an array of at most this size are copied, which costs less than to share its memory."""
 
 
 def scalar_leaf(value: Any) -> Leaf:
@@ -67,7 +70,7 @@ def scalar_leaf(value: Any) -> Leaf:
         data = scalar.to_text(value).encode()
     except UnicodeEncodeError:
         raise UnsupportedLeafError(f"the string {value!r} is not valid Unicode.") from None
-    return Leaf(scalar.dtype, (), memoryview(data), frozen=True)
+    return Leaf(scalar.dtype, (), data, frozen=True)
 
 
 def scalar_text(value: Any) -> tuple[str, str]:
@@ -112,7 +115,7 @@ def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, b
     is_copy = not (_LITTLE and array.dtype.isnative and array.flags.c_contiguous)
     if is_copy:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))  # has one axis at least
-    elif array.dtype.isbuiltin == 1 and array.dtype.char in BUFFER_DTYPES:
+    elif array.dtype in BUFFER_DTYPES:
         return array.data.cast("B"), False
     return array.reshape(-1).view(np.uint8).data, is_copy
 
@@ -154,7 +157,7 @@ def same_bits(stored: Leaf, present: Leaf) -> bool:
     return False
 
 
-def _same_bytes(one: memoryview, other: memoryview) -> bool:
+def _same_bytes(one: memoryview | bytes, other: memoryview | bytes) -> bool:
     if len(one) != len(other):
         return False
     if len(one) <= _SMALL_BYTES:

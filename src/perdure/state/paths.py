@@ -28,7 +28,7 @@ def join_key(path: str, key: str) -> str:
     """The path of the child `key`, which is escaped here. An empty key adds nothing."""
     if not key:
         return path
-    if key.isalnum():
+    if key.isidentifier() or key.isalnum():
         part = key
     else:
         part = escape(key)

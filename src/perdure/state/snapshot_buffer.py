@@ -54,7 +54,7 @@ class SnapshotBuffer:
                 copied[path] = Leaf(leaf.dtype, leaf.shape, leaf.data, True, shards=shards)
         return copied
 
-    def _copies(self, arrays: Sequence[memoryview]) -> Iterator[memoryview]:
+    def _copies(self, arrays: Sequence[memoryview | bytes]) -> Iterator[memoryview]:
         """A copy of each array, in order."""
         # Small ones in one call, because there may be very many.
         joined = memoryview(b"".join([data for data in arrays if len(data) <= SMALL_BYTES]))
@@ -84,7 +84,7 @@ class SnapshotBuffer:
         self._memory = None
 
 
-def _copy_pairs(pairs: list[tuple[memoryview, memoryview]]) -> None:
+def _copy_pairs(pairs: list[tuple[memoryview, memoryview | bytes]]) -> None:
     """Copy each source into its target, with several threads if there is much to copy."""
     parts = [
         (target[start : start + PART_BYTES], source[start : start + PART_BYTES])

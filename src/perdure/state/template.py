@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import loaded_adapters
+from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
-from perdure.state.leaf_errors import PathInErrors, nested_too_deeply
+from perdure.state.leaf_errors import add_path, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.leaf_values import is_plain
 from perdure.state.paths import join_key, join_part, nearest
@@ -77,6 +77,7 @@ class TargetWalk:
         self._stored = stored
         self._selection = selection
         self._adapters = loaded_adapters()
+        self._takers: dict[type, Adapter] = {}
         try:
             self._visit(like, path)
         except RecursionError:
@@ -89,16 +90,16 @@ class TargetWalk:
             self.pruned.add(path)
             return
         try:
-            with PathInErrors(path):
-                if (leaf := leaf_adapter(value, self._adapters)) is not None:
-                    if is_selected:
-                        self._add_leaf(value, path, leaf[1])
-                    else:
-                        self.unselected.add(path)
-                    return
-                node = node_of(value, path, self._adapters, self._stored)
-        except UnsupportedLeafError:
-            if is_selected:
+            if (spec := self._spec(value)) is not None:
+                if is_selected:
+                    self._add_leaf(value, path, spec)
+                else:
+                    self.unselected.add(path)
+                return
+            node = node_of(value, path, self._adapters, self._stored)
+        except StateError as error:
+            add_path(error, path)
+            if is_selected or not isinstance(error, UnsupportedLeafError):
                 raise
             self.pruned.add(path)
             return
@@ -111,8 +112,34 @@ class TargetWalk:
             return
         if is_whole(value):
             self.wholes.add(path)
+        prefix = f"{path}/" if path else ""
         for key, child in node.children:
-            self._visit(child, join_key(path, key))
+            child_path = prefix + key if key.isalnum() else join_key(path, key)
+            if selection is not None or not self._add_known(child, child_path):
+                self._visit(child, child_path)
+
+    def _add_known(self, value: Any, path: str) -> bool:
+        """Add a value if it is a leaf of a type that was met before. There may be very many."""
+        taker = self._takers.get(type(value))
+        if taker is None:
+            return False
+        try:
+            spec = taker.spec(value)
+        except StateError as error:
+            add_path(error, path)
+            raise
+        if spec is None:
+            return False
+        self._add_leaf(value, path, spec)
+        return True
+
+    def _spec(self, value: Any) -> LeafSpec | None:
+        """dtype and shape of a leaf; None for an interior value."""
+        kind = type(value)
+        spec = self._takers[kind].spec(value) if kind in self._takers else None
+        if spec is None and (found := leaf_adapter(value, self._adapters)) is not None:
+            self._takers[kind], spec = found
+        return spec
 
     def _may_hold(self, path: str) -> bool:
         return self._selection is None or self._selection.may_hold(path)
@@ -137,26 +164,23 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
 
     An object with `load_state_dict` takes any leaves, except those that its own check refuses.
     """
-    stored: dict[str, LeafSpec] = {}
+    missing = dict(template.leaves)
     lines: list[Difference] = []
     object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
     for path, leaf in leaves.items():
         if object_leaves and (parent := nearest(path, object_leaves)) is not None:
             object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
-        else:
-            stored[path] = LeafSpec.of(leaf)
+            continue
+        expected = missing.pop(path, None)
+        if expected is None or (expected.dtype, expected.shape) != (leaf.dtype, leaf.shape):
+            present = LeafSpec.of(leaf)
+            if expected is None or not fits(expected, present):
+                text = expected and expected.describe()
+                lines.append(Difference(path, text, present.describe()))
+    lines += [Difference(path, spec.describe()) for path, spec in missing.items()]
     for parent, check in template.objects.items():
         lines += [
             line._replace(path=join_part(parent, line.path) if line.path else parent)
             for line in check(object_leaves[parent])
         ]
-    if template.leaves != stored:
-        for path in template.leaves.keys() | stored.keys():
-            expected, present = template.leaves.get(path), stored.get(path)
-            if expected is None or present is None or not fits(expected, present):
-                lines.append(
-                    Difference(
-                        path, expected and expected.describe(), present and present.describe()
-                    )
-                )
     return sorted(lines, key=lambda line: line.path)

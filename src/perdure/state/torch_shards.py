@@ -104,7 +104,7 @@ def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
     current_rank_context().has_shards = True
     require_restorable(like)
     present = local_tensor(like)
-    octets = cut(leaf, region(like)).data
+    octets = memoryview(cut(leaf, region(like)).data)
     dtype = getattr(torch, leaf.dtype)
     device = torch.device(like.device_mesh.device_type) if present.is_meta else present.device
     local = None

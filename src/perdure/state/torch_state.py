@@ -119,7 +119,7 @@ class TorchState:
             return shard.requires_grad_(like.requires_grad)
         dtype = getattr(torch, leaf.dtype)
         target = torch.empty(leaf.shape, dtype=dtype)
-        if leaf.data.nbytes:
+        if len(leaf.data):
             target.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(leaf.data, np.uint8)
         target = target.to("cpu" if like.is_meta else like.device)
         if like.shape == target.shape and like.stride() != target.stride():
@@ -138,7 +138,7 @@ class TorchState:
         """As `load`, but in the memory of the leaf if it is aligned as PyTorch aligns its own."""
         is_plain = type(like) is torch.Tensor and like.is_cpu and not like.requires_grad
         is_contiguous = like.is_contiguous() or like.shape != leaf.shape
-        if is_plain and is_contiguous and leaf.nbytes and not leaf.data.readonly:
+        if is_plain and is_contiguous and leaf.nbytes and not memoryview(leaf.data).readonly:
             octets = torch.frombuffer(leaf.data, dtype=torch.uint8)
             if not octets.data_ptr() % ALIGNMENT:
                 return octets.view(getattr(torch, leaf.dtype)).reshape(leaf.shape)

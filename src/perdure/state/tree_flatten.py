@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import StateError
@@ -84,17 +84,22 @@ def _add_leaves(
     plain: Collection[str],
 ) -> None:
     # The training loop waits for this. So `Adapter.leaf` both decides whether a value is a leaf and
-    # returns its bytes, and only a value that is no leaf costs a call of this function.
+    # returns its bytes, the adapter that took the last value is asked alone if this one has the same
+    # type, and only a value that is no leaf costs a call of this function.
     prefix = f"{parent}/" if parent else ""
     path = parent
+    kind: type | None = None
+    take: Callable[[Any], Leaf | None] | None = None
     try:
         for key, value in children:
             path = prefix + key if key.isalnum() else join_key(parent, key)
-            for adapter in adapters:
+            leaf = take(value) if take is not None and type(value) is kind else None
+            for adapter in adapters if leaf is None else ():
                 leaf = adapter.leaf(value)
                 if leaf is not None:
+                    kind, take = type(value), adapter.leaf
                     break
-            else:
+            if leaf is None:
                 node = node_of(value, path, adapters, None)
                 if isinstance(node, Stateful):
                     ObjectFlattener(
@@ -105,9 +110,8 @@ def _add_leaves(
                 else:
                     _add_leaves(node.children, path, adapters, leaves, plain)
                 continue
-            if path in leaves:
+            if leaves.setdefault(path, leaf) is not leaf:
                 raise duplicate_path(path)
-            leaves[path] = leaf
             if path in plain and not is_plain(value) and not current_rank_context().owns(path):
                 leaves.containers[path] = Container("array", arrays=array_class_name(value))
     except StateError as error:

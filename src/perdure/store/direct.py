@@ -190,7 +190,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
         os.close(fd)
 
 
-def copy_bytes(target: memoryview, source: memoryview) -> None:
+def copy_bytes(target: memoryview, source: memoryview | bytes) -> None:
     """Copy `source` to the front of `target`. Unlike a slice assignment it releases the GIL."""
     import numpy as np  # not needed to list a run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import UnsupportedLeafError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@lru_cache(256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a leaf's dtype name, including those of ml_dtypes (bfloat16, float8).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -17,6 +17,10 @@ class Held(Struct, frozen=True, gc=False):
     length: int
 
 
+PlacedChunk = tuple[str, Held]
+"""The hash of a chunk, and where it lies."""
+
+
 class EntryBuilder:
     """Builds the entries of one manifest, and numbers its packs in the order in which they are met."""
 
@@ -29,26 +33,23 @@ class EntryBuilder:
         dtype: str,
         shape: tuple[int, ...],
         nbytes: int,
-        digests: Sequence[str],
-        places: Mapping[str, Held],
+        placed: Sequence[PlacedChunk],
     ) -> LeafEntry:
-        """The entry of an array of `nbytes` bytes with the chunks `digests`, of which `places` has
-        the place of each."""
+        """The entry of an array of `nbytes` bytes with these chunks."""
         # A save calls this for each of its leaves.
         numbers = self._numbers
-        if len(digests) == 1:
-            place = places[digests[0]]
+        if len(placed) == 1:
+            digest, place = placed[0]
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             length = place.length
-            chunk = Chunk(digests[0], number, place.offset, length)
+            chunk = Chunk(digest, number, place.offset, length)
             return LeafEntry(
                 path, dtype, shape, (chunk,), None, None if length == nbytes else nbytes
             )
         chunks = []
         missing = nbytes
-        for digest in digests:
-            place = places[digest]
+        for digest, place in placed:
             if (number := numbers.get(place.pack)) is None:
                 number = numbers[place.pack] = len(numbers)
             chunks.append(Chunk(digest, number, place.offset, place.length))
@@ -60,10 +61,8 @@ class EntryBuilder:
         """An entry of another manifest, with its chunks where `place` says that they lie now."""
         if entry.text is not None:
             return entry
-        places = {chunk.hash: place(chunk) for chunk in entry.chunks}
-        return self.array(
-            entry.path, entry.dtype, entry.shape, entry.nbytes, entry.hashes(), places
-        )
+        placed = [(chunk.hash, place(chunk)) for chunk in entry.chunks]
+        return self.array(entry.path, entry.dtype, entry.shape, entry.nbytes, placed)
 
     def packs(self, size: Callable[[str], int]) -> list[PackEntry]:
         """The packs that the entries read from; `size` returns the bytes of one by its name."""

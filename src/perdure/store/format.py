@@ -158,7 +158,7 @@ def check_hashes(hashes: Iterable[str], where: str) -> None:
         )
 
 
-def check_version(data: bytes, where: str, newest: int) -> int:
+def check_version(data: bytes | memoryview, where: str, newest: int) -> int:
     """The format that JSON states; raises `FormatVersionError` if it is above `newest`."""
     version = decode_json(data, _Header, where).format
     if version > newest:
@@ -169,7 +169,7 @@ def check_version(data: bytes, where: str, newest: int) -> int:
     return version
 
 
-def decode_json(data: bytes, kind: type[T], where: str) -> T:
+def decode_json(data: bytes | memoryview, kind: type[T], where: str) -> T:
     """Decode JSON by its schema; raises `CorruptionError` if it does not fit."""
     try:
         return msgspec.json.decode(data, type=kind)

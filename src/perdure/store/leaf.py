@@ -44,7 +44,8 @@ class Leaf(Struct, frozen=True, gc=False):
             typed JAX array; `key<impl>` for a typed PRNG key, whose data are `uint32` words; or
             `py:kind` for a scalar whose `data` is UTF-8 text.
         shape: The shape of the array, or of the array of keys; `()` for a scalar.
-        data: One-dimensional unsigned bytes in row-major, little-endian order.
+        data: One-dimensional unsigned bytes in row-major, little-endian order. Small arrays
+            have `bytes`, because a memoryview takes more time and memory than their elements.
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
         region: The part of the array that `data` has; None for all of it. A leaf with a region is only
             compared, never saved.
@@ -54,7 +55,7 @@ class Leaf(Struct, frozen=True, gc=False):
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: memoryview | bytes
     frozen: bool = False
     region: Region | None = None
     shards: Shards | None = None

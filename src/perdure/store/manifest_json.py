@@ -17,6 +17,7 @@ from perdure.store.format import (
     hash_bytes,
     seconds_of,
 )
+from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_check import check_containers, checked_fingerprint
 
@@ -24,14 +25,26 @@ MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
+_decoder = msgspec.json.Decoder(Manifest)
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+LEAF_TEXT_BYTES = 128
+"""About what the entry of a leaf takes."""
+
 HEAD_BYTES = _DIGEST_BYTES
 """The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest, which begins with its digest."""
-    body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
-    return _DIGEST_HEAD + hash_bytes(body).encode() + b'",' + body[1:]
+    data = bytearray(_DIGEST_BYTES)
+    # The brace of the body is where the comma after the digest will be.
+    _encoder.encode_into(manifest, data, _DIGEST_BYTES - 1)
+    data += b"\n"
+    with memoryview(data) as view:
+        digest = hash_bytes(view[_DIGEST_BYTES - 1 :])
+    data[:_DIGEST_BYTES] = _DIGEST_HEAD + digest.encode() + b'",'
+    return bytes(data)
 
 
 def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
@@ -40,9 +53,9 @@ def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
     The digest, the fingerprint and the digits of hashes are not checked again, because they were made
     from these values.
     """
-    body = b"{" + data[_DIGEST_BYTES:]
+    body = _body(data)
     try:
-        same = msgspec.json.decode(body, type=Manifest) == manifest
+        same = _decoder.decode(body) == manifest
     except ValueError:
         same = _manifest(body, where) == manifest  # raises the error that names the cause
     if not same:
@@ -67,7 +80,7 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
         raise CorruptionError(
             f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
         )
-    body = b"{" + data[_DIGEST_BYTES:]
+    body = _body(data)
     head = data[:_DIGEST_BYTES]
     expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
     if head != expected:
@@ -79,7 +92,12 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
             f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
             f"restore an older step meanwhile."
         )
-    manifest = _manifest(body, where)
+    with gc_paused(len(data) // LEAF_TEXT_BYTES):
+        return _checked(_manifest(body, where), where, step)
+
+
+def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
+    """The manifest, if its parts fit together."""
     if step is not None and manifest.step != step:
         raise CorruptionError(
             f"{where}: expected the manifest of step {step}, found {manifest.step}."
@@ -107,9 +125,16 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     return manifest
 
 
-def _manifest(body: bytes, where: str) -> Manifest:
+def _body(data: bytes) -> memoryview:
+    """The JSON of a manifest without its digest; its brace takes the place of a comma."""
+    body = bytearray(data)
+    body[_DIGEST_BYTES - 1 : _DIGEST_BYTES] = b"{"
+    return memoryview(body)[_DIGEST_BYTES - 1 :]
+
+
+def _manifest(body: memoryview, where: str) -> Manifest:
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = _decoder.decode(body)
     except (ValueError, RecursionError):  # a newer format looks like this too
         check_version(body, where, STRUCTURE_FORMAT)
         manifest = decode_json(body, Manifest, where)

@@ -187,10 +187,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
             for start, stop in chunk_spans(leaf.nbytes)
         ]
         located.update(chunks)
-        digests = [digest for digest, _ in chunks]
-        state.append(
-            builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, digests, dict(chunks))
-        )
+        state.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
     per_rank: list[LeafEntry] = []
     process_leaves: list[LeafEntry] = []
     for part in parts:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
 from perdure.store.direct import copy_bytes
-from perdure.store.entry_builder import EntryBuilder, Held
+from perdure.store.entry_builder import EntryBuilder, Held, PlacedChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
     CHUNK_BYTES,
@@ -73,7 +73,7 @@ class NewLeaf(Struct, frozen=True, gc=False):
     @property
     def text(self) -> str:
         """The text of a scalar."""
-        assert isinstance(self.data, memoryview)
+        assert not isinstance(self.data, AssembledChunk)
         return bytes(self.data).decode()
 
 
@@ -119,16 +119,15 @@ def write_pack(
     """
     pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
     ordered = sorted(leaves.items())
-    hashes: list[list[str]] = [[] for _ in ordered]
+    slots: list[list[PlacedChunk]] = [[] for _ in ordered]
     buffers: list[mmap.mmap] = []
     left = sum([len(leaf.data) for leaf in (*leaves.values(), *process_leaves.values())])
     try:
         with gc_paused(len(leaves)):
-            large, small = _in_pack_order(ordered, hashes, ENCODE_FROM if encode else LARGE_BYTES)
+            large, small = _in_pack_order(ordered, slots, ENCODE_FROM if encode else LARGE_BYTES)
         with closing(_prepared(large, encode, (known, pack.located), buffers)) as prepared:
-            for (slots, index, data, _), digest, stored, release in prepared:
-                slots[index] = digest
-                pack.add(digest, stored, left, len(data), release)
+            for (chunks, index, data, _), digest, stored, release in prepared:
+                chunks[index] = pack.add(digest, stored, left, len(data), release)
                 left -= len(data)
         with gc_paused(len(leaves)):
             pack.add_small(small, left)
@@ -137,8 +136,8 @@ def write_pack(
         if not pack.is_empty:
             pack.known = {}
         own = sorted(process_leaves.items())
-        own_hashes: list[list[str]] = [[] for _ in own]
-        pack.add_small(_in_pack_order(own, own_hashes, CHUNK_BYTES + 1)[1], left)
+        own_slots: list[list[PlacedChunk]] = [[] for _ in own]
+        pack.add_small(_in_pack_order(own, own_slots, CHUNK_BYTES + 1)[1], left)
         pack.finish()
     except BaseException:
         pack.abort()
@@ -147,7 +146,7 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        entries, packs = _entries(ordered + own, hashes + own_hashes, pack)
+        entries, packs = _entries(ordered + own, slots + own_slots, pack)
     return Written(entries[: len(leaves)], packs, pack.located, entries[len(leaves) :])
 
 
@@ -157,7 +156,6 @@ class NewPack:
     Attributes:
         known: The places of chunks that are not written.
         located: The chunks of this pack, in order.
-        places: The places of all chunks that were added, in this pack or before it.
     """
 
     def __init__(self, storage: Storage, name: str, known: Mapping[str, Held]) -> None:
@@ -166,7 +164,6 @@ class NewPack:
         self.size = 0
         self.known = known
         self.located: dict[str, Held] = {}
-        self.places: dict[str, Held] = {}
         self._encoded: dict[str, int] = {}
         self._sink: Sink | None = None
 
@@ -181,7 +178,7 @@ class NewPack:
         left: int,
         size: int,
         release: Release = None,
-    ) -> None:
+    ) -> PlacedChunk:
         """Append a chunk of `size` bytes, stored as `data`, unless it is there already.
 
         Args:
@@ -191,17 +188,16 @@ class NewPack:
             size: Its bytes once it is decoded.
             release: Called once `data` may be reused; None if no call is needed.
         """
-        if digest not in self.places and (place := self.known.get(digest)) is not None:
-            self.places[digest] = place
-        if digest not in self.places:
+        if (place := self._find(digest)) is None:
             sink = self._open(left)
-            self._place(digest, len(data), size)
+            place = self._place(digest, len(data), size)
             if release is not None and len(data) == size and isinstance(sink, AdoptingSink):
                 sink.write_from(data, release)
-                return
+                return digest, place
             sink.write(data)
         if release is not None:
             release()
+        return digest, place
 
     def copy(self, chunks: Sequence[PackedChunk], data: memoryview, left: int) -> None:
         """Append chunks that are not there yet, as they are stored one after the other in `data`."""
@@ -210,63 +206,69 @@ class NewPack:
         self._open(left).write(data)
 
     def add_small(self, jobs: Sequence[_Small], left: int) -> None:
-        """Append small chunks that are not there yet, and add the hash of each to those of its leaf.
+        """Append small chunks that are not there yet, and add each with its place to those of its leaf.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
         """
-        gathered: list[_Gathered] = []
+        slots: list[list[PlacedChunk]] = []
+        parts: list[memoryview | bytes] = []
         waiting = 0
-        for slots, chunk in jobs:
+        for chunks, chunk in jobs:
             data = chunk.copy() if isinstance(chunk, AssembledChunk) else chunk
-            gathered.append((slots, data))
+            slots.append(chunks)
+            parts.append(data)
             waiting += len(data)
             if waiting >= GATHER_BYTES:
-                self._add_gathered(gathered, left)
-                gathered, waiting = [], 0
-        if gathered:
-            self._add_gathered(gathered, left)
+                self._add_gathered(slots, parts, left)
+                slots, parts, waiting = [], [], 0
+        if parts:
+            self._add_gathered(slots, parts, left)
 
-    def _add_gathered(self, jobs: Sequence[_Gathered], left: int) -> None:
-        name, offset = self.name, self.size
-        located, places, known = self.located, self.places, self.known
-        joined = memoryview(b"".join([job[1] for job in jobs]))
-        sizes = [len(job[1]) for job in jobs]
-        ends = list(accumulate(sizes))
-        copies = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
-        digests = hash_each(copies)
-        for (slots, _), digest in zip(jobs, digests, strict=True):
-            slots.append(digest)
-        begins = accumulate(sizes, initial=offset)
-        new = dict(zip(digests, map(Held, repeat(name), begins, sizes), strict=False))
-        is_held = map(places.__contains__, digests), map(known.__contains__, digests)
+    def _add_gathered(
+        self,
+        slots: Sequence[list[PlacedChunk]],
+        parts: Sequence[memoryview | bytes],
+        left: int,
+    ) -> None:
+        located, known = self.located, self.known
+        joined = memoryview(b"".join(parts))
+        sizes = list(map(len, parts))
+        if set(map(type, parts)) != {bytes}:  # what may change is hashed in the copy
+            ends = list(accumulate(sizes))
+            parts = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
+        digests = hash_each(parts)
+        begins = accumulate(sizes, initial=self.size)
+        places = list(map(Held, repeat(self.name), begins, sizes))
+        new = dict(zip(digests, places, strict=True))
+        is_held = map(located.__contains__, digests), map(known.__contains__, digests)
         if len(new) == len(digests) and not any(chain(*is_held)):  # nearly always: in few calls
             located.update(new)
-            places.update(new)
             self.size += len(joined)
+        else:
+            rest = []
+            for index, (digest, data) in enumerate(zip(digests, parts, strict=True)):
+                if (place := self._find(digest)) is None:
+                    place = self._place(digest, len(data), len(data))
+                    rest.append(data)
+                places[index] = place
+            joined = memoryview(b"".join(rest))
+        for chunks, placed in zip(slots, zip(digests, places, strict=True), strict=True):
+            chunks.append(placed)
+        if joined:
             self._open(left).write(joined)
-            return
-        parts: list[memoryview] = []
-        for data, digest in zip(copies, digests, strict=True):
-            if digest in places:
-                continue
-            if (place := known.get(digest)) is not None:
-                places[digest] = place
-                continue
-            size = len(data)
-            located[digest] = places[digest] = Held(name, offset, size)
-            offset += size
-            parts.append(data)
-        if parts:
-            self.size = offset
-            self._open(left).write(memoryview(b"".join(parts)))
 
-    def _place(self, digest: str, length: int, size: int) -> None:
+    def _find(self, digest: str) -> Held | None:
+        """The place of a chunk that is in this pack, or known."""
+        return self.located.get(digest) or self.known.get(digest)
+
+    def _place(self, digest: str, length: int, size: int) -> Held:
         """Note that the next `length` bytes of the pack are a chunk of `size` decoded bytes."""
-        self.located[digest] = self.places[digest] = Held(self.name, self.size, length)
+        place = self.located[digest] = Held(self.name, self.size, length)
         self.size += length
         if length != size:
             self._encoded[digest] = size
+        return place
 
     def _open(self, left: int) -> Sink:
         if self._sink is None:
@@ -289,23 +291,26 @@ class NewPack:
             self._sink.abort()
 
 
-_Job = tuple[list[str], int, ChunkBytes, str]
-"""The hashes of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
-_Small = tuple[list[str], ChunkBytes]
-"""The hashes of a leaf, and its last chunk, which is small. A tuple, because there may be many."""
-_Gathered = tuple[list[str], memoryview]
+_NOT_YET: PlacedChunk = ("", Held("", 0, 0))
+"""Where a large chunk of a leaf will be noted."""
+_Job = tuple[list[PlacedChunk], int, ChunkBytes, str]
+"""The placed chunks of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
+_Small = tuple[list[PlacedChunk], ChunkBytes]
+"""The placed chunks of a leaf, and its last chunk, which is small. There may be many."""
 _Prepared = tuple[_Job, str, memoryview, Release]
 """A large chunk, its hash, its stored bytes, and what to call once they are written."""
 
 
 def _in_pack_order(
-    ordered: Sequence[tuple[str, Leaf | NewLeaf]], hashes: Sequence[list[str]], large_from: int
+    ordered: Sequence[tuple[str, Leaf | NewLeaf]],
+    every_slot: Sequence[list[PlacedChunk]],
+    large_from: int,
 ) -> tuple[list[_Job], list[_Small]]:
     """(large chunks, small chunks) in the order of the pack: chunks of whole blocks first."""
     whole: list[_Job] = []
     uneven: list[_Job] = []
     small: list[_Small] = []
-    for (_, leaf), slots in zip(ordered, hashes, strict=True):
+    for (_, leaf), slots in zip(ordered, every_slot, strict=True):
         data = leaf.data
         size = len(data)
         if not size or leaf.dtype.startswith(SCALAR_PREFIX):
@@ -319,7 +324,7 @@ def _in_pack_order(
             if length < large_from:
                 small.append((slots, chunk))
                 continue
-            slots.append("")
+            slots.append(_NOT_YET)
             into = uneven if length % BLOCK else whole
             into.append((slots, index, chunk, leaf.dtype))
     return whole + uneven, small
@@ -386,18 +391,19 @@ def _on_copies(
 
 
 def _entries(
-    ordered: Sequence[tuple[str, Leaf | NewLeaf]], hashes: Sequence[list[str]], pack: NewPack
+    ordered: Sequence[tuple[str, Leaf | NewLeaf]],
+    slots: Sequence[list[PlacedChunk]],
+    pack: NewPack,
 ) -> tuple[list[LeafEntry], list[PackEntry]]:
-    places = pack.places
     builder = EntryBuilder()
     array = builder.array
     entries = []
-    for (path, leaf), digests in zip(ordered, hashes, strict=True):
+    for (path, leaf), chunks in zip(ordered, slots, strict=True):
         dtype = leaf.dtype
         if dtype.startswith(SCALAR_PREFIX):
             entries.append(LeafEntry(path=path, dtype=dtype, text=leaf.text))
             continue
-        entries.append(array(path, dtype, leaf.shape, len(leaf.data), digests, places))
+        entries.append(array(path, dtype, leaf.shape, len(leaf.data), chunks))
 
     def pack_size(name: str) -> int:
         try:

@@ -21,6 +21,7 @@ from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, 
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.selection import WantedLeaves
@@ -89,7 +90,8 @@ def load_leaves(
         }
     )
     whole = [leaf for leaf in entries if leaf.path not in regions]
-    leaves.update(load_entries(storage, manifest, whole))
+    with gc_paused(len(whole)):
+        leaves.update(load_entries(storage, manifest, whole))
     if len(whole) < len(entries):
         from perdure.store.shard_reader import load_shards  # which imports this module
 

@@ -78,7 +78,7 @@ class AssembledChunk:
         return memory
 
 
-ChunkBytes = memoryview | AssembledChunk
+ChunkBytes = memoryview | bytes | AssembledChunk
 
 
 def own_chunks(

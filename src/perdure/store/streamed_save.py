@@ -178,4 +178,5 @@ def _entry(
 ) -> LeafEntry:
     if leaf.text is not None:
         return LeafEntry(leaf.path, leaf.dtype, text=leaf.text)
-    return builder.array(leaf.path, leaf.dtype, leaf.shape, leaf.nbytes, digests, pack.places)
+    placed = [(digest, pack.located[digest]) for digest in digests]
+    return builder.array(leaf.path, leaf.dtype, leaf.shape, leaf.nbytes, placed)

@@ -6,7 +6,7 @@ cannot be read is reported as such and not as damaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from perdure.errors import CorruptionError, StepNotFoundError, StoreError, Unrea
 from perdure.store.chunk_read import read_chunks
 from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, read_error
-from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, step_of
+from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, step_of
 from perdure.store.journal_file import JOURNAL
 from perdure.store.journal_reference import journal_problem, line_references
 from perdure.store.manifest import Chunk, Manifest
@@ -125,7 +125,7 @@ class Packs:
         if name in self.damaged:
             # Perhaps only its index is damaged, which a restore does not need.
             try:
-                _read_chunk(self.run, name, chunk.offset, wanted)
+                _read_chunks(self.run, name, chunk.offset, [wanted])
                 self._good[name][chunk.offset] = wanted
                 return
             except DamagedChunk as error:
@@ -310,24 +310,56 @@ def _read_pack(
     trailer = _read(run, pack, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
     start, length = index_span(trailer, size, where)
     offset = 0
-    for chunk in decode_pack_index(_read(run, pack, start, length), trailer, start, where):
-        try:
-            _read_chunk(run, pack, offset, chunk)
-        except DamagedChunk as error:
-            if _is_missing(error):
-                raise
-            yield offset, error
-        except UnreachableError as error:
-            yield offset, error
-        else:
-            yield offset, chunk
-        offset += chunk[1]
+    index = decode_pack_index(_read(run, pack, start, length), trailer, start, where)
+    for group in _neighbours(index):
+        is_good = len(group) > 1 and _is_good(run, pack, offset, group)
+        for chunk in group:
+            yield offset, chunk if is_good else _checked(run, pack, offset, chunk)
+            offset += chunk[1]
 
 
-def _read_chunk(run: Run, pack: str, offset: int, chunk: PackedChunk) -> None:
-    """Raise unless a restore could use the chunk at this place."""
+def _neighbours(chunks: Sequence[PackedChunk]) -> Iterator[list[PackedChunk]]:
+    """Chunks that follow each other, in groups of at most CHUNK_BYTES, because each read costs."""
+    group: list[PackedChunk] = []
+    size = 0
+    for chunk in chunks:
+        if group and size + chunk[1] > CHUNK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk[1]
+    if group:
+        yield group
+
+
+def _is_good(run: Run, pack: str, offset: int, chunks: Sequence[PackedChunk]) -> bool:
+    """Whether a restore could use all of these neighbours."""
+    try:
+        _read_chunks(run, pack, offset, chunks)
+    except (DamagedChunk, UnreachableError):
+        return False
+    return True
+
+
+def _checked(
+    run: Run, pack: str, offset: int, chunk: PackedChunk
+) -> PackedChunk | DamagedChunk | UnreachableError:
+    """The chunk, or the error if a restore could not use it. Raises that of a pack that is gone."""
+    try:
+        _read_chunks(run, pack, offset, [chunk])
+    except DamagedChunk as error:
+        if _is_missing(error):
+            raise
+        return error
+    except UnreachableError as error:
+        return error
+    return chunk
+
+
+def _read_chunks(run: Run, pack: str, offset: int, chunks: Sequence[PackedChunk]) -> None:
+    """Raise unless a restore could use the chunks at this place."""
     with _as_unreachable(run, pack, offset):
-        read_chunks(run.storage, pack, offset, [chunk], decoded=True)
+        read_chunks(run.storage, pack, offset, chunks, decoded=True)
 
 
 def _read(run: Run, pack: str, offset: int, length: int) -> bytes:

@@ -24,7 +24,7 @@ from perdure import CheckpointManager
 from perdure.distribute.key_value_group import KeyValueProcesses
 
 HEAD = struct.Struct("!BII")
-SET, GET, DELETE = range(3)
+SET, GET, DELETE, HAS = range(4)
 LEAF = 65536
 CONNECT_S = 120.0
 
@@ -62,9 +62,11 @@ class _Connection(socketserver.StreamRequestHandler):
                     server.changed.notify_all()
                 elif verb == DELETE:
                     server.content.pop(key, None)
-                else:
+                elif verb == GET:
                     server.changed.wait_for(lambda wanted=key: wanted in server.content)
                 answer = server.content[key] if verb == GET else b""
+                if verb == HAS:
+                    answer = b"1" * (key in server.content)
             self.wfile.write(HEAD.pack(verb, 0, len(answer)) + answer)
 
 
@@ -89,6 +91,9 @@ class Client:
 
     def get(self, key: str, process: int) -> bytes:
         return self._ask(GET, key)
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask(HAS, key))
 
     def delete(self, key: str) -> None:
         self._ask(DELETE, key)

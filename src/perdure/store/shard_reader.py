@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from perdure.store.aligned_buffers import LeafMemory, give_buffer, take_buffer
+from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, take_buffer
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
 from perdure.store.leaf import Leaf, Region, Shards
@@ -21,7 +21,6 @@ from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
 from perdure.store.reader import (
     READ_THREADS,
-    SMALL_BYTES,
     fetch_reads,
     grouped_reads,
     read_parts,

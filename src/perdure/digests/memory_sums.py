@@ -61,7 +61,7 @@ def byte_sums(octets: Octets, offset: int = 0) -> Sums:
     return total
 
 
-def small_sums(parts: Sequence[memoryview]) -> list[tuple[int, int]]:
+def small_sums(parts: Sequence[memoryview | bytes]) -> list[tuple[int, int]]:
     """The sums of each of many arrays of at most `SMALL_BYTES`."""
     sums = [(0, 0)] * len(parts)
     shorter = -1

@@ -65,8 +65,9 @@ def _of_loop(framework: str) -> Iterator[Row]:
 def _of_strategy(engine: str) -> Iterator[Row]:
     right = command("strategy_step", engine, "run=right")
     run_to_end(right)
+    planted = {kind: (_differing(engine, what), *rest) for kind, (what, *rest) in PLANTED.items()}
     found = [
-        _finds("strategy_step", engine, kind, expected, right) for kind, expected in PLANTED.items()
+        _finds("strategy_step", engine, kind, expected, right) for kind, expected in planted.items()
     ]
     yield row(f"bisect, a strategy of {engine}: step, part, replica, leaf and cause named", found)
     yield row(
@@ -75,15 +76,20 @@ def _of_strategy(engine: str) -> Iterator[Row]:
     )
     yield row(
         f"journal, {engine}: a resumed run stops at the step with the error",
-        [_stops(engine, kind, expected[0]) for kind, expected in PLANTED.items()],
+        [_stops(engine, kind, expected[0]) for kind, expected in planted.items()],
     )
+
+
+def _differing(engine: str, what: str) -> str:
+    """What differs in the journal: a step of JAX that is one program has no total."""
+    return "state" if engine == "jax" and what == "total" else what
 
 
 def _finds(
     program: str,
     engine: str,
     kind: str,
-    expected: tuple[str, str, tuple[int, ...], str, str],
+    expected: tuple[object, ...],
     right: list[str],
 ) -> bool:
     shutil.rmtree("runs/wrong", ignore_errors=True)

@@ -137,8 +137,8 @@ def test_a_metric_that_is_no_number_is_refused_at_once_by_name(value: Any) -> No
     with CheckpointManager(MemoryStorage()) as manager:
         with pytest.raises(ArgumentError, match="expected a number for 'loss'"):
             manager.save(1, state(1), {"good": 1.0, "loss": value})
-        for metrics in ({1: 0.5}, {"\ud800": 0.5}):
-            with pytest.raises(ArgumentError, match="metrics: expected (strings as names|names in Unicode)"):
+        for metrics, expected in (({1: 0.5}, "strings as names"), ({"\ud800": 0.5}, "in Unicode")):
+            with pytest.raises(ArgumentError, match=expected):
                 manager.save(1, state(1), metrics)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="metrics: expected a mapping"):
             manager.save(1, state(1), [0.5])  # type: ignore[arg-type]

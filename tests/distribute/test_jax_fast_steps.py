@@ -22,7 +22,7 @@ from perdure.distribute import Strategy
 from perdure.distribute.jax.fused import hlo, hlo_graph, hlo_moves, proven_programs
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
-from perdure.jax import OneDeviceStrategy
+from perdure.jax import MirroredStrategy, OneDeviceStrategy
 from perdure.train import RunConfig, Trainer
 
 Apply = Callable[[Any, Any], Any]
@@ -284,17 +284,35 @@ def test_a_state_that_is_given_away_is_used_again(
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(again) if hasattr(leaf, "devices"))
 
 
-def test_one_array_under_two_names_is_not_given_away() -> None:
-    strategy = OneDeviceStrategy(replicas=1)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_array_under_two_names_is_not_given_away(devices: int) -> None:
+    strategy = MirroredStrategy(jax.devices()[:devices], replicas=devices)
     step = strategy.step(
         lambda s, b, k: {"x": b["x"].sum()},
         lambda s, t: ({"a": s["a"] + t["x"], "b": s["b"] - t["x"]}, {}),
         donate=True,
     )
     array = jnp.ones(3)
-    state, _ = step({"a": array, "b": array}, shares(0))
+    state, _ = step({"a": array, "b": array}, shares(0, devices))
+    assert strategy.explain(step).startswith("Fast")
     assert not array.is_deleted()
     assert float(state["a"][0] + state["b"][0]) == 2
+
+
+def test_results_are_given_away_only_as_long_as_that_is_asked_for() -> None:
+    strategy = MirroredStrategy(jax.devices()[:2], replicas=2)
+    step = strategy.step(*plain())
+    first = first_state()
+    step.donate_results()
+    second, _ = step(first, shares(0, 2))
+    third, _ = step(second, shares(1, 2))
+    assert second["w"].is_deleted()
+    step.donate_results(False)
+    fourth, _ = step(third, shares(2, 2))
+    step.donate_results()
+    step(fourth, shares(3, 2))
+    for kept in (first, third, fourth):
+        assert not any(x.is_deleted() for x in jax.tree.leaves(kept) if hasattr(x, "devices"))
 
 
 def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +373,9 @@ def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:
         config = RunConfig(tmp_path / name, save_checkpoints_steps=4)
         trainer = Trainer(step, first, data, config, strategy=strategy)
         call = trainer._computation._step_fn
-        trainer._computation._step_fn = lambda s, b, call=call: noted(s, b, call)
+        watched: Any = lambda s, b, call=call: noted(s, b, call)  # noqa: E731
+        watched.donate_results = call.donate_results  # type: ignore[attr-defined]
+        trainer._computation._step_fn = watched
         trainer._computation._many = None
         final = trainer.train(4)
         deleted = [state["w"].is_deleted() for state in states]

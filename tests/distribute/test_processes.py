@@ -227,6 +227,26 @@ def test_a_process_0_that_does_not_come_is_named() -> None:
     assert texts == [str(late(0, 7))] * 2
 
 
+def test_an_error_of_process_0_in_an_operation_ends_it_for_all() -> None:
+    """Its next operation would otherwise be taken for the answer of this one."""
+
+    def decide(sent: list[bytes]) -> bytes:
+        raise KeyboardInterrupt
+
+    def work(group: KeyValueProcesses) -> list[str]:
+        kinds = []
+        for _ in range(2):
+            try:
+                group.agree(b"", decide)
+            except BaseException as error:  # noqa: BLE001
+                kinds.append(type(error).__name__)
+        return kinds
+
+    (chief, other), _ = together(2, work)
+    assert chief == ["KeyboardInterrupt", "WorkerLostError"]
+    assert other == ["WorkerLostError", "WorkerLostError"]
+
+
 def test_channels_do_not_wait_for_each_other() -> None:
     def work(group: KeyValueProcesses) -> Any:
         # In another order in each process: on one channel this would be a deadlock or a mix-up.

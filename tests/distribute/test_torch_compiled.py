@@ -220,3 +220,15 @@ def test_what_the_user_has_compiled_is_a_warning() -> None:
     state["net"] = torch.compile(state["net"], backend=BACKEND)
     with pytest.warns(RuntimeWarning, match="^a OptimizedModule of the state is compiled"):
         strategy.step(grad, update)(state, strategy.batch(data(), 0))
+
+
+def test_each_function_has_programs_of_its_own() -> None:
+    """PyTorch counts the programs of a code object, and allows eight."""
+    strategy = OneDeviceStrategy(replicas=1, compile="eager")
+    shares = strategy.batch(data(), 0)
+    for factor in range(10):
+
+        def times(state: Any, batch: Any, key: Any, factor: int = factor) -> Any:
+            return {"g": batch[0].sum() * factor}
+
+        strategy.step(times, lambda s, t: (s, t["g"]))({"w": torch.zeros(2)}, shares)

@@ -14,7 +14,8 @@ from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, Run, repair, verify_run
-from perdure.store.format import manifest_name
+from perdure.store.format import CHUNK_BYTES, manifest_name
+from perdure.store.verify import _neighbours
 
 
 def filled(path: Path) -> None:
@@ -249,3 +250,10 @@ def test_a_check_reads_small_neighbours_together_and_finds_the_damaged_one() -> 
     assert (report.good, report.bad, report.chunks) == ((2,), (1,), 500)
     (problem,) = [problem for problem in report.problems if problem.name == f"packs/{pack}"]
     assert f"at offset {entry.chunks[0].offset}" in problem.what
+
+
+def test_a_check_has_few_decoded_chunks_in_memory() -> None:
+    encoded = [(f"{number:064x}", 200, CHUNK_BYTES) for number in range(50)]
+    assert [len(group) for group in _neighbours(encoded)] == [1] * 50
+    plain = [(f"{number:064x}", CHUNK_BYTES // 4, CHUNK_BYTES // 4) for number in range(9)]
+    assert [len(group) for group in _neighbours(plain)] == [4, 4, 1]

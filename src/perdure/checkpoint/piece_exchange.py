@@ -115,9 +115,11 @@ class PieceExchange:
             try:
                 self._ask(process, _REQUEST.pack(leaf, chunk), size, place)
             except OSError as error:
+                found = self._addresses[process]
+                where = f"{found.host}:{found.port}" if found else "no address"
                 raise OSError(
-                    f"no answer from process {process} at {self._addresses[process]}, which has a "
-                    f"part of a chunk that this process writes: {error}"
+                    f"no answer from process {process} at {where}, which has a part of a chunk that "
+                    f"this process writes: {error}"
                 ) from error
 
         return fetch
@@ -128,6 +130,9 @@ class PieceExchange:
         with self._guard:
             still_open, self._open = self._open, set()
             file, self._file = self._file, None
+            self._idle.clear()
+        # `read` refers to the part of the save that has this exchange, and to its state.
+        self._read = None
         for connection in still_open:
             with suppress(OSError):  # wakes the thread that waits in it
                 connection.shutdown(socket.SHUT_RDWR)
@@ -171,11 +176,11 @@ class PieceExchange:
             here.settimeout(ANSWER_S)
             try:
                 here.connect(f"\0{address.local}")
-            except OSError:  # another machine, or a container with a network of its own
-                self._drop(here)
-            else:
                 here.sendall(hello)
                 return _Connection(here, _received_memory(here))
+            # Another machine, a container with a network of its own, or a file that may not be passed.
+            except (OSError, ValueError):
+                self._drop(here)
         connection = socket.create_connection((address.host, address.port), ANSWER_S)
         self._keep(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -235,6 +240,10 @@ class PieceExchange:
                         data = memory[:size]
                         connection.sendall(_ANSWER.pack(size, blake3(data).digest()))
                         connection.sendall(data)
+                except BaseException:
+                    # Before the slot is used again: its reader then learns that it came too late.
+                    connection.close()
+                    raise
                 finally:
                     self._slots.put((slot, memory))
 

@@ -202,7 +202,7 @@ def check_group(
     answer = processes.agree(msgspec.msgpack.encode(this_process), decide)
     outcome = decoded(answer, CallOutcome)
     if outcome.kind is not None:
-        raise getattr(errors, outcome.kind)(outcome.text)
+        raise getattr(errors, outcome.kind, RecipeMismatchError)(outcome.text)
     return notes[0] if notes and processes.is_chief else None
 
 

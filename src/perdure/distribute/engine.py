@@ -70,6 +70,10 @@ class FusedStep(Protocol):
         """Why the last call was, or was not, made of fewer programs; "" before the first."""
         ...
 
+    def forget(self) -> None:
+        """Take the next state for one that no call has returned."""
+        ...
+
 
 class NotFused:
     """A fused step that never applies, for a reason that is known."""
@@ -81,6 +85,9 @@ class NotFused:
         self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False, /
     ) -> None:
         """None, for every step."""
+
+    def forget(self) -> None:
+        pass
 
     def explain(self) -> str:
         return f"Not fast: {self._why}."

@@ -80,7 +80,14 @@ class KeyValueProcesses:
 
     def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         sent = self.collect(data)
-        return self.broadcast(decide(sent) if self.is_chief else None)
+        if not self.is_chief:
+            return self.broadcast(None)
+        try:
+            answer = decide(sent)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self.broadcast(answer)
 
     def gather(self, data: bytes) -> list[bytes]:
         return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
@@ -96,6 +103,9 @@ class KeyValueProcesses:
             values = [data, *(self._read(process) for process in range(1, self.count))]
         except WorkerLostError as error:
             self._fail(error)
+            raise
+        except BaseException as error:
+            self._leave(error)
             raise
         # All processes have entered this round, so that they have left those of earlier broadcasts.
         self._delete(self._old)
@@ -139,6 +149,11 @@ class KeyValueProcesses:
         if self._failure is not None:
             raise self._failure
         self._round += 1
+
+    def _leave(self, error: BaseException) -> None:
+        """The end of process 0's part in an operation that others wait for: it cannot be taken up."""
+        what = f"process 0 left an operation of the group ({type(error).__name__}: {error})"
+        self._fail(WorkerLostError(f"{what}. End all processes and start all again."))
 
     def _fail(self, error: WorkerLostError) -> None:
         """Let the others raise the error of process 0 in the next round, in which they wait for it."""

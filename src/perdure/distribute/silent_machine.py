@@ -39,8 +39,10 @@ def close_connections(address: str) -> None:
     machine = _normal(address)
     for name in os.listdir("/dev/fd"):
         with suppress(OSError, ValueError):  # no socket, not connected, or closed meanwhile
+            is_blocking = os.get_blocking(int(name))
             connection = socket.socket(fileno=int(name))
             try:
+                os.set_blocking(int(name), is_blocking)  # `setdefaulttimeout` has changed it
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if internet and _normal(connection.getpeername()[0]) == machine:
                     connection.shutdown(socket.SHUT_RDWR)

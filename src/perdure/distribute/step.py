@@ -61,14 +61,16 @@ class TrainStep:
         self.audit_options = options
         self._audit = Audit(self._plan, self._seed, options) if options.rate else None
 
-    def donate_results(self) -> None:
-        """Let each step use the memory of the state that the step before it returned.
+    def donate_results(self, on: bool = True) -> None:
+        """Let each step use the memory of the state that the step before it returned, or end that.
 
         The first state, and one that was changed or restored in between, stay as they are. If
         `strategy.step` was given `donate`, that holds.
         """
         if self._given is None:
-            self._donate = None
+            self._donate = None if on else False
+            if self._fused is not None:
+                self._fused.forget()
 
     def explain(self) -> str:
         """See Strategy.explain."""

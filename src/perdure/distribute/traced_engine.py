@@ -64,3 +64,6 @@ class _UnlessTraced:
 
     def explain(self) -> str:
         return self._fused.explain()
+
+    def forget(self) -> None:
+        self._fused.forget()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -147,6 +148,11 @@ def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, 
     }
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""PyTorch locks a generator while it reads its state, and Python may change threads inside of that, to
+one that waits for the same lock and holds Python's: neither would ever go on."""
+
+
 def capture() -> dict[str, Any]:
     """Copies of the present states by name, which `encode` turns into bytes later."""
     states: dict[str, Any] = {
@@ -155,7 +161,8 @@ def capture() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # it is not being imported right now
-        states["torch"] = torch.get_rng_state()
+        with _ONE_AT_A_TIME:
+            states["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 states[f"torch cuda:{device}"] = torch.cuda.get_rng_state(device)

@@ -319,15 +319,15 @@ def _read_pack(
 
 
 def _neighbours(chunks: Sequence[PackedChunk]) -> Iterator[list[PackedChunk]]:
-    """Chunks that follow each other, in groups of at most CHUNK_BYTES, because each read costs."""
+    """Chunks that follow each other, in groups of at most CHUNK_BYTES decoded, as each read costs."""
     group: list[PackedChunk] = []
     size = 0
     for chunk in chunks:
-        if group and size + chunk[1] > CHUNK_BYTES:
+        if group and size + chunk[2] > CHUNK_BYTES:
             yield group
             group, size = [], 0
         group.append(chunk)
-        size += chunk[1]
+        size += chunk[2]
     if group:
         yield group
 

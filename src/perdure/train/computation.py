@@ -24,9 +24,6 @@ class Computation:
         self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
         self._step_fn = step_fn
         self._many = getattr(step_fn, "many", None)
-        donate_results = getattr(step_fn, "donate_results", None)
-        if donate_results is not None:  # a step of a strategy; `train` keeps no older state
-            donate_results()
         self._eval_fn = eval_fn
         self._journal: Journal | None = None
         self._notes_itself = False
@@ -51,6 +48,12 @@ class Computation:
                 )
             training.state, logs = result
         return logs
+
+    def donate(self, on: bool) -> None:
+        """Let a step of a strategy use the memory of the state before it; `train` does not keep it."""
+        donate_results = getattr(self._step_fn, "donate_results", None)
+        if donate_results is not None:
+            donate_results(on)
 
     def note_into(self, journal: Journal | None) -> None:
         """Let the journal have a digest of each batch that it records; None ends that."""

@@ -96,6 +96,7 @@ class Loop:
             self._resume()
             training.progress.begin(training.step, self._max_steps, training.config.clock())
             self._computation.note_into(self._checkpoints.journal)
+            self._computation.donate(True)
             self._hooks.begin()
             self._repeat_evaluation_hooks()
             if training.step >= self._max_steps:
@@ -285,6 +286,7 @@ class Loop:
         training, active = self._training, sys.exception()
         training.manager = None
         self._computation.note_into(None)
+        self._computation.donate(False)  # the state that is returned is the caller's
         problems: list[Exception] = []
         closes = [
             training.summaries.close,

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Hashable
 from importlib import metadata
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import _python_dispatch, _pytree
@@ -50,12 +51,7 @@ class CompiledGrads:
                 "torch._dynamo.config.disable), so that the recipe would name a compiler that does "
                 "not run. Switch it on, or leave compile out"
             )
-        # Settings of the whole process. A program that cannot be made is an error and no other program,
-        # and autograd.grad is a part of the program.
-        dynamo.config.fail_on_recompile_limit_hit = True
-        dynamo.config.suppress_errors = False
-        if hasattr(dynamo.config, "trace_autograd_ops"):
-            dynamo.config.trace_autograd_ops = True
+        _configure()
         self._error = FailOnRecompileLimitHit
         self._backend = backend
         self._programs: dict[Grad, Grad] = {}
@@ -70,6 +66,8 @@ class CompiledGrads:
                 "step, found one, under which torch.compile does not compile: the bits would be "
                 "others. Leave the mode before the step, or leave compile out"
             )
+        if not torch._dynamo.config.fail_on_recompile_limit_hit:  # each thread has its own
+            _configure()
         if (program := self._programs.get(fn)) is None:
             program = self._programs[fn] = self._compiled(fn)
         leaves, structure = pytree.leaves_and_structure(share)
@@ -104,10 +102,25 @@ class CompiledGrads:
             contributions = user_function(state, share, key)
             return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, contributions)
 
+        # PyTorch counts the programs of a code object: one for each function, in all strategies.
+        function: Any = detached
+        function.__code__ = _codes.setdefault(user_function, function.__code__.replace())
         compiled = torch.compile(detached, backend=self._backend, dynamic=False)
         if isinstance(fn, ReplicaFunction):
             return ReplicaFunction(compiled, fn.replicas, fn.kind)
         return compiled
+
+
+_codes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _configure() -> None:
+    """What cannot be compiled is an error and no other program; autograd.grad is a part of it."""
+    config = torch._dynamo.config
+    config.fail_on_recompile_limit_hit = True
+    config.suppress_errors = False
+    if hasattr(config, "trace_autograd_ops"):
+        config.trace_autograd_ops = True
 
 
 # Older releases of PyTorch do not have it.

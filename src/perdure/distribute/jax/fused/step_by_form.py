@@ -93,6 +93,9 @@ class _StepByForm:
     def explain(self) -> str:
         return self._why
 
+    def forget(self) -> None:
+        self._known = []
+
     def __call__(
         self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False
     ) -> tuple[Any, Any] | None:
@@ -105,13 +108,14 @@ class _StepByForm:
             return self._not_now(described)
         columns, share_form = described
         leaves, treedef = jax.tree.flatten(state)
+        gives = donate is not False
         if len(leaves) != len(self._known) or any(map(operator.is_not, leaves, self._known)):
             # One array under two names cannot be given away twice.
             twice = len({id(leaf) for leaf in leaves}) < len(leaves)
-            state = self._whole(state, copies=donate is None or (donate and twice))
+            copies = donate is None or (gives and twice)
+            state = self._whole(state, copies=copies, gives=gives)
             leaves, treedef = jax.tree.flatten(state)
             self._known_shapes = tuple((x.shape, x.dtype) for x in leaves)
-        gives = donate is not False
         form = share_form, treedef, self._known_shapes, self._settings(), gives
         known = self._forms.get(form)
         turns = self._turns(columns, share_form[0], step, known is not None and known.plain)
@@ -144,7 +148,7 @@ class _StepByForm:
             self._why = why
             _log.debug("%s", why)
 
-    def _whole(self, state: Any, *, copies: bool) -> Any:
+    def _whole(self, state: Any, *, copies: bool, gives: bool) -> Any:
         """The user's state, each leaf one array on all devices, in memory of its own with `copies`."""
         sharding = self._layout.sharding
 
@@ -157,8 +161,12 @@ class _StepByForm:
                 )
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not copies:
                 return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
-            # What shares its memory with the caller's array could not be given away.
-            return jax.device_put(strong(path, leaf), sharding, may_alias=False)
+            # What shares its memory with the caller's array could not be given away. To put an array on
+            # several devices shares it on its own device, whatever `may_alias` says.
+            leaf = strong(path, leaf)
+            if gives and isinstance(leaf, jax.Array):
+                leaf = leaf.copy()
+            return jax.device_put(leaf, sharding, may_alias=False)
 
         return jax.tree_util.tree_map_with_path(spread, state)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from audit_runs import bisected, command, in_directory, run, run_to_end
+from audit_runs import bisected, command, differing, in_directory, run, run_to_end
 from report import Row, row
 
 AT, REPLICA = 7, 5
@@ -65,7 +65,7 @@ def _of_loop(framework: str) -> Iterator[Row]:
 def _of_strategy(engine: str) -> Iterator[Row]:
     right = command("strategy_step", engine, "run=right")
     run_to_end(right)
-    planted = {kind: (_differing(engine, what), *rest) for kind, (what, *rest) in PLANTED.items()}
+    planted = {kind: (differing(engine, what), *rest) for kind, (what, *rest) in PLANTED.items()}
     found = [
         _finds("strategy_step", engine, kind, expected, right) for kind, expected in planted.items()
     ]
@@ -78,11 +78,6 @@ def _of_strategy(engine: str) -> Iterator[Row]:
         f"journal, {engine}: a resumed run stops at the step with the error",
         [_stops(engine, kind, expected[0]) for kind, expected in planted.items()],
     )
-
-
-def _differing(engine: str, what: str) -> str:
-    """What differs in the journal: a step of JAX that is one program has no total."""
-    return "state" if engine == "jax" and what == "total" else what
 
 
 def _finds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from audit_runs import TOPOLOGIES, command, in_directory, replayed, run_to_end
+from audit_runs import TOPOLOGIES, command, differing, in_directory, replayed, run_to_end
 from report import Row, row
 
 
@@ -33,7 +33,7 @@ def _strategy(engine: str) -> Iterator[Row]:
     run_to_end(line)
     changed = [*line, "plant=contribution", "at=11"]
     yield _everywhere(f"a strategy on {engine}", "mine", line, 13)
-    yield _changed(f"a strategy on {engine}", "mine", changed, 11, "total")
+    yield _changed(f"a strategy on {engine}", "mine", changed, 11, differing(engine, "total"))
 
 
 def _trainer() -> Iterator[Row]:

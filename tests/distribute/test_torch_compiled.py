@@ -48,6 +48,12 @@ def fresh() -> Iterator[None]:
     before = {name: getattr(torch._dynamo.config, name) for name in names}
     torch._dynamo.reset()
     programs.clear()
+    # Modes of overlapping threads in other tests of this process may have left PyTorch's flags set.
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    for flag in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"):
+        setattr(dispatch, flag, False)
+    dispatch._is_in_any_mode_without_ignore_compile_internals = False
+    dispatch.set_is_in_mode_without_ignore_compile_internals(False)
     yield
     for name, value in before.items():
         setattr(torch._dynamo.config, name, value)

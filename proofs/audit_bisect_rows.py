@@ -133,5 +133,5 @@ def _stops(engine: str, kind: str, what: str) -> bool:
     if not is_found:
         print(f"       {engine} {kind}: status {status}\n{errors[-500:]}")
         return False
-    status, _ = run(line)  # without the error it goes on
+    status, _ = run(line)  # without the error it continues
     return status == 0

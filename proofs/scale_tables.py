@@ -202,7 +202,7 @@ class Reported:
         self.hsdp_80 = self._without_repeats(180.0)
 
     def _without_repeats(self, stall_s: float) -> float:
-        """Goodput if a failure stops all workers and no step is repeated, as replicas go on."""
+        """Goodput if a failure stops all workers and no step is repeated, as replicas continue."""
         cluster = hsdp(stall_s, self.hsdp_failures_s)
         steps = int(300 * cluster.between_failures_s)
         job = replace(

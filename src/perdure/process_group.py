@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 
 class Processes(Protocol):
     """A group of processes that run the same program on one run directory.
@@ -71,6 +73,23 @@ class Processes(Protocol):
         Not a collective. The same name gives the same channel.
         """
         ...
+
+
+class ByAgreement:
+    """The collectives of a group that one agreement makes."""
+
+    def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """See `Processes`."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        self.agree(b"", lambda _: b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
+
+    def any(self, flag: bool) -> bool:
+        return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
 
 class SingleProcess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import grain
 import numpy as np
 import pytest
 
+from damage import FullDisk
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import PerRank
 from perdure.errors import (
@@ -189,15 +189,11 @@ def test_a_write_that_fails_in_one_process_raises_in_all_and_commits_nothing(
     tmp_path: Path, victim: int
 ) -> None:
     play(2, saver(tmp_path, 1))
-    fired = []
+    disk = FullDisk("/packs/000000000002")
 
     def program(processes: Pretend) -> list[int]:
-        def before(operation: str, path: str) -> None:
-            if processes.index == victim and operation == "fsync" and "/packs/000000000002" in path:
-                fired.append(path)
-                raise OSError(errno.ENOSPC, "No space left on device", path)
-
-        storage = LocalStorage(tmp_path, before)
+        is_full = processes.index == victim
+        storage = LocalStorage(tmp_path, disk) if is_full else LocalStorage(tmp_path)
         with CheckpointManager(storage, processes=processes) as manager:
             manager.save(2, state(2))
             with pytest.raises(SaveError, match="No space left on device"):
@@ -208,7 +204,7 @@ def test_a_write_that_fails_in_one_process_raises_in_all_and_commits_nothing(
             return manager.all_steps()
 
     assert play(2, program) == [[1, 3], [1, 3]]
-    assert len(fired) == 1
+    assert len(disk.fired) == 1
     assert same(load_checkpoint(tmp_path, 3), 3)
     assert verify_run(Run(tmp_path)).ok
 

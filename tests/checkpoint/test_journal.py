@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from damage import Stop
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage
 from perdure.checkpoint import PerRank
 from perdure.checkpoint.state_digest import share_digests, state_digest
@@ -339,21 +340,13 @@ def test_what_is_undone_is_the_line_that_was_set_aside_last(tmp_path: Path) -> N
 
 def test_a_rollback_that_stops_anywhere_can_be_repeated(tmp_path: Path) -> None:
     """A crash before each operation; after the repetition the journal is that of one call."""
-    left, stopped = 1, 0
-
-    def stop(operation: str, path: str) -> None:
-        nonlocal left, stopped
-        left -= 1
-        if left == 0:
-            stopped += 1
-            raise OSError(5, "stopped here", path)
-
+    stop = Stop()
     for number in range(1, 100):
         run = tmp_path / str(number)
         recorded(run, 1, 2, 3, saved=1)
         with CheckpointManager(run) as manager:
             manager.save(3, state(3))
-        left = number
+        stop.left = number
         try:
             with Run(LocalStorage(run, stop)) as opened:
                 opened.rollback(1)
@@ -365,9 +358,9 @@ def test_a_rollback_that_stops_anywhere_can_be_repeated(tmp_path: Path) -> None:
             opened.undo_rollback()
         assert Run(run).steps() == [1, 3]
         assert steps_of(run) == [1, 2, 3]
-        if stopped < number:
+        if stop.count < number:
             break
-    assert stopped > 10
+    assert stop.count > 10
 
 
 def test_a_fork_and_a_copy_have_the_lines_up_to_their_steps(tmp_path: Path) -> None:

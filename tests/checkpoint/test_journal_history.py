@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from damage import Stop
 from perdure import CheckpointManager, ManagerOptions
 from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, SaveError, StoreError
@@ -212,21 +213,13 @@ def test_lines_alone_do_not_replace_newer_lines(run: Path) -> None:
 
 
 def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Path) -> None:
-    left, stopped = 1, 0
-
-    def stop(operation: str, path: str) -> None:
-        nonlocal left, stopped
-        left -= 1
-        if left == 0:
-            stopped += 1
-            raise OSError(5, "stopped here", path)
-
+    stop = Stop()
     start = shutil.copytree(trained, tmp_path / "start")
     command("rollback", start, 16)
     command("rollback", start, 8)
     for number in range(1, 100):
         run = shutil.copytree(start, tmp_path / str(number))
-        left = number
+        stop.left = number
         try:
             with Run(LocalStorage(run, stop)) as opened:
                 opened.undo_rollback()
@@ -236,9 +229,9 @@ def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Pa
         assert Run(run).steps() == [4, 8, 12, 16]
         assert steps_of(run) == list(range(1, 19))
         assert list((run / "rolled-back").iterdir()) == []
-        if stopped < number:
+        if stop.count < number:
             break
-    assert stopped > 10
+    assert stop.count > 10
 
 
 def test_a_rollback_over_a_damaged_line_names_it_and_moves_nothing(run: Path) -> None:

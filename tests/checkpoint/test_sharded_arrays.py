@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import FullDisk
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import group_save, piece_exchange, save_messages
 from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
@@ -265,15 +266,11 @@ def test_copies_that_differ_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path: Path, victim: int) -> None:
     CUTS.update(axis=1)  # so that each process needs the shards of the other
-    fired = []
+    disk = FullDisk("/packs/000000000002")
 
     def program(processes: Pretend) -> list[int]:
-        def before(operation: str, path: str) -> None:
-            if processes.index == victim and operation == "fsync" and "/packs/000000000002" in path:
-                fired.append(path)
-                raise OSError(errno.ENOSPC, "No space left on device", path)
-
-        storage = LocalStorage(tmp_path, before)
+        is_full = processes.index == victim
+        storage = LocalStorage(tmp_path, disk) if is_full else LocalStorage(tmp_path)
         with CheckpointManager(storage, processes=processes) as manager:
             manager.save(1, state(1))
             manager.save(2, state(2))
@@ -284,7 +281,7 @@ def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path: Path, victim: 
             return manager.all_steps()
 
     assert play(2, program) == [[1, 3], [1, 3]]
-    assert len(fired) == 1
+    assert len(disk.fired) == 1
     assert verify_run(Run(tmp_path)).ok
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import perdure
 import perdure.dcp
+from damage import flip
 from forked import events, run_forked
 from perdure import heartbeats
 from perdure.errors import ArgumentError, MismatchError, MissingExtraError, NotARunError
@@ -169,10 +170,7 @@ def test_damage_is_never_loaded(tmp_path: Path) -> None:
     save(tmp_path, 1, {"x": torch.zeros(4)}, save_random_state=False)
     save(tmp_path, 2, {"x": torch.arange(4.0)}, save_random_state=False)
     [pack] = (tmp_path / "packs").glob("000000000002-*.pack")
-    data = bytearray(pack.read_bytes())
-    data[0] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    flip(pack, 0)
     target = torch.full((4,), 7.0)
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path, {"x": target})
@@ -190,10 +188,7 @@ def test_damaged_generators_are_found_before_anything_is_loaded(tmp_path: Path) 
     for step in (1, 2):
         save(tmp_path, step, {"x": torch.full((4,), float(step))})
     [pack] = (tmp_path / "packs").glob("000000000002-*.pack")
-    data = bytearray(pack.read_bytes())
-    data[data.index(b"MT19937")] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    flip(pack, pack.read_bytes().index(b"MT19937"))
     target = torch.full((4,), 7.0)
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path, {"x": target})

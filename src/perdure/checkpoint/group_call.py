@@ -18,7 +18,7 @@ from msgspec import Struct
 from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
 from perdure.framework_group import framework_group
-from perdure.process_group import Processes
+from perdure.process_group import ByAgreement, Processes
 
 _MOST_CALLS = 20
 
@@ -84,7 +84,7 @@ class _Answer(Struct):
     differing: str = ""
 
 
-class GroupCall:
+class GroupCall(ByAgreement):
     """The group during one call: collectives of two different calls are an error in every process.
 
     Without this check the bytes that one process sends in a `save` would be taken for those of a
@@ -97,12 +97,6 @@ class GroupCall:
         self.index = processes.index
         self.count = processes.count
         self.is_chief = processes.is_chief
-
-    def barrier(self) -> None:
-        self.agree(b"", lambda _: b"")
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
 
     def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         if self.count == 1:
@@ -134,9 +128,6 @@ class GroupCall:
 
     def broadcast(self, data: bytes | None) -> bytes:
         return self._processes.broadcast(data)
-
-    def any(self, flag: bool) -> bool:
-        return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
     def channel(self, name: str) -> Processes:
         return self._processes.channel(name)

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import msgspec
-
 from perdure.errors import WorkerLostError
-from perdure.process_group import given
+from perdure.process_group import ByAgreement, given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
@@ -49,7 +47,7 @@ class KeyValueStore(Protocol):
     def delete(self, key: str) -> None: ...
 
 
-class KeyValueProcesses:
+class KeyValueProcesses(ByAgreement):
     """A group that communicates through a key-value store.
 
     `connect` opens a connection to the store. Each channel has its own, because a store's client may
@@ -75,9 +73,6 @@ class KeyValueProcesses:
     def is_chief(self) -> bool:
         return self.index == 0
 
-    def barrier(self) -> None:
-        self.agree(b"", lambda _: b"")
-
     def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         sent = self.collect(data)
         if not self.is_chief:
@@ -89,9 +84,6 @@ class KeyValueProcesses:
             raise
         return self.broadcast(answer)
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return msgspec.msgpack.decode(self.agree(data, msgspec.msgpack.encode), type=list[bytes])
-
     def collect(self, data: bytes) -> list[bytes]:
         self._next_round()
         if not self.is_chief:
@@ -101,9 +93,6 @@ class KeyValueProcesses:
         self._waiting = self._write("0", b"")
         try:
             values = [data, *(self._read(process) for process in range(1, self.count))]
-        except WorkerLostError as error:
-            self._fail(error)
-            raise
         except BaseException as error:
             self._leave(error)
             raise
@@ -124,9 +113,6 @@ class KeyValueProcesses:
         self._delete(self._waiting)
         self._waiting = []
         return given(data)
-
-    def any(self, flag: bool) -> bool:
-        return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
     def channel(self, name: str) -> KeyValueProcesses:
         if name not in self._channels:
@@ -151,16 +137,18 @@ class KeyValueProcesses:
         self._round += 1
 
     def _leave(self, error: BaseException) -> None:
-        """The end of process 0's part in an operation that others wait for: it cannot be taken up."""
-        what = f"process 0 left an operation of the group ({type(error).__name__}: {error})"
-        self._fail(WorkerLostError(f"{what}. End all processes and start all again."))
+        """Let the others raise the error of process 0 in the next round, in which they wait for it.
 
-    def _fail(self, error: WorkerLostError) -> None:
-        """Let the others raise the error of process 0 in the next round, in which they wait for it."""
-        self._failure = error
+        The operation cannot be taken up again, whatever the error was.
+        """
+        lost = error
+        if not isinstance(lost, WorkerLostError):
+            what = f"process 0 left an operation of the group ({type(error).__name__}: {error})"
+            lost = WorkerLostError(f"{what}. End all processes and start all again.")
+        self._failure = lost
         self._round += 1
         with suppress(WorkerLostError):  # the store is gone too, which ends their wait
-            self._store.set(self._key(self._round, "0"), _FAILED + str(error).encode())
+            self._store.set(self._key(self._round, "0"), _FAILED + str(lost).encode())
 
     def _answer(self) -> bytes:
         """What process 0 broadcasts. Waited for twice as long if process 0 itself waits for another."""

@@ -150,7 +150,7 @@ def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, 
 
 _ONE_AT_A_TIME = threading.RLock()
 """PyTorch locks a generator while it reads its state, and Python may change threads inside of that, to
-one that waits for the same lock and holds Python's: neither would ever go on."""
+one that waits for the same lock and holds Python's: neither would ever continue."""
 
 
 def capture() -> dict[str, Any]:

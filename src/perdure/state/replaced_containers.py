@@ -174,7 +174,7 @@ def _compare(watched: _WatchedContainer, saved: Mapping[str, Any]) -> None:
             f"{join_key(watched.path, key) or '(the state itself)'}: the program has put a new value "
             f"into the {kind} that it gave to the restore, and saves the one that the "
             f"restore returned, so that every later checkpoint would have the restored value again. "
-            f"Let the program go on with the restored {kind} (`ema.shadow = "
+            f"Let the program continue with the restored {kind} (`ema.shadow = "
             f"state['ema']`), or save the object that owns it, with `state_dict` and `load_state_dict`."
         )
 

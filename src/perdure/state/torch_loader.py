@@ -200,7 +200,7 @@ class ResumableLoader:
         self._seed, self._step = numbers["seed"], numbers["step"]
         epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
         if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
-            epoch, batch, order = epoch + 1, 0, ""  # it makes no pass over the empty rest
+            epoch, batch, order = epoch + 1, 0, ""  # an empty rest makes no batches
         self._go_to(epoch, batch, order)
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:

@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
     attributes: bytes
 
 
-class Computation(NamedTuple):
+class HloComputation(NamedTuple):
     """Instructions in the order in which they run, and the number of the one that is the result."""
 
     instructions: tuple[Instruction, ...]
@@ -53,7 +53,7 @@ class Computation(NamedTuple):
 class Graph(NamedTuple):
     """All computations of a program by number, and the number of its entry."""
 
-    computations: dict[int, Computation]
+    computations: dict[int, HloComputation]
     entry: int
 
 
@@ -65,7 +65,7 @@ def graph_of(program: Any) -> Graph:
 
 def read(data: bytes) -> Graph:
     """The graph of a serialized HloModuleProto. Raises ValueError for bytes that are none."""
-    computations: dict[int, Computation] = {}
+    computations: dict[int, HloComputation] = {}
     entry = 0  # a number that is 0 is left out
     for field, value, _ in _fields(data):
         if field == 3:
@@ -127,7 +127,7 @@ def dimensions(instruction: Instruction) -> tuple[int, ...]:
     return tuple(n for field, value, _ in fields if field == _DIMENSIONS for n in _numbers(value))
 
 
-def _computation(data: bytes) -> tuple[int, Computation]:
+def _computation(data: bytes) -> tuple[int, HloComputation]:
     instructions, number, root = [], 0, 0
     for field, value, _ in _fields(data):
         if field == 2:
@@ -136,7 +136,7 @@ def _computation(data: bytes) -> tuple[int, Computation]:
             number = value
         elif field == 6:
             root = value
-    return number, Computation(tuple(instructions), root)
+    return number, HloComputation(tuple(instructions), root)
 
 
 def _instruction(data: bytes) -> Instruction:

@@ -116,7 +116,7 @@ class Program:
 
 
 class _Reading:
-    """One pass over a program."""
+    """One reading of a program."""
 
     def __init__(self, program: Program, opens: bool, calls: list[Call] | None = None) -> None:
         self._program = program

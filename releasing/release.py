@@ -14,7 +14,9 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from environments import (
     ROOT,
@@ -25,6 +27,8 @@ from environments import (
     try_demo,
     try_readme,
 )
+
+T = TypeVar("T")
 
 
 def build(out: Path) -> tuple[Path, Path]:
@@ -92,10 +96,10 @@ def main() -> int:
     given = parser.parse_args()
     rows: list[tuple[str, str, str]] = []
 
-    def step(what: str, action: object, *arguments: object) -> object:
+    def step(what: str, action: Callable[..., T], *arguments: object) -> T | None:
         print(f"{what} ...", file=sys.stderr, flush=True)
         try:
-            found = action(*arguments)  # pyright: ignore[reportCallIssue]
+            found = action(*arguments)
         except Failed as error:
             rows.append((what, "FAILED", str(error).strip().splitlines()[-1]))
             print(error, file=sys.stderr)
@@ -115,11 +119,11 @@ def main() -> int:
             plain = step(
                 f"{name}: wheel installed", try_installed, python, wheel, "", work / "wheel"
             )
-            if isinstance(plain, Path):
+            if plain is not None:
                 step(f"{name}: the loop of the README", try_readme, plain, work / "readme")
             extras = (python, wheel, "[jax,demo]", work / "demo")
             full = step(f"{name}: wheel[jax,demo] installed", try_installed, *extras)
-            if isinstance(full, Path):
+            if full is not None:
                 step(f"{name}: perdure demo", try_demo, full, "jax", work / "run")
             shutil.rmtree(work, ignore_errors=True)
     print_table(("what", "", "found"), rows)

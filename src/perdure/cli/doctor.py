@@ -122,10 +122,14 @@ def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
                 f"--framework: expected {' or '.join(FRAMEWORKS)}, found {name!r}."
             )
         if name not in installed:
-            raise click.UsageError(f"--framework: {name} is not installed here.")
+            raise click.UsageError(
+                f"--framework: {name} is not installed here. pip install 'perdure[{name}]'"
+            )
     if not installed and needed:
+        extras = " or ".join(f"pip install 'perdure[{name}]'" for name in FRAMEWORKS)
         raise click.UsageError(
-            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute."
+            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute: "
+            f"{extras}"
         )
     return list(dict.fromkeys(names)) or installed
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -343,3 +345,67 @@ def test_python_m_perdure_and_the_names_that_completion_offers() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["perdure,", "version", package.__version__]
     assert set(package.__all__) <= set(dir(package))
+
+
+def examples(help_text: str) -> list[str]:
+    """The commands of the part "Example:" of a help."""
+    part = help_text.partition("  Example:\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in part.splitlines()]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_it_accepts(name: str) -> None:
+    shown = examples(perdure(name, "--help").output)
+    assert shown
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for line in shown:
+        program, called, *arguments = shlex.split(line)
+        assert (program, called) == ("perdure", name)
+        command.make_context(name, arguments)
+    with pytest.raises(click.UsageError):
+        command.make_context(name, ["--no-such-option"])
+
+
+def test_without_arguments_every_command_is_listed_with_all_of_its_line() -> None:
+    output = perdure().output
+    listed = dict(re.findall(r"^  ([a-z]+) +([A-Z].*\.)$", output, re.MULTILINE))
+    assert tuple(listed) == COMMANDS
+    assert not [line for line in listed.values() if line.endswith("..")]
+    assert "perdure COMMAND --help" in output
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["re"], ["replay", "report"]),
+        ([""], list(COMMANDS)),
+        (["prune", "run", "--max"], ["--max-to-keep"]),
+        (["demo", "--engine", ""], ["jax", "torch"]),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_options_and_values(
+    shell: str, typed: list[str], offered: list[str]
+) -> None:
+    words = {
+        "COMP_WORDS": shlex.join(["perdure", *typed])
+        if typed[-1]
+        else f"perdure {' '.join(typed)}",
+        "COMP_CWORD": typed[-1] if shell == "fish" else str(len(typed)),
+        "_PERDURE_COMPLETE": f"{shell}_complete",
+    }
+    output = CliRunner().invoke(main, [], prog_name="perdure", env=words).output
+    found = {
+        "bash": re.findall(r"^plain,(.*)$", output, re.M),
+        "zsh": re.findall(r"^plain\n(.*)$", output, re.M),
+        "fish": re.findall(r"^plain,([^\t\n]*)", output, re.M),
+    }
+    assert found[shell] == offered
+    script = CliRunner().invoke(
+        main, [], prog_name="perdure", env={"_PERDURE_COMPLETE": f"{shell}_source"}
+    )
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    assert f"_PERDURE_COMPLETE={shell}_source perdure" in page
+    assert "_perdure_completion" in script.output

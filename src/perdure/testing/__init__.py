@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["StorageConformance", "check_run", "drill"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name == "StorageConformance":
         try:

@@ -355,7 +355,9 @@ def examples(help_text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_an_example_that_it_accepts(name: str) -> None:
-    shown = examples(perdure(name, "--help").output)
+    help_text = perdure(name, "--help").output
+    assert re.search("[Ee]xits?( status|\\s+with)", help_text)
+    shown = examples(help_text)
     assert shown
     command = main.get_command(click.Context(main), name)
     assert command is not None

@@ -101,12 +101,13 @@ def migrated(work: Path) -> dict[str, Any]:
     program = "".join(f"{line[1:]}\n" for line in diff[1].splitlines() if line[:1] != "-")
     fault = program.replace("  loss =", "  if step == 27: example = FAULT\n  loss =")
     assert fault != program
+    scope: dict[str, Any] = {}
     for name, programs in (("whole", [program]), ("killed", [fault, program])):
         (work / name).mkdir()
         os.chdir(work / name)
         for code in programs:
             keras.utils.set_random_seed(0)
-            scope: dict[str, Any] = {"FAULT": object()}
+            scope = {"FAULT": object()}
             try:
                 exec(TENSORFLOWS_GUIDE + code, scope)
             except KeyError:

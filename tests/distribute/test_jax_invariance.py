@@ -13,7 +13,7 @@ MODELS = ("cnn", "nnx", "reduce")
 # topologies.
 DEVICES = (1, 3, 8)
 # Eight devices with one replica each add one after another, as one device does without the tree.
-CONTROLS = (1, 3, 4)
+CONTROLS = (1, 3)
 
 
 @pytest.fixture(scope="module")

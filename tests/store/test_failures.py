@@ -250,10 +250,10 @@ def test_a_compaction_leaves_a_pack_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_lack_of_memory_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
 
-    def none(self: Any, nbytes: int) -> Any:
+    def none(nbytes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("perdure.store.reader.LeafMemory.take", none)
+    monkeypatch.setattr("perdure.store.reader.leaf_memory", none)
     with pytest.raises(UnreachableError, match=r"step 4, leaf .*out of memory.*Free memory"):
         load_good(Run(tmp_path))
 

@@ -53,6 +53,7 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._audited = False
         self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
 
@@ -76,6 +77,8 @@ class TrainStep:
         """See Strategy.explain."""
         if self._fused is None:
             return "Not fast: this engine calls grad for each replica and adds one by one."
+        if self._audited:
+            return "Not fast: the step was audited, which compares the contributions of replicas."
         return self._fused.explain() or "Not decided yet: the first call of the step decides."
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
@@ -105,6 +108,7 @@ class TrainStep:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
         audit = self._audit and self._audit.of_step(step)
         # In one fused program there is no contribution to compare.
+        self._audited = bool(audit)
         if self._fused and not audit:
 
             def reference(whole: Any) -> list[tuple[Any, Any]]:

@@ -15,7 +15,7 @@ import torch
 from perdure import CheckpointManager
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import CorruptionError, MismatchError
-from perdure.state import differences, flatten, snapshot
+from perdure.state import differences, flatten, snapshot, template_of
 from perdure.store import Run
 from perdure.store.format import hash_bytes, manifest_name
 
@@ -205,3 +205,37 @@ def test_a_compaction_keeps_the_containers(tmp_path: Path) -> None:
         assert run.manifest(2).packs != kept.packs
         assert run.manifest(2).containers == kept.containers
         assert run.manifest(2).format == 3
+
+
+def test_a_target_of_many_leaves_is_compared_in_the_order_of_its_paths_and_by_path() -> None:
+    state: dict[str, Any] = {f"leaf{i}": np.zeros(2, np.float32) for i in range(50)}
+    template = template_of(state)
+    assert not differences(template, flatten(state))
+    assert not differences(template, flatten(dict(reversed(state.items()))))
+    without = {key: value for key, value in state.items() if key != "leaf7"}
+    for other, found in (
+        (state | {"leaf7": np.zeros(2, np.int32)}, ["leaf7"]),
+        (state | {"leaf7": np.zeros((2, 1), np.float32)}, ["leaf7"]),
+        (without, ["leaf7"]),
+        (without | {"new": np.zeros(2, np.float32)}, ["leaf7", "new"]),
+        (state | {"new": np.zeros(2, np.float32)}, ["new"]),
+    ):
+        assert [line.path for line in differences(template, flatten(other))] == found
+
+
+def test_a_structure_that_changes_between_saves_and_back_is_compared_each_time() -> None:
+    check = RestoreCheck()
+    state: dict[str, Any] = {"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32)}
+    check.expect(state)
+    check.check_first("here", state, flatten(state))
+    assert check.changed("here", flatten(state)) is None
+    for other in (
+        {**state, "b": np.zeros(4, np.float32)},
+        {**state, "b": np.zeros(3, np.int64)},
+        {"a": state["a"], "c": state["b"]},
+    ):
+        warning = check.changed("here", flatten(other))
+        assert warning is not None
+        assert "the structure of the state has changed" in warning
+        assert check.changed("here", flatten(other)) is None  # once
+        assert check.changed("here", flatten(state)) is None

@@ -8,8 +8,11 @@ from typing import Any
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences, template_of
+from perdure.state.leaf_spec import LeafSpec
+from perdure.state.leaf_values import is_plain
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice
+from perdure.state.template import TargetWalk, same_specs
 from perdure.state.unsaved_attributes import UnsavedAttributes
 from perdure.store import Leaf
 
@@ -24,8 +27,10 @@ class RestoreCheck:
     """
 
     def __init__(self) -> None:
+        self.plain: Collection[str] = ()
+        """Paths at which the target has NumPy arrays and numbers; none without a target."""
         self._template: Template | None = None
-        self._known: list[tuple[str, str, tuple[int, ...]]] | None = None
+        self._known: dict[str, LeafSpec] | None = None
         self._exact: int | None = None
         self._partial: int | None = None
         self._attributes = UnsavedAttributes()
@@ -35,15 +40,12 @@ class RestoreCheck:
     def expect(self, like: Any) -> None:
         """The program restores into `like`, of which names, dtypes and shapes are remembered."""
         try:
-            self._template = template_of(like)
+            walk = TargetWalk(like, None)
+            self._template = walk.template
+            self.plain = {path for path, value in walk.values.items() if is_plain(value)}
         except StateError:  # the first save raises the same error
-            self._template = None
+            self._template, self.plain = None, ()
         self._known = self._partial = None
-
-    @property
-    def plain(self) -> Collection[str]:
-        """Paths at which the target has NumPy arrays and numbers; none without a target."""
-        return () if self._template is None else self._template.plain
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
         """The target accepted `leaves`: a later save of another structure is only warned about.
@@ -99,7 +101,7 @@ class RestoreCheck:
                 f"{grown * any(line.expected is None and not line.reason for line in lines)}"
                 f"{state_dict_advice(lines)}"
             )
-        self._known = _structure(leaves)
+        self._known = _structure(leaves) if self._template is not None else {}
         if self._partial is not None:
             warn_caller(
                 f"{where}: this manager has restored step {self._partial} only in part, and now saves "
@@ -112,10 +114,9 @@ class RestoreCheck:
         """A warning if the structure has changed, and the target does not fit any more; else None."""
         if self._known is None or self._template is None:
             return None
-        structure = _structure(leaves)
-        if structure == self._known:
+        if same_specs(self._known, self._known.values(), leaves):
             return None
-        self._known = structure
+        self._known = _structure(leaves)
         if not (lines := differences(self._template, leaves)):
             return None
         return (
@@ -125,5 +126,5 @@ class RestoreCheck:
         )
 
 
-def _structure(leaves: Mapping[str, Leaf]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(path, leaf.dtype, leaf.shape) for path, leaf in leaves.items()]
+def _structure(leaves: Mapping[str, Leaf]) -> dict[str, LeafSpec]:
+    return {path: LeafSpec(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from posixpath import commonpath
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from perdure.errors import MismatchError
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
@@ -16,7 +18,7 @@ FEW = 4
 """So many differences in one branch become one line, if there are more than `MAX_LINES`."""
 
 
-class LeafSpec(NamedTuple):
+class LeafSpec(Struct, frozen=True, gc=False):
     """dtype name and shape of a leaf, known without reading its data.
 
     Weak typing is left out: whether a JAX array is weakly typed can change while a program runs, so

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
@@ -11,7 +12,6 @@ from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.leaf_errors import add_path, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
-from perdure.state.leaf_values import is_plain
 from perdure.state.paths import join_key, join_part, nearest
 from perdure.state.stateful import Stateful
 from perdure.state.wholes import is_whole
@@ -23,11 +23,16 @@ from perdure.store.selection import Selection
 class Template:
     """The leaves of a target, and the checks of its objects with `load_state_dict`. Holds no array."""
 
-    leaves: dict[str, LeafSpec] = field(default_factory=dict)
-    plain: set[str] = field(default_factory=set)
-    """The paths of NumPy arrays and numbers: a run may replace them by arrays of a framework."""
+    paths: list[str] = field(default_factory=list)
+    specs: list[LeafSpec] = field(default_factory=list)
+    """The specs of the leaves, in the order of `paths`."""
 
     objects: dict[str, Check] = field(default_factory=dict)
+
+    @cached_property
+    def leaves(self) -> dict[str, LeafSpec]:
+        """The specs by path. There may be very many, and they are not always needed."""
+        return dict(zip(self.paths, self.specs, strict=True))
 
 
 def template_of(like: Any, stored: Mapping[str, LeafSpec] | None = None) -> Template:
@@ -54,7 +59,6 @@ class TargetWalk:
 
     Attributes:
         template: the part of the target that is selected.
-        values: the leaves by path.
         objects: the objects with `load_state_dict` by path.
         wholes: the paths of values that a restore replaces as a whole or not at all.
         unselected: the paths of leaves and objects that are not selected.
@@ -69,7 +73,6 @@ class TargetWalk:
         selection: Selection | None = None,
     ) -> None:
         self.template = Template()
-        self.values: dict[str, Any] = {}
         self.objects: dict[str, Stateful] = {}
         self.wholes: set[str] = set()
         self.unselected: set[str] = set()
@@ -78,10 +81,16 @@ class TargetWalk:
         self._selection = selection
         self._adapters = loaded_adapters()
         self._takers: dict[type, Adapter] = {}
+        self._values: list[Any] = []
         try:
             self._visit(like, path)
         except RecursionError:
             raise nested_too_deeply() from None
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The leaves by path."""
+        return dict(zip(self.template.paths, self._values, strict=True))
 
     def _visit(self, value: Any, path: str) -> None:
         selection = self._selection
@@ -92,7 +101,7 @@ class TargetWalk:
         try:
             if (spec := self._spec(value)) is not None:
                 if is_selected:
-                    self._add_leaf(value, path, spec)
+                    self._add_leaf(path, spec, value)
                 else:
                     self.unselected.add(path)
                 return
@@ -112,26 +121,29 @@ class TargetWalk:
             return
         if is_whole(value):
             self.wholes.add(path)
-        prefix = f"{path}/" if path else ""
-        for key, child in node.children:
-            child_path = prefix + key if key.isalnum() else join_key(path, key)
-            if selection is not None or not self._add_known(child, child_path):
-                self._visit(child, child_path)
+        self._visit_children(node.children, path)
 
-    def _add_known(self, value: Any, path: str) -> bool:
-        """Add a value if it is a leaf of a type that was met before. There may be very many."""
-        taker = self._takers.get(type(value))
-        if taker is None:
-            return False
-        try:
-            spec = taker.spec(value)
-        except StateError as error:
-            add_path(error, path)
-            raise
-        if spec is None:
-            return False
-        self._add_leaf(value, path, spec)
-        return True
+    def _visit_children(self, children: Sequence[tuple[str, Any]], path: str) -> None:
+        prefix = f"{path}/" if path else ""
+        takers = self._takers if self._selection is None else {}
+        for key, child in children:
+            child_path = prefix + key if key.isalnum() else join_key(path, key)
+            # There may be very many leaves of a type that was met before.
+            if (taker := takers.get(type(child))) is not None:
+                try:
+                    spec = taker.spec(child)
+                except StateError as error:
+                    add_path(error, child_path)
+                    raise
+                if spec is not None:
+                    self._add_leaf(child_path, spec, child)
+                    continue
+            self._visit(child, child_path)
+
+    def _add_leaf(self, path: str, spec: LeafSpec, value: Any) -> None:
+        self.template.paths.append(path)
+        self.template.specs.append(spec)
+        self._values.append(value)
 
     def _spec(self, value: Any) -> LeafSpec | None:
         """dtype and shape of a leaf; None for an interior value."""
@@ -144,12 +156,6 @@ class TargetWalk:
     def _may_hold(self, path: str) -> bool:
         return self._selection is None or self._selection.may_hold(path)
 
-    def _add_leaf(self, value: Any, path: str, spec: LeafSpec) -> None:
-        self.template.leaves[path] = spec
-        self.values[path] = value
-        if is_plain(value):
-            self.template.plain.add(path)
-
     def _selects_inside(self, node: Stateful, path: str) -> bool:
         """Whether something inside an object is selected: in the checkpoint, or in the target."""
         assert self._selection is not None
@@ -159,11 +165,26 @@ class TargetWalk:
         return any(map(self._selection.matches, inside))
 
 
+def same_specs(
+    paths: Collection[str], specs: Collection[LeafSpec], leaves: Mapping[str, Leaf]
+) -> bool:
+    """Whether leaves have these paths, in this order, and these dtypes and shapes.
+
+    It looks up no path, because there may be very many.
+    """
+    return len(paths) == len(leaves) and all(
+        path == stored and spec.dtype == leaf.dtype and spec.shape == leaf.shape
+        for path, spec, stored, leaf in zip(paths, specs, leaves, leaves.values(), strict=True)
+    )
+
+
 def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
     """Every path at which the leaves do not fit the template, sorted by path.
 
     An object with `load_state_dict` takes any leaves, except those that its own check refuses.
     """
+    if not template.objects and same_specs(template.paths, template.specs, leaves):
+        return []
     missing = dict(template.leaves)
     lines: list[Difference] = []
     object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}

@@ -32,7 +32,7 @@ from perdure.store.leaf import AnyLeaf, Leaf, containers_of
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
-from perdure.store.manifest_json import HEAD_BYTES, check_encoded, encode_manifest
+from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.storage import LostLock, create_whole
@@ -197,9 +197,8 @@ class Committer:
     def _store(self, manifest: Manifest, *, replace: bool) -> bytes:
         """Create or replace the file of a manifest, durably; returns its first bytes."""
         with gc_paused(len(manifest.leaves)):
-            data = encode_manifest(manifest)
             # Constructors check nothing: what cannot be read back must never be committed.
-            check_encoded(data, manifest, f"{self._storage.where}: the manifest of this save")
+            data = encode_checked(manifest, f"{self._storage.where}: the manifest of this save")
         if replace:
             self._storage.replace(manifest_name(manifest.step), data)
         else:

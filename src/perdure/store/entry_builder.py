@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
+from itertools import repeat
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -21,11 +23,27 @@ PlacedChunk = tuple[str, Held]
 """The hash of a chunk, and where it lies."""
 
 
+class ArrayLeaf(Protocol):
+    """What an entry needs of an array."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> Sized: ...
+
+
 class EntryBuilder:
     """Builds the entries of one manifest, and numbers its packs in the order in which they are met."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+
+    def number(self, packs: Iterable[str]) -> None:
+        """Number those of the packs that have no number yet, in this order."""
+        for pack in packs:
+            self._numbers.setdefault(pack, len(self._numbers))
 
     def array(
         self,
@@ -36,17 +54,7 @@ class EntryBuilder:
         placed: Sequence[PlacedChunk],
     ) -> LeafEntry:
         """The entry of an array of `nbytes` bytes with these chunks."""
-        # A save calls this for each of its leaves.
         numbers = self._numbers
-        if len(placed) == 1:
-            digest, place = placed[0]
-            if (number := numbers.get(place.pack)) is None:
-                number = numbers[place.pack] = len(numbers)
-            length = place.length
-            chunk = Chunk(digest, number, place.offset, length)
-            return LeafEntry(
-                path, dtype, shape, (chunk,), None, None if length == nbytes else nbytes
-            )
         chunks = []
         missing = nbytes
         for digest, place in placed:
@@ -56,6 +64,27 @@ class EntryBuilder:
             missing -= place.length
         # Encoded chunks take fewer bytes than the array has; only then does the entry state its size.
         return LeafEntry(path, dtype, shape, tuple(chunks), None, nbytes if missing else None)
+
+    def uncut(
+        self,
+        leaves: Sequence[tuple[str, ArrayLeaf]],
+        digests: Sequence[str],
+        places: Sequence[Held],
+    ) -> list[LeafEntry]:
+        """The entries of arrays, with their paths, that are one chunk each. There may be very many."""
+        packs = [place.pack for place in places]
+        self.number(dict.fromkeys(packs))
+        offsets = [place.offset for place in places]
+        lengths = [place.length for place in places]
+        chunks = map(Chunk, digests, map(self._numbers.__getitem__, packs), offsets, lengths)
+        paths = [path for path, _ in leaves]
+        dtypes = [leaf.dtype for _, leaf in leaves]
+        shapes = [leaf.shape for _, leaf in leaves]
+        nbytes = [len(leaf.data) for _, leaf in leaves]
+        if nbytes == lengths:
+            return list(map(LeafEntry, paths, dtypes, shapes, zip(chunks)))
+        sizes = [None if a == b else b for a, b in zip(lengths, nbytes, strict=True)]
+        return list(map(LeafEntry, paths, dtypes, shapes, zip(chunks), repeat(None), sizes))
 
     def moved(self, entry: LeafEntry, place: Callable[[Chunk], Held]) -> LeafEntry:
         """An entry of another manifest, with its chunks where `place` says that they lie now."""

@@ -16,6 +16,7 @@ from blake3 import blake3
 from msgspec import Meta, Struct
 
 from perdure.errors import CorruptionError, FormatVersionError
+from perdure.store.json_blocks import blocks
 
 FORMAT = 1
 CODEC_FORMAT = 2
@@ -151,11 +152,19 @@ def unescape(part: str) -> str:
 
 def check_hashes(hashes: Iterable[str], where: str) -> None:
     """Raise `CorruptionError` unless all hashes are lower-case hexadecimal; lengths are not checked."""
-    digits = b"0123456789abcdef"
-    if others := "".join(hashes).encode(errors="replace").translate(None, digits):
-        raise CorruptionError(
-            f"{where}: expected hexadecimal hashes, found {others[:9]!r} in them."
-        )
+    for block in blocks(hashes):
+        if others := "".join(block).encode(errors="replace").translate(None, b"0123456789abcdef"):
+            raise CorruptionError(
+                f"{where}: expected hexadecimal hashes, found {others[:9]!r} in them."
+            )
+
+
+def hash_parts(parts: Iterable[bytes | memoryview]) -> str:
+    """`hash_bytes` of the parts, one after the other."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def check_version(data: bytes | memoryview, where: str, newest: int) -> int:

@@ -17,7 +17,9 @@ from perdure.store.format import (
     Natural,
     chunk_spans,
     hash_bytes,
+    hash_parts,
 )
+from perdure.store.json_blocks import blocks, json_parts
 
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
 PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack\Z")]
@@ -187,7 +189,7 @@ def format_of(
 
 def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
     """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
-    return hash_bytes(msgspec.json.encode(sorted(leaves)))
+    return hash_parts(json_parts(blocks(sorted(leaves))))
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from operator import itemgetter
 
-import msgspec
-
 from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
@@ -20,11 +18,15 @@ from perdure.store.format import (
     children_of,
     chunk_spans,
     escape,
-    hash_bytes,
+    hash_parts,
 )
+from perdure.store.json_blocks import blocks, json_parts
 from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, PackEntry
 
 MAX_DIMENSIONS = 64
+
+_Row = tuple[str, str, tuple[int, ...], Sequence[str]]
+"""What the fingerprint covers of a leaf: path, dtype, shape and hashes."""
 
 _DTYPE = re.compile(
     r"(?:weak:)?(?:bool|u?int(1|2|4|8|16|32|64)|b?float(16|32|64)|float([468])_[a-z0-9]+"
@@ -58,49 +60,71 @@ def checked_fingerprint(
     """
     if len({pack.name for pack in packs}) < len(packs):
         raise CorruptionError(f"{where}: a pack is listed twice.")
-    rows = []
-    paths = []
-    # A model has many leaves and few shapes: each distinct combination is checked once.
-    shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
-    # For each pack, the end of the chunk that ends last.
-    ends = [0] * len(packs)
-    path = ""
-    last_dtype, last_shape, last_length = "", (), -1
-    try:
-        for leaf in leaves:
-            path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
-            paths.append(path)
-            if len(chunks) == 1 and leaf.size is None and leaf.text is None:
-                chunk = chunks[0]
-                length, pack = chunk.length, chunk.pack
-                end = chunk.offset + length
-                if length != last_length or dtype != last_dtype or shape != last_shape:
-                    shapes[dtype, shape, length] = path
-                    last_dtype, last_shape, last_length = dtype, shape, length
-                if end > ends[pack]:
-                    ends[pack] = end
-                rows.append((path, dtype, shape, [chunk.hash]))
-                continue
-            _check_leaf(version, leaf, where)
-            for chunk in chunks:
-                ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
-            rows.append((path, dtype, shape, leaf.hashes()))
-    except IndexError:
-        raise CorruptionError(f"{where}: leaf {path!r} names a pack that is not listed.") from None
-    for (dtype, shape, length), path in shapes.items():
+    check = _LeafCheck(version, len(packs), where)
+    digest = hash_parts(json_parts(map(check.rows, blocks(leaves))))
+    for (dtype, shape, length), path in check.shapes.items():
         if not 0 < length <= CHUNK_BYTES or not _holds(dtype, shape, length):
             raise CorruptionError(
                 f"{where}: leaf {path!r}: {dtype}{list(shape)} does not fit into one chunk of "
                 f"{length} bytes."
             )
-    for entry, end in zip(packs, ends, strict=True):
+    for entry, end in zip(packs, check.ends, strict=True):
         if end > entry.size:
             raise CorruptionError(
                 f"{where}: a chunk ends at byte {end} of {entry.name}, which has {entry.size} bytes."
             )
-    _check_paths(paths, where)
-    check_hashes(chain.from_iterable(map(itemgetter(3), rows)), where)
-    return hash_bytes(msgspec.json.encode(rows))
+    _check_paths(check.paths, where)
+    return digest
+
+
+class _LeafCheck:
+    """What is checked about all leaves together, collected while each is checked by itself.
+
+    Attributes:
+        paths: The paths of the leaves.
+        shapes: A path for each distinct (dtype, shape, bytes) of leaves of one chunk. A model has many
+            leaves and few shapes.
+        ends: For each pack, the end of the chunk that ends last.
+    """
+
+    def __init__(self, version: int, packs: int, where: str) -> None:
+        self.paths: list[str] = []
+        self.shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
+        self.ends = [0] * packs
+        self._version = version
+        self._where = where
+
+    def rows(self, leaves: Sequence[LeafEntry]) -> list[_Row]:
+        """What the fingerprint covers of these leaves; raises `CorruptionError`."""
+        rows: list[_Row] = []
+        paths, shapes, ends = self.paths, self.shapes, self.ends
+        path = ""
+        last_dtype, last_shape, last_length = "", (), -1
+        try:
+            for leaf in leaves:
+                path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
+                paths.append(path)
+                if len(chunks) == 1 and leaf.size is None and leaf.text is None:
+                    chunk = chunks[0]
+                    length, pack = chunk.length, chunk.pack
+                    end = chunk.offset + length
+                    if length != last_length or dtype != last_dtype or shape != last_shape:
+                        shapes[dtype, shape, length] = path
+                        last_dtype, last_shape, last_length = dtype, shape, length
+                    if end > ends[pack]:
+                        ends[pack] = end
+                    rows.append((path, dtype, shape, (chunk.hash,)))
+                    continue
+                _check_leaf(self._version, leaf, self._where)
+                for chunk in chunks:
+                    ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
+                rows.append((path, dtype, shape, leaf.hashes()))
+        except IndexError:
+            raise CorruptionError(
+                f"{self._where}: leaf {path!r} names a pack that is not listed."
+            ) from None
+        check_hashes(chain.from_iterable(map(itemgetter(3), rows)), self._where)
+        return rows
 
 
 def _check_paths(paths: list[str], where: str) -> None:

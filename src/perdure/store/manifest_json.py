@@ -6,6 +6,8 @@ fit together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from perdure.errors import CorruptionError
@@ -15,10 +17,12 @@ from perdure.store.format import (
     check_version,
     decode_json,
     hash_bytes,
+    hash_parts,
     seconds_of,
 )
 from perdure.store.gc_pause import gc_paused
-from perdure.store.manifest import Manifest
+from perdure.store.json_blocks import PLACEHOLDER, blocks, json_parts
+from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_check import check_containers, checked_fingerprint
 
 MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
@@ -27,6 +31,7 @@ _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
 _decoder = msgspec.json.Decoder(Manifest)
 _encoder = msgspec.json.Encoder(order="deterministic")
+_leaves_decoder = msgspec.json.Decoder(list[LeafEntry])
 
 LEAF_TEXT_BYTES = 128
 """About what the entry of a leaf takes."""
@@ -37,31 +42,49 @@ HEAD_BYTES = _DIGEST_BYTES
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest, which begins with its digest."""
-    data = bytearray(_DIGEST_BYTES)
-    # The brace of the body is where the comma after the digest will be.
-    _encoder.encode_into(manifest, data, _DIGEST_BYTES - 1)
-    data += b"\n"
-    with memoryview(data) as view:
-        digest = hash_bytes(view[_DIGEST_BYTES - 1 :])
-    data[:_DIGEST_BYTES] = _DIGEST_HEAD + digest.encode() + b'",'
-    return bytes(data)
+    return _encode(manifest, blocks(manifest.leaves))
 
 
-def check_encoded(data: bytes, manifest: Manifest, where: str) -> None:
-    """Raise `CorruptionError` unless `data` reads back as `manifest`, by the rules of a reader.
+def encode_checked(manifest: Manifest, where: str) -> bytes:
+    """`encode_manifest`, if its parts read back as `manifest`, by the rules of a reader.
 
     The digest, the fingerprint and the digits of hashes are not checked again, because they were made
     from these values.
+
+    Raises:
+        CorruptionError: A value cannot be read back. `where` names the manifest.
     """
-    body = _body(data)
-    try:
-        same = _decoder.decode(body) == manifest
-    except ValueError:
-        same = _manifest(body, where) == manifest  # raises the error that names the cause
-    if not same:
-        raise CorruptionError(
-            f"{where}: decoding it gives other values than were encoded; nothing was written."
-        )
+
+    def checked(leaves: list[LeafEntry]) -> list[LeafEntry]:
+        text = _encoder.encode(leaves)
+        try:
+            same = _leaves_decoder.decode(text) == leaves
+        except ValueError:
+            same = decode_json(text, list[LeafEntry], where) == leaves  # names the cause
+        if not same:
+            raise _unequal(where)
+        return leaves
+
+    rest = msgspec.structs.replace(manifest, leaves=())
+    if _manifest(memoryview(_encoder.encode(rest)), where) != rest:
+        raise _unequal(where)
+    return _encode(manifest, map(checked, blocks(manifest.leaves)))
+
+
+def _encode(manifest: Manifest, leaves: Iterable[list[LeafEntry]]) -> bytes:
+    frame = msgspec.structs.replace(manifest, leaves=PLACEHOLDER)
+    parts = list(json_parts(leaves, frame, _encoder.encode))
+    parts.append(b"\n")
+    digest = hash_parts(parts)
+    # A comma takes the place of the brace of the body.
+    parts[0] = _DIGEST_HEAD + digest.encode() + b'",' + parts[0][1:]
+    return b"".join(parts)
+
+
+def _unequal(where: str) -> CorruptionError:
+    return CorruptionError(
+        f"{where}: decoding it gives other values than were encoded; nothing was written."
+    )
 
 
 def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:

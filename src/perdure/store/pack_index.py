@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
@@ -19,6 +19,7 @@ from perdure.store.format import (
     check_version,
     decode_json,
 )
+from perdure.store.json_blocks import PLACEHOLDER, blocks, json_parts
 
 PACK_MAGIC = b"perdure-pack-1\n\0"
 TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
@@ -43,18 +44,19 @@ PackedChunk = tuple[str, int, int]
 
 
 def encode_pack_tail(
-    chunks: Sequence[tuple[str, int]], sizes: Mapping[str, int] | None = None
+    chunks: Iterable[tuple[str, int]], sizes: Mapping[str, int] | None = None
 ) -> bytes:
     """Index and trailer that follow the chunks [(hash, stored length)] of a pack.
 
     `sizes` has the size of each encoded chunk by its hash.
     """
-    if not sizes:
-        index = msgspec.json.encode(PackIndex(format=FORMAT, chunks=tuple(chunks)))
-    else:
-        rows = tuple((digest, length, sizes.get(digest, length)) for digest, length in chunks)
-        index = msgspec.json.encode(EncodedPackIndex(format=CODEC_FORMAT, chunks=rows))
-    return index + len(index).to_bytes(8, "little") + blake3(index).digest() + PACK_MAGIC
+    rows: Iterable[Any] = chunks
+    if sizes:
+        rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
+    frame = {"format": CODEC_FORMAT if sizes else FORMAT, "chunks": PLACEHOLDER}
+    index = b"".join(json_parts(blocks(rows), frame))
+    end = [len(index).to_bytes(8, "little"), blake3(index).digest(), PACK_MAGIC]
+    return b"".join([index, *end])
 
 
 def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import mmap
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, compress, repeat
+from operator import attrgetter
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
@@ -118,26 +120,23 @@ def write_pack(
         DamagedChunk: A pack with known chunks is gone.
     """
     pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
-    ordered = sorted(leaves.items())
-    slots: list[list[PlacedChunk]] = [[] for _ in ordered]
     buffers: list[mmap.mmap] = []
     left = sum([len(leaf.data) for leaf in (*leaves.values(), *process_leaves.values())])
     try:
         with gc_paused(len(leaves)):
-            large, small = _in_pack_order(ordered, slots, ENCODE_FROM if encode else LARGE_BYTES)
-        with closing(_prepared(large, encode, (known, pack.located), buffers)) as prepared:
+            state = _Chunks(sorted(leaves.items()), ENCODE_FROM if encode else LARGE_BYTES)
+        with closing(_prepared(state.large, encode, (known, pack.located), buffers)) as prepared:
             for (chunks, index, data, _), digest, stored, release in prepared:
                 chunks[index] = pack.add(digest, stored, left, len(data), release)
                 left -= len(data)
         with gc_paused(len(leaves)):
-            pack.add_small(small, left)
+            state.place_small(*pack.add_small(state.small, left))
         # A process leaf that never changes would keep the pack of the first save alive for ever, for a
         # few kilobytes. So it is written again, unless there would be no pack without it.
         if not pack.is_empty:
             pack.known = {}
-        own = sorted(process_leaves.items())
-        own_slots: list[list[PlacedChunk]] = [[] for _ in own]
-        pack.add_small(_in_pack_order(own, own_slots, CHUNK_BYTES + 1)[1], left)
+        own = _Chunks(sorted(process_leaves.items()), CHUNK_BYTES + 1)
+        own.place_small(*pack.add_small(own.small, left))
         pack.finish()
     except BaseException:
         pack.abort()
@@ -146,8 +145,9 @@ def write_pack(
         while buffers:
             give_buffer(buffers.pop())
     with gc_paused(len(leaves)):
-        entries, packs = _entries(ordered + own, slots + own_slots, pack)
-    return Written(entries[: len(leaves)], packs, pack.located, entries[len(leaves) :])
+        builder = EntryBuilder()
+        entries, process_entries = state.entries(builder), own.entries(builder)
+        return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)
 
 
 class NewPack:
@@ -205,32 +205,31 @@ class NewPack:
             self._place(digest, length, size)
         self._open(left).write(data)
 
-    def add_small(self, jobs: Sequence[_Small], left: int) -> None:
-        """Append small chunks that are not there yet, and add each with its place to those of its leaf.
+    def add_small(self, parts: Sequence[ChunkBytes], left: int) -> tuple[list[str], list[Held]]:
+        """Append small chunks that are not there yet; returns the hash and the place of each.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
         """
-        slots: list[list[PlacedChunk]] = []
-        parts: list[memoryview | bytes] = []
-        waiting = 0
-        for chunks, chunk in jobs:
-            data = chunk.copy() if isinstance(chunk, AssembledChunk) else chunk
-            slots.append(chunks)
-            parts.append(data)
-            waiting += len(data)
-            if waiting >= GATHER_BYTES:
-                self._add_gathered(slots, parts, left)
-                slots, parts, waiting = [], [], 0
-        if parts:
-            self._add_gathered(slots, parts, left)
+        digests: list[str] = []
+        places: list[Held] = []
+        ends = list(accumulate(map(len, parts), initial=0))
+        start = 0
+        while start < len(parts):
+            stop = bisect_left(ends, ends[start] + GATHER_BYTES, start + 1, len(parts))
+            group = [
+                part.copy() if isinstance(part, AssembledChunk) else part
+                for part in parts[start:stop]
+            ]
+            group_digests, group_places = self._add_gathered(group, left)
+            digests += group_digests
+            places += group_places
+            start = stop
+        return digests, places
 
     def _add_gathered(
-        self,
-        slots: Sequence[list[PlacedChunk]],
-        parts: Sequence[memoryview | bytes],
-        left: int,
-    ) -> None:
+        self, parts: Sequence[memoryview | bytes], left: int
+    ) -> tuple[list[str], list[Held]]:
         located, known = self.located, self.known
         joined = memoryview(b"".join(parts))
         sizes = list(map(len, parts))
@@ -238,25 +237,27 @@ class NewPack:
             ends = list(accumulate(sizes))
             parts = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         digests = hash_each(parts)
-        begins = accumulate(sizes, initial=self.size)
-        places = list(map(Held, repeat(self.name), begins, sizes))
-        new = dict(zip(digests, places, strict=True))
-        is_held = map(located.__contains__, digests), map(known.__contains__, digests)
-        if len(new) == len(digests) and not any(chain(*is_held)):  # nearly always: in few calls
-            located.update(new)
+        places = list(map(Held, repeat(self.name), accumulate(sizes, initial=self.size), sizes))
+        count = len(located)
+        # Nearly always all of them are new, so all are placed, in few calls.
+        first = list(map(located.setdefault, digests, places))
+        all_new = len(located) - count == len(parts)
+        if all_new and not any(map(known.__contains__, digests)):
             self.size += len(joined)
         else:
+            for digest, place, other in zip(digests, places, first, strict=True):
+                if place is other:
+                    del located[digest]
             rest = []
             for index, (digest, data) in enumerate(zip(digests, parts, strict=True)):
-                if (place := self._find(digest)) is None:
-                    place = self._place(digest, len(data), len(data))
+                if (held := self._find(digest)) is None:
+                    held = self._place(digest, len(data), len(data))
                     rest.append(data)
-                places[index] = place
+                places[index] = held
             joined = memoryview(b"".join(rest))
-        for chunks, placed in zip(slots, zip(digests, places, strict=True), strict=True):
-            chunks.append(placed)
         if joined:
             self._open(left).write(joined)
+        return digests, places
 
     def _find(self, digest: str) -> Held | None:
         """The place of a chunk that is in this pack, or known."""
@@ -275,12 +276,20 @@ class NewPack:
             self._sink = self.storage.create(PACKS + self.name, left)
         return self._sink
 
+    def size_of(self, name: str) -> int:
+        """The bytes of this pack, once it is finished, or of another one, which must be there."""
+        try:
+            return self.size if name == self.name else self.storage.size(PACKS + name)
+        except FileNotFoundError as error:
+            where = f"{self.storage.where}/{PACKS}{name}"
+            raise DamagedChunk(f"{where} is gone.", name, -1) from error
+
     def finish(self) -> None:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
-        chunks = [(digest, held.length) for digest, held in self.located.items()]
-        tail = encode_pack_tail(chunks, self._encoded)
+        lengths = map(attrgetter("length"), self.located.values())
+        tail = encode_pack_tail(zip(self.located, lengths, strict=True), self._encoded)
         self._sink.write(memoryview(tail))
         self.size += len(tail)
         self._sink.commit()
@@ -295,39 +304,82 @@ _NOT_YET: PlacedChunk = ("", Held("", 0, 0))
 """Where a large chunk of a leaf will be noted."""
 _Job = tuple[list[PlacedChunk], int, ChunkBytes, str]
 """The placed chunks of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
-_Small = tuple[list[PlacedChunk], ChunkBytes]
-"""The placed chunks of a leaf, and its last chunk, which is small. There may be many."""
 _Prepared = tuple[_Job, str, memoryview, Release]
 """A large chunk, its hash, its stored bytes, and what to call once they are written."""
 
 
-def _in_pack_order(
-    ordered: Sequence[tuple[str, Leaf | NewLeaf]],
-    every_slot: Sequence[list[PlacedChunk]],
-    large_from: int,
-) -> tuple[list[_Job], list[_Small]]:
-    """(large chunks, small chunks) in the order of the pack: chunks of whole blocks first."""
-    whole: list[_Job] = []
-    uneven: list[_Job] = []
-    small: list[_Small] = []
-    for (_, leaf), slots in zip(ordered, every_slot, strict=True):
-        data = leaf.data
-        size = len(data)
-        if not size or leaf.dtype.startswith(SCALAR_PREFIX):
-            continue
-        if size < large_from:
-            small.append((slots, data))
-            continue
-        for index, (start, stop) in enumerate(chunk_spans(size)):
-            length = stop - start
-            chunk = data if isinstance(data, AssembledChunk) else data[start:stop]
-            if length < large_from:
-                small.append((slots, chunk))
+class _Chunks:
+    """The chunks of leaves, which are given in the order of their paths.
+
+    Attributes:
+        large: The large chunks in the order of the pack: those of whole blocks first.
+        small: The other chunks, in the order of their leaves. There may be very many.
+    """
+
+    def __init__(self, leaves: Sequence[tuple[str, Leaf | NewLeaf]], large_from: int) -> None:
+        self.small: list[ChunkBytes] = []
+        self._uncut: list[tuple[str, Leaf | NewLeaf]] = []
+        """Leaves that are one small chunk each."""
+        self._others: list[tuple[str, Leaf | NewLeaf, list[PlacedChunk]]] = []
+        self._parts: dict[int, tuple[list[PlacedChunk], int]] = {}
+        """By the number of a small chunk of one of the others, where its place is noted."""
+        self._digests: list[str] = []
+        self._places: list[Held] = []
+        whole: list[_Job] = []
+        uneven: list[_Job] = []
+        for item in leaves:
+            path, leaf = item
+            data = leaf.data
+            if 0 < len(data) < large_from and not leaf.dtype.startswith(SCALAR_PREFIX):
+                self.small.append(data)
+                self._uncut.append(item)
                 continue
-            slots.append(_NOT_YET)
-            into = uneven if length % BLOCK else whole
-            into.append((slots, index, chunk, leaf.dtype))
-    return whole + uneven, small
+            slots: list[PlacedChunk] = []
+            self._others.append((path, leaf, slots))
+            if leaf.dtype.startswith(SCALAR_PREFIX):
+                continue
+            for index, (start, stop) in enumerate(chunk_spans(len(data))):
+                chunk = data if isinstance(data, AssembledChunk) else data[start:stop]
+                slots.append(_NOT_YET)
+                if stop - start < large_from:
+                    self._parts[len(self.small)] = slots, index
+                    self.small.append(chunk)
+                    continue
+                into = uneven if (stop - start) % BLOCK else whole
+                into.append((slots, index, chunk, leaf.dtype))
+        self.large = whole + uneven
+
+    def place_small(self, digests: list[str], places: list[Held]) -> None:
+        """Note the hashes and the places of the small chunks."""
+        for number, (slots, index) in self._parts.items():
+            slots[index] = digests[number], places[number]
+        if self._parts:
+            uncut = [number not in self._parts for number in range(len(digests))]
+            digests, places = list(compress(digests, uncut)), list(compress(places, uncut))
+        self._digests, self._places = digests, places
+
+    def entries(self, builder: EntryBuilder) -> list[LeafEntry]:
+        """The entries of the leaves, once all chunks have their places."""
+        if self._others:
+            builder.number(self._packs_by_path())
+        entries = builder.uncut(self._uncut, self._digests, self._places)
+        for path, leaf, chunks in self._others:
+            if leaf.dtype.startswith(SCALAR_PREFIX):
+                entries.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
+            else:
+                entries.append(builder.array(path, leaf.dtype, leaf.shape, len(leaf.data), chunks))
+        if self._others:
+            entries.sort(key=attrgetter("path"))
+        return entries
+
+    def _packs_by_path(self) -> list[str]:
+        """The packs with these chunks, in the order in which the sorted leaves need them."""
+        uncut = zip(reversed(self._uncut), reversed(self._places), strict=True)
+        first = {place.pack: (path, 0) for (path, _), place in uncut}
+        for path, _, chunks in self._others:
+            for index, (_, place) in enumerate(chunks):
+                first[place.pack] = min(first.get(place.pack, (path, index)), (path, index))
+        return sorted(first, key=first.__getitem__)
 
 
 def _prepared(
@@ -388,28 +440,3 @@ def _on_copies(
         for _ in range(ahead):  # wakes threads that wait for memory, which is no longer released
             free.put(None)
         prepared.close()
-
-
-def _entries(
-    ordered: Sequence[tuple[str, Leaf | NewLeaf]],
-    slots: Sequence[list[PlacedChunk]],
-    pack: NewPack,
-) -> tuple[list[LeafEntry], list[PackEntry]]:
-    builder = EntryBuilder()
-    array = builder.array
-    entries = []
-    for (path, leaf), chunks in zip(ordered, slots, strict=True):
-        dtype = leaf.dtype
-        if dtype.startswith(SCALAR_PREFIX):
-            entries.append(LeafEntry(path=path, dtype=dtype, text=leaf.text))
-            continue
-        entries.append(array(path, dtype, leaf.shape, len(leaf.data), chunks))
-
-    def pack_size(name: str) -> int:
-        try:
-            return pack.size if name == pack.name else pack.storage.size(PACKS + name)
-        except FileNotFoundError as error:
-            where = f"{pack.storage.where}/{PACKS}{name}"
-            raise DamagedChunk(f"{where} is gone.", name, -1) from error
-
-    return entries, builder.packs(pack_size)

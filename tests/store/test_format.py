@@ -81,7 +81,7 @@ def flip_every_bit(saved: MemoryStorage) -> None:
 def test_a_manifest_cut_short_is_damage(saved: MemoryStorage, keep: int) -> None:
     name = manifest_name(7)
     saved.objects[name] = saved.objects[name][:keep]
-    with pytest.raises(CorruptionError, match=r"000000000007\.json: a manifest of \d+ bytes"):
+    with pytest.raises(CorruptionError, match=r"000000000007\.json: .*a manifest"):
         Run(saved).manifest(7)
 
 

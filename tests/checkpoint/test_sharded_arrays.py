@@ -611,6 +611,16 @@ def test_a_process_that_is_gone_leaves_no_other_without_its_elements(
     assert len(reads) > 7, "the others read what it did not hand out"
 
 
+def test_who_wants_a_chunk_and_reads_least_reads_it() -> None:
+    requests = {
+        0: chunk_sharing._Request("", {1: 4, 2: 4, 3: 4, 9: 4}, 0),
+        1: chunk_sharing._Request("", {1: 4, 2: 4, 3: 4}, 1),
+        2: chunk_sharing._Request("", {2: 4, 3: 4}, 2),
+    }
+    # Process 0 reads chunk 9 alone, so that it begins with 4 bytes.
+    assert list(chunk_sharing._readers(requests)) == [(1, [1, 0]), (2, [2, 0, 1]), (3, [0, 1, 2])]
+
+
 def test_bytes_of_another_user_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
 ) -> None:

@@ -196,10 +196,14 @@ class ChunkSharing:
 
     def _connect(self, index: int) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{self._name(index)}")
+            require_same_user(connection)
+            connection.sendall(_INDEX.pack(self._index))
+        except OSError:
+            connection.close()
+            raise
         self._open.add(connection)
-        connection.connect(f"\0{self._name(index)}")
-        require_same_user(connection)
-        connection.sendall(_INDEX.pack(self._index))
         return connection
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:

@@ -4,7 +4,9 @@ Eight arrays of float32, cut by rows (each process has whole chunks) or by colum
 of every process), on 2 and 4 processes of this machine. The stall is the time until `save` returns, of
 JAX arrays, which never change, or of tensors, which may. A write ends when files and directories are
 synced. Memory is what a process takes above its shards. A restore begins with files that are not in the
-page cache, onto both cuts. All take turns; a figure is the middle one, and of the processes the worst.
+page cache, onto both cuts. Its memory is counted in each process that maps it; its CPU time is that of
+all processes, and says more than its speed if the machine has other work. All take turns; a figure is
+the middle one, and of the processes the worst.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def group(name: str, cut: str, processes: int, given: argparse.Namespace, path: 
             raise RuntimeError(f"{name}: an undamaged checkpoint was loaded with other values")
     lists = ("stall", "write", "save peak", "load", "load peak")
     worst = {key: [max(at) for at in zip(*(r[key] for r in reports), strict=True)] for key in lists}
-    return {**worst, "received": sum(report["received"] for report in reports)}
+    cpu = [sum(at) for at in zip(*(report["load cpu"] for report in reports), strict=True)]
+    return {**worst, "load cpu": cpu, "received": sum(report["received"] for report in reports)}
 
 
 def rows_of(
@@ -80,12 +83,25 @@ def rows_of(
     this = row(f"{what}: durable write", middle(speeds), "GB/s", spread(speeds))
     if theirs:
         yield compared(this, peer, middle([total / t for t in values(theirs, "write")]), least=1.5)
+    yield from restore_rows(what, peer, mine, theirs, total)
+
+
+def restore_rows(
+    what: str, peer: str, mine: list[Report], theirs: list[Report], total: float
+) -> Iterator[Row]:
+    """The rows of restores of `total` GB onto both cuts."""
     for number, onto in enumerate(("rows", "columns")):
         speeds = [total / report["load"][number] for report in mine]
         this = row(f"{what}: restore onto {onto}", middle(speeds), "GB/s", spread(speeds))
         if theirs:
             other = middle([total / report["load"][number] for report in theirs])
             yield compared(this, peer, other, least=1.0)
+        cpu = [report["load cpu"][number] for report in mine]
+        used = row(f"{what}: CPU of the restore onto {onto}", middle(cpu), "s", spread(cpu))
+        if theirs:
+            other = middle([report["load cpu"][number] for report in theirs])
+            used |= {"against": peer, "limit": other, "ratio": used["value"] / other}
+        yield used
         peaks = [report["load peak"][number] for report in mine]
         yield row(f"{what}: memory of the restore onto {onto}, with the shards", max(peaks), "MiB")
 

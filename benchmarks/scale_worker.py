@@ -27,9 +27,10 @@ ARRAYS, COLUMNS = 8, 2048
 
 
 class MemoryPeak:
-    """The most anonymous memory of this process above what it had at the start."""
+    """The most memory of some kinds (`/proc/self/status`) above what the process had at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
         gc.collect()
         self._start = self._most = self._now()
         self._ended = threading.Event()
@@ -46,10 +47,8 @@ class MemoryPeak:
             self._most = max(self._most, self._now())
 
     def _now(self) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1])
-        raise OSError("no RssAnon")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(self._kinds))
 
 
 class _Jax:
@@ -282,12 +281,13 @@ def main() -> None:
     received = count_received()
     subject: Any = SUBJECTS[name](path, cut, shape)
     out: dict[str, Any] = {"stall": [], "write": [], "save peak": [], "load": [], "load peak": []}
+    out["load cpu"] = []
     expected = 0.0
     for step in range(1, int(saves) + 2):
         state = subject.state(step)
         expected = subject.total(state)
         barrier()
-        memory = MemoryPeak()
+        memory = MemoryPeak("RssAnon")
         start = time.perf_counter()
         subject.save(step, state)
         stall = time.perf_counter() - start
@@ -309,12 +309,13 @@ def main() -> None:
         if is_chief:
             leave_cache(path)
         barrier()
-        memory = MemoryPeak()
-        start = time.perf_counter()
+        memory = MemoryPeak("RssAnon", "RssShmem")
+        start, used = time.perf_counter(), time.process_time()
         state = subject.load(int(saves) + 1, onto)
         subject.ready(state)
         barrier()
         out["load"].append(time.perf_counter() - start)
+        out["load cpu"].append(time.process_time() - used)
         out["load peak"].append(memory.end())
         out["total"] = [*out.get("total", []), subject.total(state)]
         del state

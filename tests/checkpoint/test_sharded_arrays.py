@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,20 @@ import pytest
 
 from damage import FullDisk
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
-from perdure.checkpoint import group_save, piece_exchange, save_messages
+from perdure.checkpoint import (
+    chunk_sharing,
+    group_save,
+    piece_exchange,
+    save_messages,
+    shared_memory,
+)
 from perdure.checkpoint.piece_exchange import PieceExchange
 from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, direct, pack_writer
-from perdure.store.format import CHUNK_BYTES
+from perdure.store import Run, chunk_read, direct, pack_writer, reader
+from perdure.store.format import CHUNK_BYTES, hash_bytes
 from perdure.store.leaf import Leaf, Shards
 from pretend import Pretend, play
 
@@ -135,14 +141,14 @@ def test_a_sharded_state_is_saved_as_a_whole_one(
 ) -> None:
     CUTS.update(axis=axis, copies=copies)
     if not is_one_machine:
-        monkeypatch.setattr(piece_exchange, "_HAS_SHARED_MEMORY", False)
-    shared, real_memory = [], piece_exchange._received_memory
+        monkeypatch.setattr(piece_exchange, "HAS_SHARED_MEMORY", False)
+    shared, real_memory = [], shared_memory.received_memory
 
-    def received(connection: Any) -> memoryview:
+    def received(connection: Any, size: int) -> memoryview:
         shared.append(connection)
-        return real_memory(connection)
+        return real_memory(connection, size)
 
-    monkeypatch.setattr(piece_exchange, "_received_memory", received)
+    monkeypatch.setattr(piece_exchange, "received_memory", received)
     together, alone = tmp_path / "together", tmp_path / "alone"
 
     def program(processes: Pretend) -> Any:
@@ -301,7 +307,7 @@ def test_memory_is_shared_with_processes_of_the_same_user_alone(
         is_receiver = threading.current_thread() is receiver
         return user + (stranger == ("the sender" if is_receiver else "the receiver"))
 
-    monkeypatch.setattr("perdure.checkpoint.piece_exchange.os.geteuid", seen_by)
+    monkeypatch.setattr("perdure.checkpoint.shared_memory.os.geteuid", seen_by)
 
     def read(writer: int, leaf: int, chunk: int, memory: memoryview) -> int:
         memory[:3] = bytes((writer, leaf, chunk))
@@ -328,7 +334,7 @@ def test_nobody_can_cut_shared_memory_while_it_is_read() -> None:
         opened.truncate(piece_exchange.SLOTS * CHUNK_BYTES)
         socket.send_fds(there, [b"\0"], [file])
         with pytest.raises(OSError, match="could be cut"):
-            piece_exchange._received_memory(here)
+            shared_memory.received_memory(here, piece_exchange.SLOTS * CHUNK_BYTES)
 
 
 def test_an_answer_with_other_bytes_is_refused(
@@ -336,7 +342,7 @@ def test_an_answer_with_other_bytes_is_refused(
 ) -> None:
     CUTS.update(axis=1)
     # The processes do not find each other on one machine.
-    monkeypatch.setattr(piece_exchange, "_listen_locally", lambda: (None, "perdure-elsewhere"))
+    monkeypatch.setattr(piece_exchange, "listen_locally", lambda _: None)
     real, fired = piece_exchange.blake3, []  # pyright: ignore[reportPrivateImportUsage]
 
     def changing(data: memoryview) -> Any:
@@ -515,42 +521,165 @@ def test_other_processes_restore_their_own_shards(
         )
 
 
-def test_chunks_that_several_processes_need_are_read_through_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+WORDS = CHUNK_BYTES // 4
+SHARED: dict[str, Any] = {
+    "w": np.arange(6 * WORDS, dtype=np.int32).reshape(6, WORDS),
+    "v": np.arange(WORDS, 3 * WORDS // 2, dtype=np.int32).reshape(2, -1),
+}
+"""Six chunks and one of which each process has a half if they are cut along axis 1."""
+
+
+def load_shared(directory: Path, count: int, storage: Any = LocalStorage) -> list[Any]:
+    """Whether each process has its elements of SHARED, or its error; process 1 reads by `storage`."""
+
+    def program(processes: Pretend) -> Any:
+        source = storage(directory) if processes.index == 1 else directory
+        like = {name: np.zeros_like(value) for name, value in SHARED.items()}
+        with CheckpointManager(source, processes=processes) as manager:
+            restored, _ = manager.restore(1, like)
+        same = []
+        for name, value in SHARED.items():
+            own = tuple(slice(*axis) for axis in region(value.shape, processes.index, count))
+            same.append(np.array_equal(restored[name][own], value[own]))
+        return all(same)
+
+    return play(count, program)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hashes of the large chunks that processes verify after a read."""
+    hashes: list[str] = []
+    real = chunk_read.first_fault
+
+    def first_fault(data: Any, got: int, chunks: Any, targets: Any) -> Any:
+        hashes.extend(digest for digest, _, size in chunks if size > 2**20)
+        return real(data, got, chunks, targets)
+
+    monkeypatch.setattr(reader, "first_fault", first_fault)
+    return hashes
+
+
+@pytest.mark.parametrize(("count", "codec"), [(2, "shuffle-zstd"), (3, None)])
+def test_of_the_processes_of_a_machine_one_reads_and_verifies_each_chunk(
+    tmp_path: Path, reads: list[str], count: int, codec: Any
 ) -> None:
-    """So that the disk reads them once."""
-    kept: list[int] = []
-    real_keep, direct_reads, real_direct = LocalStorage.keep_cached, [], direct._read_direct
+    play(1, saver(tmp_path, SHARED, 1, codec=codec))
+    chunks = [chunk for leaf in Run(tmp_path).manifest(1).leaves for chunk in leaf.chunks]
+    CUTS.update(axis=1)
+    reads.clear()
+    assert load_shared(tmp_path, count) == [True] * count
+    assert sorted(reads) == sorted(chunk.hash for chunk in chunks)
+
+
+def test_processes_that_do_not_find_each_other_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    """The control of the test above; the disk then reads each chunk once."""
+    monkeypatch.setattr(chunk_sharing, "listen_locally", lambda _: None)
+    kept, direct_reads, real_keep = [], [], LocalStorage.keep_cached
 
     def keep(storage: LocalStorage, name: str, offset: int) -> None:
         kept.append(offset)
         real_keep(storage, name, offset)
 
-    def read_direct(path: str, offset: int, target: memoryview) -> int:
-        direct_reads.append(offset)
-        return real_direct(path, offset, target)
-
     monkeypatch.setattr(LocalStorage, "keep_cached", keep)
-    monkeypatch.setattr(direct, "_read_direct", read_direct)
-    words = CHUNK_BYTES // 4
-    value = {"w": np.arange(6 * words, dtype=np.int32).reshape(6, words)}
-    play(1, saver(tmp_path, value, 1))
-    offsets = sorted(chunk.offset for chunk in Run(tmp_path).manifest(1).leaves[0].chunks)
-
-    def program(processes: Pretend) -> Any:
-        with CheckpointManager(tmp_path, processes=processes) as manager:
-            restored, _ = manager.restore(1, {"w": np.zeros_like(value["w"])})
-        own = region((6, words), processes.index, 2)
-        span = tuple(slice(*axis) for axis in own)
-        return np.array_equal(restored["w"][span], value["w"][span])
-
-    assert play(2, program) == [True] * 2
-    assert kept == [], "each chunk is a row of one process"
-    direct_reads.clear()
+    monkeypatch.setattr(direct, "_read_direct", lambda *read: direct_reads.append(read) or 0)
+    play(1, saver(tmp_path, SHARED, 1))
+    offsets = [chunk.offset for leaf in Run(tmp_path).manifest(1).leaves for chunk in leaf.chunks]
+    reads.clear()
     CUTS.update(axis=1)
-    assert play(2, program) == [True] * 2
-    assert sorted(kept) == sorted(offsets * 2), "each process has a half of each chunk"
+    assert load_shared(tmp_path, 2) == [True] * 2
+    assert sorted(kept) == sorted(offsets * 2)
+    assert len(reads) == 14
     assert direct_reads == []
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_only_verified_bytes_are_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifies: bool
+) -> None:
+    """One process reads a flipped bit. Without verification, the control, it would hand it out."""
+    play(1, saver(tmp_path, SHARED, 1))
+    leaves = Run(tmp_path).manifest(1).leaves
+    hashes = [chunk.hash for leaf in leaves for chunk in leaf.chunks]
+    flipped, right, real = [], [], chunk_sharing.ChunkSharing.give
+
+    def give(sharing: Any, slot: int, chunks: Any) -> None:
+        for number, start, nbytes in chunks:
+            data = sharing._memory[slot * CHUNK_BYTES :][start : start + nbytes]
+            right.append(hash_bytes(data) == hashes[number])
+        real(sharing, slot, chunks)
+
+    class Flipping(LocalStorage):
+        def read_into(self, name: str, offset: int, target: memoryview) -> int:
+            got = super().read_into(name, offset, target)
+            if len(target) == CHUNK_BYTES and not flipped:
+                flipped.append(offset)
+                target[7] ^= 1
+            return got
+
+    monkeypatch.setattr(chunk_sharing.ChunkSharing, "give", give)
+    if not verifies:
+        monkeypatch.setattr(reader, "first_fault", lambda *_: None)
+    CUTS.update(axis=1)
+    same = load_shared(tmp_path, 3, Flipping)
+    assert len(flipped) == 1
+    assert right
+    assert all(right) == verifies
+    assert (same == [True] * 3) == verifies  # by a second try, in which each reads by itself
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_gone_leaves_no_other_without_its_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, reads: list[str]
+) -> None:
+    """Its connections are closed in the middle, as those of a killed process."""
+    ends, real = [], chunk_sharing.ChunkSharing.give
+
+    def give(sharing: Any, slot: int, chunks: Any) -> None:
+        if sharing._index == victim and not ends:
+            ends.append(chunks)
+            for connection in [*sharing._open]:
+                with suppress(OSError):  # the listener
+                    connection.shutdown(socket.SHUT_RDWR)
+        real(sharing, slot, chunks)
+
+    monkeypatch.setattr(chunk_sharing.ChunkSharing, "give", give)
+    play(1, saver(tmp_path, SHARED, 1))
+    CUTS.update(axis=1)
+    reads.clear()
+    assert load_shared(tmp_path, 3) == [True] * 3
+    assert len(ends) == 1
+    assert len(reads) > 7, "the others read what it did not hand out"
+
+
+def test_who_wants_a_chunk_and_reads_least_reads_it() -> None:
+    requests = {
+        0: chunk_sharing._Request("", {1: 4, 2: 4, 3: 4, 9: 4}, 0),
+        1: chunk_sharing._Request("", {1: 4, 2: 4, 3: 4}, 1),
+        2: chunk_sharing._Request("", {2: 4, 3: 4}, 2),
+    }
+    # Process 0 reads chunk 9 alone, so that it begins with 4 bytes.
+    assert list(chunk_sharing._readers(requests)) == [(1, [1, 0]), (2, [2, 0, 1]), (3, [0, 1, 2])]
+
+
+def test_bytes_of_another_user_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    asked = []
+
+    def refuse(connection: Any) -> None:
+        asked.append(connection)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(chunk_sharing, "require_same_user", refuse)
+    play(1, saver(tmp_path, SHARED, 1))
+    CUTS.update(axis=1)
+    reads.clear()
+    assert load_shared(tmp_path, 2) == [True] * 2
+    assert asked
+    assert len(reads) == 14, "each process reads all"
 
 
 def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ answer in memory that they share; through the network every answer carries its h
 
 from __future__ import annotations
 
-import fcntl
 import hmac
-import mmap
 import os
 import secrets
 import socket
@@ -24,6 +22,15 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 from msgspec import Struct
 
+from perdure.checkpoint.shared_memory import (
+    HAS_SHARED_MEMORY,
+    exactly,
+    listen_locally,
+    received_memory,
+    require_same_user,
+    send_memory,
+    shared_memory,
+)
 from perdure.framework_group import framework_group
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.shard_chunks import Fetch
@@ -42,8 +49,6 @@ _REQUEST = struct.Struct("!II")
 _ANSWER = struct.Struct("!I32s")
 _PLACED = struct.Struct("!II")
 """An answer in shared memory: how many bytes, and in which slot."""
-_PEER = struct.Struct("iII")
-"""Process, user and group at the other end of a local connection."""
 _DONE = b"\0"
 """What a process sends once it does not need the shared memory of an answer any more."""
 
@@ -94,17 +99,19 @@ class PieceExchange:
         host = own_host()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self._file, memory = _shared_memory()
+        self._file, memory = shared_memory(SLOTS * CHUNK_BYTES)
         self._slots: SimpleQueue[tuple[int, memoryview]] = SimpleQueue()
         for slot in range(SLOTS):
             self._slots.put((slot, memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]))
-        local, name = (None, "") if self._file is None else _listen_locally()
+        name = f"perdure-{secrets.token_hex(16)}"
+        local = None if self._file is None else listen_locally(name)
         for where in (listener, local):
             if where is not None:
                 self._open.add(where)
                 self._start(self._accept, where)
         key = secrets.token_bytes(_KEY_BYTES)
-        self.address = PeerAddress(host, listener.getsockname()[1], key, name)
+        port = listener.getsockname()[1]
+        self.address = PeerAddress(host, port, key, name if local is not None else "")
 
     def begin(self, addresses: Sequence[PeerAddress | None], read: Read) -> None:
         """Answer with what `read` gives, and ask the processes at these addresses."""
@@ -152,15 +159,15 @@ class PieceExchange:
         connection, memory = found or self._connect(process)
         connection.sendall(request)
         if memory is not None:
-            answered, slot = _PLACED.unpack(_exactly(connection, _PLACED.size))
+            answered, slot = _PLACED.unpack(exactly(connection, _PLACED.size))
             _require_size(answered, size)
             start = slot * CHUNK_BYTES
             place(memory[start : start + size])
             connection.sendall(_DONE)
         else:
-            answered, digest = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
+            answered, digest = _ANSWER.unpack(exactly(connection, _ANSWER.size))
             _require_size(answered, size)
-            data = _exactly(connection, size)
+            data = exactly(connection, size)
             if blake3(data).digest() != digest:
                 raise OSError(f"the {size} bytes of its answer do not have the hash that it states")
             place(data)
@@ -173,15 +180,15 @@ class PieceExchange:
         if address is None:
             raise OSError("it does not listen")
         hello = _HELLO.pack(address.key, self._index)
-        if address.local and _HAS_SHARED_MEMORY:
+        if address.local and HAS_SHARED_MEMORY:
             here = socket.socket(socket.AF_UNIX)
             self._keep(here)
             here.settimeout(ANSWER_S)
             try:
                 here.connect(f"\0{address.local}")
-                _require_own_user(here)
+                require_same_user(here)
                 here.sendall(hello)
-                return _Connection(here, _received_memory(here))
+                return _Connection(here, received_memory(here, SLOTS * CHUNK_BYTES))
             # Another machine, a container with a network of its own, or a file that may not be passed.
             except (OSError, ValueError):
                 self._drop(here)
@@ -217,8 +224,8 @@ class PieceExchange:
         with suppress(OSError, LookupError), connection:
             connection.settimeout(HELLO_S)
             if is_local := connection.family == socket.AF_UNIX:
-                _require_own_user(connection)
-            key, writer = _HELLO.unpack(_exactly(connection, _HELLO.size))
+                require_same_user(connection)
+            key, writer = _HELLO.unpack(exactly(connection, _HELLO.size))
             if not hmac.compare_digest(key, self.address.key):
                 return
             if not is_local:
@@ -227,10 +234,10 @@ class PieceExchange:
                 with self._guard:  # while the file is open
                     if self._file is None:
                         return
-                    socket.send_fds(connection, [_DONE], [self._file])
+                    send_memory(connection, self._file)
             while True:
                 connection.settimeout(None)
-                leaf, chunk = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
+                leaf, chunk = _REQUEST.unpack(exactly(connection, _REQUEST.size))
                 self._ready.wait()
                 if (read := self._read) is None:
                     return
@@ -240,7 +247,7 @@ class PieceExchange:
                     size = read(writer, leaf, chunk, memory)
                     if is_local:
                         connection.sendall(_PLACED.pack(size, slot))
-                        _exactly(connection, len(_DONE))
+                        exactly(connection, len(_DONE))
                     else:
                         data = memory[:size]
                         connection.sendall(_ANSWER.pack(size, blake3(data).digest()))
@@ -272,78 +279,6 @@ def own_host() -> str:
         return "127.0.0.1"
 
 
-_HAS_SHARED_MEMORY = hasattr(fcntl, "F_ADD_SEALS") and hasattr(socket, "SO_PEERCRED")
-
-
-def _require_own_user(connection: socket.socket) -> None:
-    """Raise `OSError` if the process at the other end belongs to another user."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, user, _ = _PEER.unpack(found)
-    if user != os.geteuid():
-        raise PermissionError(f"expected a process of user {os.geteuid()}, found one of {user}")
-
-
-def _listen_locally() -> tuple[socket.socket | None, str]:
-    """A socket that only processes of this machine find, and its name; none where that is forbidden."""
-    name = f"perdure-{secrets.token_hex(16)}"
-    with suppress(OSError):
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            listener.bind(f"\0{name}")
-            listener.listen(1024)
-            return listener, name
-        except OSError:
-            listener.close()
-    return None, ""
-
-
-def _shared_memory() -> tuple[int | None, memoryview]:
-    """Memory of SLOTS chunks that other processes of this machine may map, and its file.
-
-    It takes pages once they are written to. No process can cut the file, which would kill those that
-    read its memory. Without such memory, that of this process and None.
-    """
-    size = SLOTS * CHUNK_BYTES
-    if _HAS_SHARED_MEMORY:
-        with suppress(OSError):  # forbidden
-            file = os.memfd_create("perdure-pieces", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(file, size)
-                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-                return file, memoryview(mmap.mmap(file, size))
-            except OSError:
-                os.close(file)
-    return None, memoryview(mmap.mmap(-1, size))
-
-
-def _received_memory(connection: socket.socket) -> memoryview:
-    """The shared memory of the process at the other end, which sends its file."""
-    _, files, _, _ = socket.recv_fds(connection, len(_DONE), 1)
-    if not files:
-        raise ConnectionResetError("the connection was closed")
-    try:
-        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise OSError("its shared memory could be cut while it is read")
-        return memoryview(mmap.mmap(files[0], SLOTS * CHUNK_BYTES, prot=mmap.PROT_READ))
-    finally:
-        os.close(files[0])
-
-
 def _require_size(answered: int, expected: int) -> None:
     if answered != expected:
         raise OSError(f"expected {expected} bytes, found {answered}")
-
-
-def _receive(connection: socket.socket, target: memoryview) -> None:
-    while target:
-        count = connection.recv_into(target)
-        if not count:
-            raise ConnectionResetError("the connection was closed")
-        target = target[count:]
-
-
-def _exactly(connection: socket.socket, size: int) -> memoryview:
-    data = memoryview(bytearray(size))
-    _receive(connection, data)
-    return data

@@ -70,7 +70,7 @@ def load_in_group(
         source = _load_at_once(run, processes, step, needs)
         if source is not None:
             return source, ()
-        needs = needs._replace(verifies_all=True)
+        needs = needs._replace(verifies_all=True, sharing=None)
     while True:
         if processes.is_chief:
             source, error = _lead(run, mirror, processes, step, needs, unreadable), None
@@ -300,6 +300,8 @@ def _load_at_once(
     if picked.step is None:
         return None
     source, error = attempt(lambda: _load_picked(run.storage, picked, needs))
+    if needs.sharing is not None:
+        needs.sharing.close()  # the others may wait for it
     failed = gather_failures(processes, error)
     if not all(outcome.is_damage for outcome in failed.values()):
         raise_first(processes, failed, error)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.group_call import GroupCall, run_in_all
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
@@ -59,12 +62,18 @@ class Restorer:
         Only an exact restore counts as the resume of the run: it alone restores the random generators,
         and the next save after any other one warns.
         """
-        GroupCall(self._processes, "restore").barrier()
-        self._managed.recipe.check_group("restore")
         wanted = request.wanted()
         run, mirror = self._managed.run, self._managed.mirror
         needs = Needs(wanted, self._regions(like, request))
-        source, readable = load_in_group(run, self._processes, step, needs, mirror)
+        with closing(ChunkSharing(self._processes.index, self._processes.count)) as sharing:
+            call = GroupCall(self._processes, "restore")
+            token = call.agree(secrets.token_bytes(32), lambda sent: sent[0])
+            if needs.regions is not None and mirror is None:
+                sharing.listen(token)
+                needs = needs._replace(sharing=sharing)
+            call.barrier()
+            self._managed.recipe.check_group("restore")
+            source, readable = load_in_group(run, self._processes, step, needs, mirror)
         for note in source.notes:
             warn_caller(f"{run.where}: {note}")
         if (loaded := source.loaded) is None:

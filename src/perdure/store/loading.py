@@ -6,9 +6,9 @@ their new places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from perdure.errors import (
     CorruptionError,
@@ -85,6 +85,51 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     return decode_manifest(data, f"{storage.where}/{name}", step)
 
 
+class SharedReads(Protocol):
+    """Divides chunks of which several processes of this machine need elements."""
+
+    def announce(
+        self,
+        fingerprint: str,
+        wanted: Mapping[int, int],
+        alone: int,
+        place: Callable[[int, memoryview], None],
+    ) -> bool:
+        """Ask the other processes to share chunks; False if there are none.
+
+        Args:
+            fingerprint: That of the manifest.
+            wanted: The bytes of each chunk, by its number in the manifest.
+            alone: Bytes that this process reads besides these.
+            place: Called in any thread with the number and the verified bytes of a chunk that another
+                process has read.
+        """
+        ...
+
+    def divide(self) -> set[int]:
+        """The numbers of the chunks that others read; waits until all have announced theirs."""
+        ...
+
+    def take(self) -> tuple[int, memoryview]:
+        """A free slot and its memory, of CHUNK_BYTES."""
+        ...
+
+    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
+        """Hand verified chunks in a slot to the others: (number, place in the slot, bytes).
+
+        The slot is free again once all have copied their elements; at once without chunks.
+        """
+        ...
+
+    def finish(self) -> set[int]:
+        """Wait until all have what they share; returns the numbers of the chunks that came."""
+        ...
+
+    def close(self) -> None:
+        """End all sharing. Nothing calls `place` afterwards. May be called twice."""
+        ...
+
+
 class Needs(NamedTuple):
     """What a load of a checkpoint reads.
 
@@ -92,11 +137,13 @@ class Needs(NamedTuple):
         wanted: Given the path of a leaf, whether to read it; None for all.
         regions: Given the manifest, the only elements of some arrays that are read (`Leaf.shards`).
         verifies_all: Whether the chunks of these arrays that are not needed are verified too.
+        sharing: Reads chunks of these arrays together with other processes of this machine.
     """
 
     wanted: Callable[[str], bool] | None = None
     regions: Callable[[Manifest], Mapping[str, tuple[Region, ...]]] | None = None
     verifies_all: bool = False
+    sharing: SharedReads | None = None
 
 
 EVERYTHING = Needs()
@@ -116,7 +163,7 @@ def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVER
             regions = {} if needs.regions is None else needs.regions(manifest)
             if regions and needs.verifies_all:
                 verify_leaves(storage, manifest, wanted)
-            leaves = load_leaves(storage, manifest, wanted, regions)
+            leaves = load_leaves(storage, manifest, wanted, regions, needs.sharing)
             entries = () if wanted else manifest.process_leaves
             return Loaded(manifest, leaves, process_leaves=load_entries(storage, manifest, entries))
         except CorruptionError as error:

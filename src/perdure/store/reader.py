@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from perdure.errors import LeafNotFoundError
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
@@ -26,6 +27,9 @@ from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.selection import WantedLeaves
 from perdure.store.storage import Storage, StreamingStorage
+
+if TYPE_CHECKING:
+    from perdure.store.loading import SharedReads
 
 READ_THREADS = 4
 HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -59,6 +63,7 @@ def load_leaves(
     manifest: Manifest,
     wanted: Callable[[str], bool] | None = None,
     regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
+    sharing: SharedReads | None = None,
 ) -> Leaves:
     """Read and verify the leaves of a manifest.
 
@@ -67,6 +72,7 @@ def load_leaves(
         manifest: A manifest of it.
         wanted: Given the path of a leaf, whether to read it; all are read by default.
         regions: Of some arrays, the only elements that are read (`Leaf.shards`).
+        sharing: Reads them together with other processes of this machine.
 
     Raises:
         CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
@@ -96,7 +102,7 @@ def load_leaves(
         from perdure.store.shard_reader import load_shards  # which imports this module
 
         parts = [leaf for leaf in entries if leaf.path in regions]
-        loaded = load_shards(storage, manifest, parts, regions) | leaves
+        loaded = load_shards(storage, manifest, parts, regions, sharing) | leaves
         leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
     return leaves
 

@@ -1,7 +1,8 @@
 """Reads the shards of one process: only the chunks in which they have elements, each verified.
 
-A chunk that lies in one shard is read into it; others pass through the memory of a few chunks, and
-through the page cache, because other processes need the rest of them.
+A chunk that lies in one shard is read into it; others pass through the memory of a few chunks. Of
+those, the processes of one machine divide what several of them need (`SharedReads`). Without that, such
+chunks are read through the page cache.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.failures import read_error
@@ -30,6 +32,9 @@ from perdure.store.shard_chunks import place_elements
 from perdure.store.shard_plan import Overlap, RegionIndex, first_element, volume
 from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
 
+if TYPE_CHECKING:
+    from perdure.store.loading import SharedReads
+
 MOST_STREAMS = 8
 """Of chunks that do not lie in one shard; each takes a buffer."""
 
@@ -38,9 +43,18 @@ Regions = Mapping[str, tuple[Region, ...]]
 
 
 def load_shards(
-    storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry], regions: Regions
+    storage: Storage,
+    manifest: Manifest,
+    entries: Sequence[LeafEntry],
+    regions: Regions,
+    sharing: SharedReads | None = None,
 ) -> dict[str, Leaf]:
     """Read and verify parts of some arrays of `manifest`; raises as `load_leaves` does."""
+    firsts: dict[str, int] = {}
+    count = 0
+    for leaf in manifest.leaves:
+        firsts[leaf.path] = count
+        count += len(leaf.chunks)
     leaves: dict[str, Leaf] = {}
     in_place: list[tuple[LeafEntry, Chunk, memoryview]] = []
     passing: list[_Passing] = []
@@ -66,10 +80,44 @@ def load_shards(
                 in_place.append((entry, entry.chunks[number], target))
             else:
                 chunk = entry.chunks[number]
-                passing.append(_Passing(entry, chunk, stop - start, shards, overlaps))
-    read_parts(storage, manifest, in_place)
-    _pass_through(storage, manifest, passing)
+                place = firsts[entry.path] + number
+                passing.append(_Passing(place, entry, chunk, stop - start, shards, overlaps))
+    if sharing is None:
+        read_parts(storage, manifest, in_place)
+        _pass_through(storage, manifest, passing)
+    else:
+        with closing(sharing):
+            _read_shared(storage, manifest, in_place, passing, sharing)
     return leaves
+
+
+def _read_shared(
+    storage: Storage,
+    manifest: Manifest,
+    in_place: list[tuple[LeafEntry, Chunk, memoryview]],
+    passing: Sequence[_Passing],
+    sharing: SharedReads,
+) -> None:
+    """Read and verify what this process needs, a part of it in other processes of this machine."""
+    shared = {item.number: item for item in passing if item.is_shared()}
+    alone = sum(len(data) for _, _, data in in_place)
+    alone += sum(item.nbytes for item in passing if item.number not in shared)
+
+    def place(number: int, data: memoryview) -> None:
+        place_elements(data, shared[number].shards, shared[number].overlaps)
+
+    wanted = {number: item.nbytes for number, item in shared.items()}
+    if not sharing.announce(manifest.fingerprint, wanted, alone, place):
+        sharing.close()  # at once: the others wait for what this process announces
+        read_parts(storage, manifest, in_place)
+        _pass_through(storage, manifest, passing)
+        return
+    read_parts(storage, manifest, in_place)
+    theirs = sharing.divide()
+    mine = [item for item in passing if item.number not in theirs]
+    _pass_through(storage, manifest, mine, sharing)
+    missing = theirs - sharing.finish()
+    _pass_through(storage, manifest, [shared[number] for number in missing])
 
 
 def _sizes(entry: LeafEntry, regions: Sequence[Region]) -> dict[Region, int]:
@@ -82,8 +130,12 @@ def _itemsize(entry: LeafEntry) -> int:
 
 
 class _Passing(NamedTuple):
-    """A chunk of `nbytes` bytes, of which some elements belong into shards."""
+    """A chunk of `nbytes` bytes, of which some elements belong into shards.
 
+    `number` is that of the chunk in the manifest.
+    """
+
+    number: int
     entry: LeafEntry
     chunk: Chunk
     nbytes: int
@@ -96,25 +148,51 @@ class _Passing(NamedTuple):
         return own < self.nbytes and self.nbytes >= SMALL_BYTES
 
 
-def _pass_through(storage: Storage, manifest: Manifest, passing: Sequence[_Passing]) -> None:
+class _OwnBuffers:
+    """Memory for chunks of which no other process gets anything; see `SharedReads`."""
+
+    def __init__(self, count: int) -> None:
+        self._buffers = [take_buffer() for _ in range(count)]
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(count):
+            self._free.put(slot)
+
+    def take(self) -> tuple[int, memoryview]:
+        slot = self._free.get()
+        return slot, memoryview(self._buffers[slot])[:CHUNK_BYTES]
+
+    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
+        self._free.put(slot)
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            give_buffer(buffer)
+
+
+def _pass_through(
+    storage: Storage,
+    manifest: Manifest,
+    passing: Sequence[_Passing],
+    sharing: SharedReads | None = None,
+) -> None:
     """Read and verify chunks in the memory of a few, and copy their elements into the shards."""
     if not passing:
         return
     threads = READ_THREADS
     if isinstance(storage, StreamingStorage):
         threads = min(storage.streams, MOST_STREAMS)
-    buffers = [take_buffer() for _ in range(threads)]
-    free: SimpleQueue[memoryview] = SimpleQueue()
-    for buffer in buffers:
-        free.put(memoryview(buffer)[:CHUNK_BYTES])
+    own = _OwnBuffers(threads) if sharing is None else None
+    buffers = sharing or own
+    assert buffers is not None
 
     def work(batch: Sequence[_Passing]) -> None:
-        memory = free.get()
+        slot, memory = buffers.take()
+        starts = list(accumulate([item.nbytes for item in batch], initial=0))
+        verified: list[tuple[int, int, int]] = []
         try:
-            ends = list(accumulate([item.nbytes for item in batch], initial=0))
-            places = [memory[start:stop] for start, stop in pairwise(ends)]
+            places = [memory[start:stop] for start, stop in pairwise(starts)]
             pairs = list(zip(batch, places, strict=True))
-            for item in batch:
+            for item in batch if sharing is None else ():
                 if isinstance(storage, PageCachedStorage) and item.is_shared():
                     storage.keep_cached(
                         PACKS + manifest.packs[item.chunk.pack].name, item.chunk.offset
@@ -124,16 +202,20 @@ def _pass_through(storage: Storage, manifest: Manifest, passing: Sequence[_Passi
                     check()
             for item, data in pairs:
                 place_elements(data, item.shards, item.overlaps)
+            verified = [
+                (item.number, start, item.nbytes)
+                for item, start in zip(batch, starts, strict=False)
+            ]
         finally:
-            free.put(memory)
+            buffers.give(slot, verified)
 
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
             for _ in map_ahead(readers, work, _batches(passing), 2 * threads):
                 pass
     finally:
-        for buffer in buffers:
-            give_buffer(buffer)
+        if own is not None:
+            own.close()
 
 
 def _batches(passing: Sequence[_Passing]) -> Iterator[list[_Passing]]:

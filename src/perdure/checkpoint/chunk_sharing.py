@@ -1,0 +1,319 @@
+"""Divides the chunks that several processes of one machine need: one reads and verifies each.
+
+Each process reads its part into memory that the others map, and they copy their elements out of the
+very bytes that were verified. Invariant: no restore depends on another process. A process reads by
+itself what it did not get, whatever the reason: damage that another found, its end, or another
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from msgspec import Struct
+
+from perdure.checkpoint.shared_memory import (
+    exactly,
+    listen_locally,
+    received_memory,
+    require_same_user,
+    send_memory,
+    shared_memory,
+)
+from perdure.store.format import CHUNK_BYTES
+
+SLOTS = 6
+"""How many chunks are in memory until the other processes have copied their elements."""
+
+HELLO_S = 30.0
+_INDEX = struct.Struct("!I")
+_SIZE = struct.Struct("!I")
+_CHUNK = struct.Struct("!QIII")
+"""A verified chunk: its number, and slot, place in the slot, and bytes."""
+_END = _CHUNK.pack(0, SLOTS, 0, 0)
+_DONE = struct.Struct("!I")
+"""The slot of a chunk whose elements were copied."""
+
+
+class _Request(Struct, frozen=True, array_like=True):
+    """The chunks that a process wants to share: the bytes of each by its number in the manifest.
+
+    `alone` has the bytes that it reads besides these.
+    """
+
+    fingerprint: str
+    wanted: dict[int, int]
+    alone: int
+
+
+_NOTHING = _Request("", {}, 0)
+
+
+class ChunkSharing:
+    """The end of one process, for one restore; see `perdure.store.loading.SharedReads`.
+
+    Args:
+        index: The number of this process in the group.
+        count: How many processes the group has; those of other machines do not share.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        self._index = index
+        self._others = set(range(count)) - {index}
+        self._token = b""
+        self._file: int | None = None
+        self._memory = memoryview(b"")
+        self._listener: socket.socket | None = None
+        self._guard = threading.Condition()
+        self._is_closed = False
+        self._request, self._place = _NOTHING, _ignore
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._connected: set[int] = set()
+        """The peers to which this process has made a connection."""
+        self._accepted: set[int] = set()
+        """The peers that have made one to this process."""
+        self._consumers: dict[int, socket.socket] = {}
+        """The connections over which they take chunks from this process, while these are open."""
+        self._producers: set[int] = set()
+        """The peers that may still hand chunks to this process."""
+        self._requests: dict[int, _Request] = {}
+        self._takers: dict[int, list[int]] = {}
+        """By the number of a chunk that this process reads, who else needs it."""
+        self._held: dict[int, list[int]] = {}
+        """By the slot, for each chunk in it the peers that have not copied their elements yet."""
+        self._received: set[int] = set()
+        self._slots: SimpleQueue[int] = SimpleQueue()
+
+    def listen(self, token: bytes) -> None:
+        """Let others of this machine connect; a random token that all know makes the names.
+
+        All have to listen before one of them reads.
+        """
+        self._token = token
+        self._file, self._memory = shared_memory(SLOTS * CHUNK_BYTES)
+        if self._file is not None:
+            self._listener = listen_locally(self._name(self._index))
+        if self._listener is not None:
+            self._open.add(self._listener)
+
+    def announce(
+        self,
+        fingerprint: str,
+        wanted: Mapping[int, int],
+        alone: int,
+        place: Callable[[int, memoryview], None],
+    ) -> bool:
+        with self._guard:
+            if self._is_closed or self._listener is None or not wanted:
+                return False
+            self._request, self._place = _Request(fingerprint, dict(wanted), alone), place
+            for slot in range(SLOTS):
+                self._slots.put(slot)
+            # All connections are made before one is accepted: who has the request of this process
+            # knows that its connection is there.
+            connections: list[tuple[int, socket.socket]] = []
+            for index in self._others:
+                try:
+                    connections.append((index, self._connect(index)))
+                except OSError:  # it is on another machine, or has ended its restore, or itself
+                    self._requests[index] = _NOTHING
+            self._connected = {index for index, _ in connections}
+            self._producers = set(self._connected)
+            self._start(self._accept, self._listener)
+            for index, connection in connections:
+                self._start(self._take, index, connection)
+        return bool(connections)
+
+    def divide(self) -> set[int]:
+
+        def is_complete() -> bool:
+            wanting = {index for index, request in self._requests.items() if request.wanted}
+            connected = self._accepted | (wanting - self._producers)  # or gone
+            return self._requests.keys() == self._others and wanting <= connected
+
+        with self._guard:
+            self._guard.wait_for(is_complete)
+            others: set[int] = set()
+            for number, group in _readers({**self._requests, self._index: self._request}):
+                if group[0] == self._index:
+                    self._takers[number] = group[1:]
+                elif self._index in group:
+                    others.add(number)
+            return others
+
+    def take(self) -> tuple[int, memoryview]:
+        slot = self._slots.get()
+        return slot, self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+
+    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
+        with self._guard:
+            messages = [
+                (index, _CHUNK.pack(number, slot, start, nbytes))
+                for number, start, nbytes in chunks
+                for index in self._takers.get(number, ())
+                if index in self._consumers
+            ]
+            self._held[slot] = [index for index, _ in messages]
+            for index, message in messages:
+                self._send(index, message)
+            self._free()
+
+    def finish(self) -> set[int]:
+        with self._guard:
+            for index in self._consumers:
+                self._send(index, _END)
+            self._guard.wait_for(lambda: not self._producers and not self._held)
+            return self._received
+
+    def close(self) -> None:
+        with self._guard:
+            self._is_closed = True
+            still_open, self._open = self._open, set()
+        for connection in still_open:
+            with suppress(OSError):  # wakes the thread that waits in it
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for connection in still_open:
+            connection.close()
+        self._place = _ignore  # it refers to the shards
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _name(self, index: int) -> str:
+        return f"perdure-{blake3(self._token + _INDEX.pack(index)).hexdigest(32)}"
+
+    def _connect(self, index: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{self._name(index)}")
+            require_same_user(connection)
+            connection.sendall(_INDEX.pack(self._index))
+        except OSError:
+            connection.close()
+            raise
+        self._open.add(connection)
+        return connection
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        name = "perdure-share"
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = listener.accept()
+                with self._guard:
+                    if self._is_closed:
+                        connection.close()
+                        return
+                    self._open.add(connection)
+                    self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer the request of a peer, and learn which chunks it has copied, until it closes."""
+        index = -1
+        with suppress(OSError, LookupError, ValueError):
+            connection.settimeout(HELLO_S)
+            require_same_user(connection)
+            (caller,) = _INDEX.unpack(exactly(connection, _INDEX.size))
+            connection.settimeout(None)
+            with self._guard:
+                if self._file is None or caller in self._accepted or caller not in self._others:
+                    raise ConnectionRefusedError
+                index = caller
+                body = msgspec.msgpack.encode(
+                    self._request if index in self._connected else _NOTHING
+                )
+                send_memory(connection, self._file)
+                connection.sendall(_SIZE.pack(len(body)) + body)
+                self._consumers[index] = connection
+                self._accepted.add(index)
+                self._guard.notify_all()
+            while True:
+                (slot,) = _DONE.unpack(exactly(connection, _DONE.size))
+                with self._guard:
+                    self._held[slot].remove(index)
+                    self._free()
+        with self._guard:
+            if self._consumers.pop(index, None) is not None:
+                for slot, left in self._held.items():
+                    self._held[slot] = [other for other in left if other != index]
+                self._free()
+            self._open.discard(connection)
+        connection.close()
+
+    def _take(self, index: int, connection: socket.socket) -> None:
+        """Copy elements of the chunks that a peer hands out, until it ends."""
+        with suppress(OSError, ValueError, struct.error):
+            memory = received_memory(connection, SLOTS * CHUNK_BYTES)
+            (size,) = _SIZE.unpack(exactly(connection, _SIZE.size))
+            request = msgspec.msgpack.decode(exactly(connection, size), type=_Request)
+            is_same = request.fingerprint == self._request.fingerprint
+            with self._guard:
+                self._requests[index] = request if is_same else _NOTHING
+                self._guard.notify_all()
+            while (message := exactly(connection, _CHUNK.size)) != _END:
+                number, slot, start, nbytes = _CHUNK.unpack(message)
+                data = memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES][start : start + nbytes]
+                if len(data) != nbytes or self._request.wanted.get(number) != nbytes:
+                    raise ConnectionAbortedError
+                self._place(number, data)
+                # If this fails, the peer may have used the memory again: then the chunk did not come.
+                connection.sendall(_DONE.pack(slot))
+                with self._guard:
+                    self._received.add(number)
+        with self._guard:
+            self._requests.setdefault(index, _NOTHING)
+            self._producers.discard(index)
+            self._guard.notify_all()
+
+    def _send(self, index: int, message: bytes) -> None:
+        with suppress(OSError):  # the thread that serves the peer learns that it is gone
+            self._consumers[index].sendall(message)
+
+    def _free(self) -> None:
+        """Let slots be used again whose chunks all have copied."""
+        for slot in [slot for slot, left in self._held.items() if not left]:
+            del self._held[slot]
+            self._slots.put(slot)
+        self._guard.notify_all()
+
+
+def _readers(requests: Mapping[int, _Request]) -> Iterator[tuple[int, list[int]]]:
+    """Each chunk that several processes want: its number, and the processes, the one that reads first.
+
+    The same in every process. Of those that want a chunk the one reads it that reads least.
+    """
+    wanting: dict[int, list[int]] = {}
+    for index in sorted(requests):
+        for number in requests[index].wanted:
+            wanting.setdefault(number, []).append(index)
+    load = {index: request.alone for index, request in requests.items()}
+    shared = []
+    for number, group in sorted(wanting.items()):
+        if len(group) > 1:
+            shared.append((number, group))
+        else:
+            load[group[0]] += requests[group[0]].wanted[number]
+    for number, group in shared:
+        reader = min(group, key=lambda index: (load[index], index))
+        load[reader] += requests[reader].wanted[number]
+        yield number, [reader, *(index for index in group if index != reader)]
+
+
+def _ignore(number: int, data: memoryview) -> None:
+    """The default of `place`."""

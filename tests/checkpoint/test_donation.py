@@ -43,7 +43,7 @@ def test_the_save_after_a_donation_copies_the_state(
 ) -> None:
     """Otherwise the step that is given a state makes the copy, as long as the save holds its memory."""
     if not noted:  # the control
-        monkeypatch.setattr(SnapshotBuffer, "note_donations", lambda self: None)
+        monkeypatch.setattr(SnapshotBuffer, "note_donations", lambda _: None)
     go = threading.Event()
 
     def before(operation: str, path: str) -> None:

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Iterable
 
 STAGING_BYTES = 8 * 1024 * 1024
-KEPT_BUFFERS = 5
+KEPT_BUFFERS = 7  # what one save takes, so that the next one touches no new memory
 HUGE_PAGE = 2 * 1024 * 1024
 SMALL_BYTES = 256 * 1024
 LARGE_BYTES = 4 * HUGE_PAGE

@@ -379,7 +379,7 @@ FAST: dict[str, Case] = {
     **{name: Case(gradient(apply), sgd) for name, apply in APPLIED.items()},
     **{name: Case(linear, update) for name, update in UPDATES.items()},
 }
-"""Fast on any number of devices."""
+"""Fast on any number of devices with several replicas: as one program, or in turns."""
 
 
 # ---------------------------------------------------------------- refused

@@ -89,7 +89,7 @@ class Client:
     def set(self, key: str, value: bytes) -> None:
         self._ask(SET, key, value)
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         return self._ask(GET, key)
 
     def has(self, key: str) -> bool:

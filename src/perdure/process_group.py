@@ -11,6 +11,8 @@ from typing import Protocol
 
 import msgspec
 
+from perdure.errors import ArgumentError
+
 
 class Processes(Protocol):
     """A group of processes that run the same program on one run directory.
@@ -126,3 +128,22 @@ def given(data: bytes | None) -> bytes:
     if data is None:
         raise TypeError("broadcast: expected bytes from process 0, found None")
     return data
+
+
+def group_of(processes: Processes | None) -> Processes:
+    """`processes`, or a group of one; raises `ArgumentError` that names the methods that it lacks."""
+    if processes is None:
+        return SingleProcess()
+    kind = type(processes)
+    missing = [
+        name
+        for name, declared in vars(Processes).items()
+        if not name.startswith("_")
+        and (not hasattr(processes, name) or getattr(kind, name, None) is declared)
+    ]
+    if missing:
+        raise ArgumentError(
+            f"processes: expected a group with all members of perdure.checkpoint.Processes, found a "
+            f"{kind.__name__} without {', '.join(missing)}. Implement them as that class describes."
+        )
+    return processes

@@ -28,7 +28,9 @@ from perdure import (
     Trainer,
     load_checkpoint,
 )
+from perdure.checkpoint import Processes, SingleProcess
 from perdure.checkpoint.arguments import makes_state
+from perdure.checkpoint.state_digest import state_digest
 from perdure.errors import (
     ArgumentError,
     MismatchError,
@@ -461,3 +463,16 @@ def test_a_trainer_does_not_call_a_module_either(tmp_path: Path) -> None:
     model = EquinoxModel(jnp.ones(3))
     trainer = Trainer(lambda s, _: (s, {}), model, [1, 2], RunConfig(tmp_path))
     assert trainer.state is model
+
+
+def test_a_group_that_lacks_an_operation_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """A class that was written for an earlier release, which did not ask for `agree`."""
+
+    names = {name for name in vars(Processes) if not name.startswith("_")} - {"agree"}
+    members = {name: getattr(SingleProcess, name) for name in names}
+    kinds: list[Any] = [type("Older", bases, members) for bases in ((), (Processes,))]
+    for kind in kinds:
+        for use in (partial(CheckpointManager, tmp_path / "run"), partial(state_digest, state(1))):
+            with pytest.raises(ArgumentError, match="without agree"):
+                use(processes=kind())
+    assert not (tmp_path / "run").exists()

@@ -35,6 +35,7 @@ from perdure.errors import (
     StepNotFoundError,
 )
 from perdure.store import Run, pack_writer
+from perdure.store.gc_pause import gc_paused
 from pretend import Pretend, play
 
 
@@ -345,6 +346,38 @@ def test_garbage_collection_is_back_on_after_a_save_of_many_leaves(
     finally:
         (gc.enable if was else gc.disable)()
     assert seen == [before, False]  # few leaves, and many
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_collection_is_as_it_was_in_a_child_that_is_forked_during_a_pause(
+    before: bool,
+) -> None:
+    """Of two threads that pause, one forks, and the other would never end its pause there."""
+    reached, release = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with gc_paused():
+            reached.set()
+            release.wait()
+
+    was = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    other = threading.Thread(target=pause)
+    try:
+        other.start()
+        reached.wait()
+        with gc_paused():
+            if (child := os.fork()) == 0:
+                os._exit(gc.isenabled())
+            in_child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        during = gc.isenabled()  # the other pause has not ended
+        release.set()
+        other.join()
+        after = gc.isenabled()
+    finally:
+        release.set()
+        (gc.enable if was else gc.disable)()
+    assert (in_child, during, after) == (before, False, before)
 
 
 def test_an_interrupted_wait_does_not_lose_the_save(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,11 @@ Two-dimensional arrays play them here; `distribute/test_sharded*.py` has those o
 from __future__ import annotations
 
 import errno
+import os
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 from damage import FullDisk
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import group_save, piece_exchange, save_messages
+from perdure.checkpoint.piece_exchange import PieceExchange
 from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
 from perdure.state import builtin
 from perdure.state.leaf_values import array_bytes
@@ -283,6 +288,47 @@ def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path: Path, victim: 
     assert play(2, program) == [[1, 3], [1, 3]]
     assert len(disk.fired) == 1
     assert verify_run(Run(tmp_path)).ok
+
+
+@pytest.mark.parametrize("stranger", ["nobody", "the sender", "the receiver"])
+def test_memory_is_shared_with_processes_of_the_same_user_alone(
+    monkeypatch: pytest.MonkeyPatch, stranger: str
+) -> None:
+    """The one that is no stranger refuses the other, and the pieces go through the network."""
+    user, receiver = os.geteuid(), threading.current_thread()
+
+    def seen_by() -> int:
+        is_receiver = threading.current_thread() is receiver
+        return user + (stranger == ("the sender" if is_receiver else "the receiver"))
+
+    monkeypatch.setattr("perdure.checkpoint.piece_exchange.os.geteuid", seen_by)
+
+    def read(writer: int, leaf: int, chunk: int, memory: memoryview) -> int:
+        memory[:3] = bytes((writer, leaf, chunk))
+        return 3
+
+    with closing(PieceExchange(0)) as sender, closing(PieceExchange(1)) as asking:
+        for exchange in (sender, asking):
+            exchange.begin([sender.address, asking.address], read)
+        pieces: list[bytes] = []
+        asking.fetch(7)(0, 8, 3, lambda data: pieces.append(bytes(data)))
+        shared = [connection.memory is not None for connection in asking._idle[0]]
+    assert pieces == [bytes((1, 7, 8))]
+    assert shared == [stranger == "nobody"]
+
+
+def test_nobody_can_cut_shared_memory_while_it_is_read() -> None:
+    with closing(PieceExchange(0)) as exchange:
+        assert exchange._file is not None
+        with pytest.raises(PermissionError):
+            os.ftruncate(exchange._file, 1)
+    here, there = socket.socketpair()
+    file = os.memfd_create("not sealed", os.MFD_ALLOW_SEALING)
+    with here, there, os.fdopen(file, "wb") as opened:
+        opened.truncate(piece_exchange.SLOTS * CHUNK_BYTES)
+        socket.send_fds(there, [b"\0"], [file])
+        with pytest.raises(OSError, match="could be cut"):
+            piece_exchange._received_memory(here)
 
 
 def test_an_answer_with_other_bytes_is_refused(

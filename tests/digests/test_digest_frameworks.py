@@ -68,6 +68,9 @@ def test_a_compiled_program_and_other_devices_compute_the_same(
     state = {name: jnp.asarray(values) for name, values in plain.items()}
     compiled = jax.jit(lambda state: jax.tree.map(array_digest, state))
     assert leaf_digests(compiled(state)) == expected
+    # Each is a program of its own there; those above have the arithmetic of every dtype and shape.
+    for name in state.keys() - {"bool", "float4", "float16", "rows", "empty"}:
+        del state[name], expected[name]
     received = []
     monkeypatch.setattr(jax_arrays, "_is_in_memory", lambda _: False)
     monkeypatch.setattr(jax_arrays, "_is_on_cpu", lambda place: received.append(place) is not None)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import signal
+import warnings
 from typing import Any
 
 import flax.nnx as nnx
@@ -25,6 +26,7 @@ from perdure.demo.train_jax import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
 from perdure.distribute.jax.fused import proven_programs as jax_proven
+from perdure.distribute.jax.fused import self_check
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -252,21 +254,51 @@ def by_comparison() -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     for model, topologies in (
-        *(("tiny", (1, 2, 8)), ("scan", (1, 2, 8)), ("attention", (1, 2))),
+        *(("tiny", (1, 2, 8)), ("scan", (1, 2)), ("attention", (1, 2))),
         ("attention, cleaned up", (1, 2)),
     ):
         jax_proven._options = (dict) if "cleaned" in model else options
         out[model] = {}
-        for way in ("compared", "not compared") if "cleaned" in model else ("compared",):
+        ways = ("compared", "not compared", "both ways") if "cleaned" in model else ("compared",)
+        for way in ways:
             for name in originals:
                 setattr(jax_hlo, name, compared(name) if way == "compared" else lambda *_: "")
+            if way == "both ways":
+                os.environ["PERDURE_FAST_ON"], self_check.MEASURED = "cpu", ()
             answers.clear()
             name, _, _ = model.partition(",")
-            digests = [train(MirroredStrategy(d, REPLICAS), name) for d in topologies]
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                digests = [train(MirroredStrategy(d, REPLICAS), name) for d in topologies]
             out[model][way] = (len(set(digests)), list(answers))
+            out[model]["warned"] = [str(warning.message) for warning in warned]
+    self_check.MEASURED = ("cpu",)
     jax_proven._options = options
     for name, original in originals.items():
         setattr(jax_hlo, name, original)
+    return out
+
+
+def first_steps_both_ways() -> dict[str, tuple[str, str]]:
+    """A run whose first steps are computed both ways, on two devices; and a slow one on one."""
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"g": pixels(batch)[:, 0, :16, 0].sum(0) * jax.random.key_data(key)[0]}
+
+    def update(state: Any, total: Any) -> Any:
+        return {"w": state["w"] + total["g"]}, total
+
+    out, data = {}, dataset()
+    self_check.MEASURED = ()
+    for name, devices in (("", 1), ("cpu", 2)):
+        os.environ["PERDURE_FAST_ON"] = name
+        strategy = MirroredStrategy(devices, REPLICAS)
+        state, logs, train_step = {"w": np.zeros(16, np.float32)}, {}, strategy.step(grad, update)
+        train_step.donate_results()
+        for step in range(FIRST, FIRST + self_check.STEPS + 1):
+            state, logs = train_step(state, strategy.batch(data, step))
+        out[f"{name} {devices}"] = (digest((state, logs)), strategy.explain(train_step))
+    self_check.MEASURED = ("cpu",)
     return out
 
 
@@ -289,7 +321,7 @@ def train_in_parts() -> str:
     """The same run on another number of devices at every step; NumPy carries the state over."""
     init, grad, update = MODELS["cnn"]
     state, logs, data = init(), {}, dataset()
-    for step, devices in zip(range(FIRST, FIRST + STEPS), (4, 3, 8), strict=True):
+    for step, devices in zip(range(FIRST, FIRST + STEPS), (3, 1, 2), strict=True):
         strategy = MirroredStrategy(devices, REPLICAS)
         state, logs = strategy.step(grad, update)(state, strategy.batch(data, step))
         state = jax.tree.map(np.asarray, state)
@@ -313,7 +345,9 @@ def controls(devices: int) -> dict[str, str]:
 
 
 def main() -> None:
-    args = arguments(devices="1", controls="", die_at=int)
+    args = arguments(devices="1", controls="", die_at=int, unmeasured=int)
+    if args.unmeasured:
+        self_check.MEASURED = ()
     out: dict[str, Any] = {}
     for devices in map(int, args.devices.split(",")):
         if args.processes > 1:
@@ -332,16 +366,18 @@ def main() -> None:
             models = ("cnn", "nnx") if devices < 8 else ()
         out[str(devices)] = {model: train(strategy, model) for model in models}
         out["recipe"] = strategy.recipe(dataset())
+        out["explained"] = strategy.explain(strategy.step(tiny_grad, tiny_update))
         total = strategy.reduce(
             "sum",
             strategy.run(lambda key: (jax.random.normal(key, (5,)), 1), (strategy.keys(STEPS),)),
         )
         out[str(devices)]["reduce"] = digest(total)
     if args.processes == 1 and len(jax.devices()) == 8:
-        strategy = MirroredStrategy(jax.devices()[4::-1], REPLICAS)
+        strategy = MirroredStrategy(jax.devices()[2::-1], REPLICAS)
         out["reversed"] = train(strategy, "cnn")
         out["in parts"] = train_in_parts()
         out["by comparison"] = by_comparison()
+        out["both ways"] = first_steps_both_ways()
         out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)

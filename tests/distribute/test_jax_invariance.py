@@ -13,7 +13,7 @@ MODELS = ("cnn", "nnx", "reduce")
 # topologies.
 DEVICES = (1, 3, 8)
 # Eight devices with one replica each add one after another, as one device does without the tree.
-CONTROLS = (1, 3, 4)
+CONTROLS = (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,13 @@ def pair(compiled: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     return group.results(
         "jax_worker.py",
         2,
-        *("--devices", "2"),
-        env={"JAX_NUM_CPU_DEVICES": "2", **compiled, "JAX_COMPILATION_CACHE_DIR": str(directory)},
+        *("--devices", "2", "--unmeasured", "1"),
+        env={
+            **compiled,
+            "JAX_NUM_CPU_DEVICES": "2",
+            "PERDURE_FAST_ON": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(directory),
+        },
     )
 
 
@@ -107,6 +112,23 @@ def test_control_programs_that_differ_are_refused(alone: Any) -> None:
     assert False in answers
     # Without the comparison the bits differ.
     assert models["not compared"][0] > 1
+    # On a platform that was not measured, the first step finds them, and has the bits of the reference.
+    assert models["both ways"][0] == 1
+    (warning,) = models["warned"]
+    assert "on cpu a step computed both ways had other bits in new state w on " in warning
+
+
+def test_several_devices_that_were_not_measured(alone: Any) -> None:
+    (expected, slow), (found, explained) = alone["both ways"].values()
+    assert slow.startswith("Not fast: it has been measured on ")
+    assert found == expected
+    assert explained.startswith("Fast: ")
+    assert explained.endswith("steps, computed both ways, had equal bits.")
+
+
+def test_a_group_has_no_fast_steps_that_its_processes_could_decide_on(pair: Any) -> None:
+    explained = {process["explained"] for process in pair}
+    assert explained == {"Not fast: the sum goes through 2 processes."}
 
 
 def test_generated_functions_give_one_digest_on_1_and_2_devices(alone: Any) -> None:

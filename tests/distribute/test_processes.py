@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jax._src.distributed
 import numpy as np
 import pytest
 
 from perdure import CheckpointManager
+from perdure.distribute import key_value_group
+from perdure.distribute.jax import group as jax_group
 from perdure.distribute.key_value_group import KeyValueProcesses, late
+from perdure.distribute.torch import group as torch_group
 from perdure.errors import WorkerLostError
 from perdure.process_group import SingleProcess
 
@@ -30,7 +35,7 @@ class Shelf:
             self.content[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.content, timeout=30), key
             return self.content[key]
@@ -75,7 +80,7 @@ def test_process_0_collects_with_one_message_of_each_other(
     reads: list[int] = []
     real = Shelf.get
 
-    def get(shelf: Shelf, key: str, process: int) -> bytes:
+    def get(shelf: Shelf, key: str, process: int, waited: float = 0.0) -> bytes:
         reads.append(process)
         return real(shelf, key, process)
 
@@ -112,7 +117,7 @@ class Counting(Shelf):
         self.count()
         super().set(key, value)
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         self.count()
         return super().get(key, process)
 
@@ -181,7 +186,7 @@ class Limited(Shelf):
         if key.endswith("/1/0"):
             self.came.set()
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         if process == self.absent:
             assert not self.impatient or self.waited.wait(30)
             raise late(process, 7)
@@ -225,6 +230,49 @@ def test_all_processes_name_the_one_that_is_missing(impatient: bool) -> None:
 def test_a_process_0_that_does_not_come_is_named() -> None:
     texts = lost_in(Limited(never=True), (1, 2), lambda group: group.barrier())
     assert texts == [str(late(0, 7))] * 2
+
+
+class Dawdling(Shelf):
+    """Each process comes 5 s after the one before it, on a clock of its own; the limit is 7 s."""
+
+    now = 0.0
+
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+        if waited + 5 > 7:
+            self.now += 7 - waited
+            raise late(process, 7)
+        self.now += 5
+        return b"\0here"
+
+
+def test_the_waits_of_one_operation_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Dawdling()
+    monkeypatch.setattr(key_value_group, "monotonic", lambda: shelf.now)
+    with pytest.raises(WorkerLostError, match="process 2 did not come"):
+        KeyValueProcesses(lambda: shelf, 0, 4).collect(b"")
+    assert shelf.now == 7
+
+
+def test_the_stores_wait_for_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And long enough to find a key that is there."""
+    waits: list[float] = []
+
+    class Client:
+        def set_timeout(self, limit: timedelta) -> None:
+            waits.append(limit.total_seconds())
+
+        def get(self, key: str) -> bytes:
+            return b"x"
+
+        def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+            waits.append(milliseconds / 1000)
+            return b"x"
+
+    monkeypatch.setattr(jax._src.distributed.global_state, "client", Client())
+    watch = torch_group._LossWatch(timedelta(seconds=20))
+    for store in (torch_group._Store(Client(), watch), jax_group._CoordinationService(20)):
+        assert [store.get("key", 1, waited) for waited in (0, 15, 25)] == [b"x"] * 3
+    assert waits == [20, 5, 1] * 2
 
 
 def test_an_error_of_process_0_in_an_operation_ends_it_for_all() -> None:

@@ -54,6 +54,8 @@ def test_a_connection_is_probed_in_the_limit(closing: ExitStack) -> None:
     tcp = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     idle, interval, count = (here.getsockopt(socket.IPPROTO_TCP, option) for option in tcp)
     assert idle + interval * count == 20
+    # While bytes are on their way nothing is probed, and only this ends the connection.
+    assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
     probe(here, 0.1)  # whole seconds
     probe(here, 1e9)
     assert is_unanswered(OSError(errno.ETIMEDOUT, ""))
@@ -88,6 +90,8 @@ def test_all_close_their_connections_to_a_machine_that_is_silent(
     late = Lifeline(3, "127.0.0.1", board.append, look, gone.put)
     assert gone.get(timeout=LIMIT_S) == 2
     late.stop()
+    # Else the report of the next one could reach a closed socket, whose reset stands for silence.
+    assert [gone.get(timeout=LIMIT_S) for _ in range(2)] == [3, 3]
     other.stop()
     chief.stop()
     machines = [closed.get_nowait() for _ in range(closed.qsize())]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,21 @@ def fresh() -> Iterator[None]:
     before = {name: getattr(torch._dynamo.config, name) for name in names}
     torch._dynamo.reset()
     programs.clear()
-    # Modes of overlapping threads in other tests of this process may have left PyTorch's flags set.
+    clear_flags()
+    yield
+    for name, value in before.items():
+        setattr(torch._dynamo.config, name, value)
+    torch._dynamo.reset()
+    clear_flags()
+
+
+def clear_flags() -> None:
+    """Modes of overlapping threads may have left PyTorch's flags set, here or in other files."""
     dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
     for flag in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"):
         setattr(dispatch, flag, False)
     dispatch._is_in_any_mode_without_ignore_compile_internals = False
     dispatch.set_is_in_mode_without_ignore_compile_internals(False)
-    yield
-    for name, value in before.items():
-        setattr(torch._dynamo.config, name, value)
-    torch._dynamo.reset()
 
 
 def data(rows: int = 2 * V) -> ArrayDataset:
@@ -193,6 +199,19 @@ def test_a_mode_under_which_nothing_is_compiled_is_refused() -> None:
         pytest.raises(StateError, match="expected no TorchDispatchMode"),
     ):
         step(state, strategy.batch(data(), 0))
+
+
+def test_a_flag_that_overlapping_modes_of_threads_left_set_is_no_mode_around_the_step() -> None:
+    modes = [torch.utils.flop_counter.FlopCounterMode(display=False) for _ in range(2)]
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread, mode in zip((one, other), modes, strict=True):
+            thread.submit(mode.__enter__).result()
+        for thread, mode in zip((one, other), modes, strict=True):
+            thread.submit(mode.__exit__, None, None, None).result()
+    strategy, state = OneDeviceStrategy(replicas=V, compile=BACKEND), start()
+    with pytest.raises(StateError, match="none in this thread") as caught:
+        strategy.step(grad, update)(state, strategy.batch(data(), 0))
+    assert "Leave the mode" not in str(caught.value)
 
 
 def test_threads_that_redirect_random_numbers_do_not_switch_compilation_off() -> None:

@@ -53,27 +53,21 @@ def test_a_right_first_step_is_equal_on_all_devices_and_nothing_is_written(home:
     assert files(home) == before
 
 
-@pytest.mark.parametrize(("replica", "times"), [(1, 2), (2, 1)])
-def test_a_wrong_replica_is_named_with_device_and_leaf(replica: int, times: int) -> None:
-    """Whether it was computed on its own device, which does that twice, or on another."""
-    ended = doctor("first_step", f"replica {replica}")
+def test_wrong_replicas_and_a_wrong_update_are_named_with_device_and_leaf() -> None:
+    """A replica whether it was computed on its own device, which does that twice, or on another."""
+    ended = doctor("first_step", "replica 1", "replica 2", "update")
     assert ended.exit_code == 1, ended.output
     lines = [line for line in ended.stdout.splitlines() if "other bits" in line]
     assert lines == [
-        f"the first step: replica {replica}: other bits in {times} of {times} results on 1, "
-        f"process {process}: contribution/g"
+        f"the first step: {what}: other bits in {times} of {times} results on 1, "
+        f"process {process}: {leaf}"
+        for what, times, leaf in (
+            ("replica 1", 2, "contribution/g"),
+            ("replica 2", 1, "contribution/g"),
+            ("update", 2, "state/w"),
+        )
         for process in (1, 2)
     ]
-
-
-def test_a_wrong_update_is_named_with_device_and_leaf() -> None:
-    found = differing(doctor("first_step", "update", options=("--json",)))
-    assert found == {
-        "update": [
-            {"device": "1", "process": process, "count": 2, "of": 2, "leaves": ["state/w"]}
-            for process in (1, 2)
-        ]
-    }
 
 
 def test_numbers_without_a_seed_differ_between_the_runs_or_within_one() -> None:

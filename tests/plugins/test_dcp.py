@@ -17,13 +17,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 import perdure
 import perdure.dcp
 from damage import flip
 from forked import events, run_forked
 from perdure import heartbeats
-from perdure.errors import ArgumentError, MismatchError, MissingExtraError, NotARunError
+from perdure.errors import (
+    ArgumentError,
+    MismatchError,
+    MissingExtraError,
+    NotARunError,
+    StateError,
+)
 from perdure.host_version import require_version
 from perdure.store import Run
 
@@ -86,8 +95,10 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
     # Each rank has its own random numbers again, and they differ.
     assert [answer["draw"] for answer in loaded] == [answer["draw"] for answer in saved]
     assert loaded[0]["draw"] != loaded[1]["draw"]
-    # Ranks that save different steps commit none of them.
+    # Ranks that save different steps commit none of them, and write nothing.
     assert all("found rank 0: 6, rank 1: 7. Nothing" in answer["steps"] for answer in saved)
+    named = {pack.name for pack in Run(run).manifest(5).packs}
+    assert {path.name for path in (run / "packs").iterdir()} == named
     # The retention of the second save has deleted the first.
     assert Run(run).steps() == [5]
     assert perdure.verify_run(Run(run)).ok
@@ -104,6 +115,19 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
         manager.restore(like=like, leaves="model/rows")
     assert "was saved by perdure.dcp.Writer" in str(caught.value)
     assert "perdure.dcp.Reader" in str(caught.value)
+
+
+def test_steps_are_compared_at_the_end_where_plans_may_be_those_of_an_earlier_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SavePlanner, "_cached_all_plans", {"planner": []}, raising=False)
+    writer = perdure.dcp.Writer(tmp_path, 2)
+    plans = [SavePlan([], storage_data=step) for step in (1, 2)]
+    assert writer.prepare_global_plan(plans) == plans
+    results = [[WriteResult(MetadataIndex(step), 0, None)] for step in ("2", "3")]
+    with pytest.raises(StateError, match="rank 0: 2, rank 1: 3"):
+        writer.finish(Metadata({}), results)
+    assert Run(tmp_path).steps() == []
 
 
 def test_manager_and_dcp_read_each_other(tmp_path: Path) -> None:

@@ -8,17 +8,38 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax_programs
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from forked import run_forked
 from perdure import CheckpointManager
 from perdure.state import flatten
 
 STEPS, SAVED = 6, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """JAX reads again what it has compiled for the same program with other objects."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    config: Any = jax.config
+    before = {name: getattr(config, name) for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is settings:
+            yield
 
 
 def bits(state: Any) -> dict[str, Any]:

@@ -265,9 +265,7 @@ def test_a_truncated_pack_is_found_before_memory_is_allocated(
     name = next(name for name in storage.objects if name.startswith("packs/"))
     storage.objects[name] = storage.objects[name][:1000]
     taken: list[int] = []
-    monkeypatch.setattr(
-        "perdure.store.reader.LeafMemory.take", lambda _, nbytes: taken.append(nbytes)
-    )
+    monkeypatch.setattr("perdure.store.reader.leaf_memory", taken.append)
     with pytest.raises(CorruptionError, match=r"expected at least .* bytes, found 1000"):
         Run(storage).load(STEP)
     assert taken == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ from perdure.store import (
     repair,
     verify_run,
 )
+from perdure.store.aligned_buffers import SMALL_BYTES
 from perdure.store.format import CHUNK_BYTES, manifest_name
 from perdure.store.garbage_collection import PruneRequest
 from perdure.testing import check_run
@@ -78,6 +80,17 @@ def test_a_partial_load_reads_only_its_leaves(tmp_path: Path) -> None:
             run.load(2)
         with pytest.raises(StepNotFoundError, match="no leaf that was asked for"):
             run.load(2, lambda path: path == "nothing")
+
+
+def test_a_leaf_that_is_kept_keeps_the_memory_of_no_other(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1, (SMALL_BYTES, SMALL_BYTES + 1, CHUNK_BYTES)))
+        loaded = [leaf for leaf in run.load(1).leaves.values() if leaf.nbytes >= SMALL_BYTES]
+    assert len(loaded) == 3
+    for leaf in loaded:
+        assert isinstance(leaf.data, memoryview)
+        assert isinstance(leaf.data.obj, mmap.mmap)
+        assert len(leaf.data.obj) == leaf.nbytes
 
 
 def test_an_existing_chunk_is_not_written_again(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from perdure.checkpoint.save_interval import SaveInterval
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
-from perdure.process_group import Processes, SingleProcess
+from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
 from perdure.store.manifest import RecipeValue
@@ -93,7 +93,7 @@ class CheckpointManager(RunQueries):
         rules, clock = options.retention, options.clock
         max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
         interval = positive("save_interval_steps", save_interval_steps)
-        self._processes = group = processes or SingleProcess()
+        self._processes = group = group_of(processes)
         recipe_check = RecipeCheck(recipe, allow, group)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
         self._mirror = None if mirror is None else Mirror(run, mirror, max_to_keep, rules, clock)

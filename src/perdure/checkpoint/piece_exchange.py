@@ -8,6 +8,7 @@ answer in memory that they share; through the network every answer carries its h
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import mmap
 import os
@@ -41,6 +42,8 @@ _REQUEST = struct.Struct("!II")
 _ANSWER = struct.Struct("!I32s")
 _PLACED = struct.Struct("!II")
 """An answer in shared memory: how many bytes, and in which slot."""
+_PEER = struct.Struct("iII")
+"""Process, user and group at the other end of a local connection."""
 _DONE = b"\0"
 """What a process sends once it does not need the shared memory of an answer any more."""
 
@@ -176,6 +179,7 @@ class PieceExchange:
             here.settimeout(ANSWER_S)
             try:
                 here.connect(f"\0{address.local}")
+                _require_own_user(here)
                 here.sendall(hello)
                 return _Connection(here, _received_memory(here))
             # Another machine, a container with a network of its own, or a file that may not be passed.
@@ -212,7 +216,8 @@ class PieceExchange:
         """Answer the requests of one process until it closes its connection."""
         with suppress(OSError, LookupError), connection:
             connection.settimeout(HELLO_S)
-            is_local = connection.family == socket.AF_UNIX
+            if is_local := connection.family == socket.AF_UNIX:
+                _require_own_user(connection)
             key, writer = _HELLO.unpack(_exactly(connection, _HELLO.size))
             if not hmac.compare_digest(key, self.address.key):
                 return
@@ -267,7 +272,15 @@ def own_host() -> str:
         return "127.0.0.1"
 
 
-_HAS_SHARED_MEMORY = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+_HAS_SHARED_MEMORY = hasattr(fcntl, "F_ADD_SEALS") and hasattr(socket, "SO_PEERCRED")
+
+
+def _require_own_user(connection: socket.socket) -> None:
+    """Raise `OSError` if the process at the other end belongs to another user."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(found)
+    if user != os.geteuid():
+        raise PermissionError(f"expected a process of user {os.geteuid()}, found one of {user}")
 
 
 def _listen_locally() -> tuple[socket.socket | None, str]:
@@ -287,14 +300,17 @@ def _listen_locally() -> tuple[socket.socket | None, str]:
 def _shared_memory() -> tuple[int | None, memoryview]:
     """Memory of SLOTS chunks that other processes of this machine may map, and its file.
 
-    It takes pages once they are written to. Without such memory, that of this process and None.
+    It takes pages once they are written to. No process can cut the file, which would kill those that
+    read its memory. Without such memory, that of this process and None.
     """
     size = SLOTS * CHUNK_BYTES
     if _HAS_SHARED_MEMORY:
         with suppress(OSError):  # forbidden
-            file = os.memfd_create("perdure-pieces")
+            file = os.memfd_create("perdure-pieces", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(file, size)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
                 return file, memoryview(mmap.mmap(file, size))
             except OSError:
                 os.close(file)
@@ -307,6 +323,8 @@ def _received_memory(connection: socket.socket) -> memoryview:
     if not files:
         raise ConnectionResetError("the connection was closed")
     try:
+        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("its shared memory could be cut while it is read")
         return memoryview(mmap.mmap(files[0], SLOTS * CHUNK_BYTES, prot=mmap.PROT_READ))
     finally:
         os.close(files[0])

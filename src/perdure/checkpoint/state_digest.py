@@ -11,7 +11,7 @@ from blake3 import blake3
 from perdure.digests import Digest, combined, digests_of_leaves, leaf_digests
 from perdure.digests.digest import leaf_digests_of_each
 from perdure.errors import UnsupportedLeafError
-from perdure.process_group import Processes, SingleProcess
+from perdure.process_group import Processes, group_of
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
 from perdure.store.drill_hook import drill_hook
@@ -30,9 +30,10 @@ def state_digest(tree: Any, processes: Processes | None = None) -> str:
         processes: The group; None for a single process.
 
     Raises:
+        ArgumentError: `processes` lacks a method of a group.
         UnsupportedLeafError: A value has no exact form, or an array is sharded over processes.
     """
-    leaves = digests_by_path(tree, processes or SingleProcess())
+    leaves = digests_by_path(tree, group_of(processes))
     return combined(leaves).hex
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import weakref
@@ -103,13 +104,14 @@ class Writer(StorageWriter):
         self._rank = DcpRank.of(kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan itself."""
-        return plan
+        """The plan, with the step of this rank."""
+        return dataclasses.replace(plan, storage_data=self._step)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Become the writer of the run directory, before any rank writes.
 
         Raises:
+            StateError: The ranks save different steps.
             LockedError: Another process writes there, or an earlier `async_save` has not ended.
             SaveError: The directory cannot be written to.
         """
@@ -118,6 +120,11 @@ class Writer(StorageWriter):
         self._run = run = Run(self._directory, create=True)
         # A rank may fail before `finish`, which is then not called. Nothing else keeps the lock.
         weakref.finalize(self, run.close).atexit = False
+        # A planner that keeps plans for later saves gives them back here, with their old steps; one may
+        # make plans without any. `finish` compares the steps in all cases.
+        steps = [plan.storage_data for plan in plans]
+        if not getattr(SavePlanner, "_cached_all_plans", None) and None not in steps:
+            self._require_one_step(run, steps)
         run.begin_writing()
         return plans
 
@@ -152,15 +159,7 @@ class Writer(StorageWriter):
         """
         run = self._run
         assert run is not None, "DCP calls finish after prepare_global_plan"
-        steps = [rank[0].index.fqn for rank in results]
-        if len(set(steps)) > 1:
-            run.close()
-            self._run = None
-            listed = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
-            raise StateError(
-                f"{run.where}: expected a Writer with the same step in every rank, found {listed}. "
-                f"Nothing was committed; every earlier checkpoint is unchanged."
-            )
+        self._require_one_step(run, [rank[0].index.fqn for rank in results])
         parts = list(_without_doubles([rank[0].storage_data for rank in results]))
         layout = layout_of(metadata, [leaf for part in parts for leaf in part.per_rank])
         text = msgspec.json.encode(layout).decode()
@@ -183,6 +182,17 @@ class Writer(StorageWriter):
         finally:
             run.close()
             self._run = None
+
+    def _require_one_step(self, run: Run, steps: Sequence[Any]) -> None:
+        if len(set(steps)) == 1:
+            return
+        run.close()
+        self._run = None
+        listed = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+        raise StateError(
+            f"{run.where}: expected a Writer with the same step in every rank, found {listed}. "
+            f"Nothing was committed; every earlier checkpoint is unchanged."
+        )
 
     def _prune(self, run: Run) -> None:
         if self._max_to_keep is None:

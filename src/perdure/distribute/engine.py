@@ -49,13 +49,25 @@ class Stream(NamedTuple):
     replica: int
 
 
+# The results of the verbs for a state: (state, logs) of each device.
+Reference = Callable[[Any], list[tuple[Any, Any]]]
+
+
 class FusedStep(Protocol):
     """A whole step, with the bits of the step that is made of the verbs of an engine."""
 
     def __call__(
-        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False, /
+        self,
+        state: Any,
+        shares: Sequence[Any],
+        step: int,
+        donate: bool | None = False,
+        reference: Reference | None = None,
+        /,
     ) -> tuple[Any, Any] | None:
         """(state, logs) of a step; None if it does not apply, and the verbs are to be used.
+
+        If it has called `reference`, `state` may be gone: what that returned is the result.
 
         Args:
             state: The state before the step.
@@ -63,6 +75,8 @@ class FusedStep(Protocol):
             step: The number of the step.
             donate: Whether the memory of `state` may be used for the result; with None only if `state`
                 is what the last call returned, and that of a copy otherwise.
+            reference: Computes the step by the verbs, for a comparison where fused steps have not been
+                measured. Without it nothing is compared.
         """
         ...
 
@@ -81,9 +95,7 @@ class NotFused:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def __call__(
-        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False, /
-    ) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """None, for every step."""
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Protocol
 
 from perdure.errors import WorkerLostError
@@ -21,6 +22,9 @@ from perdure.process_group import ByAgreement, given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
+
+LOOK_S = 1.0
+"""How long it may take to find out whether a key is there."""
 
 _FAILED = b"\3"
 """Begins the text of an error that all processes raise."""
@@ -36,8 +40,11 @@ class KeyValueStore(Protocol):
 
     def set(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str, process: int) -> bytes:
-        """Wait for the key, which `process` sets; raise WorkerLostError when it does not come."""
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+        """Wait for the key, which `process` sets; raise WorkerLostError when it does not come.
+
+        `waited`: the seconds of the limit that are over already.
+        """
         ...
 
     def has(self, key: str) -> bool:
@@ -91,8 +98,10 @@ class KeyValueProcesses(ByAgreement):
             return []
         # Others that wait long for what follows find out by this key that process 0 waits, too.
         self._waiting = self._write("0", b"")
-        try:
-            values = [data, *(self._read(process) for process in range(1, self.count))]
+        values, began = [data], monotonic()
+        try:  # one limit for all that are missing
+            for process in range(1, self.count):
+                values.append(self._read(process, monotonic() - began))
         except BaseException as error:
             self._leave(error)
             raise
@@ -179,9 +188,9 @@ class KeyValueProcesses(ByAgreement):
         self._store.set(base, b"\1" + str(len(pieces)).encode())
         return [base, *(f"{base}/{number}" for number in range(len(pieces)))]
 
-    def _read(self, process: int) -> bytes:
+    def _read(self, process: int, waited: float = 0.0) -> bytes:
         base = self._key(self._round, f"{process}")
-        value = self._store.get(base, process)
+        value = self._store.get(base, process, waited)
         if value[:1] == b"\0":
             return value[1:]
         if value[:1] == _FAILED:
@@ -199,8 +208,13 @@ class _MembersStore:
         self._members = members
         self.set, self.has, self.delete = store.set, store.has, store.delete
 
-    def get(self, key: str, process: int) -> bytes:
-        return self._store.get(key, self._members[process])
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+        return self._store.get(key, self._members[process], waited)
+
+
+def time_left(limit: float, waited: float) -> float:
+    """The seconds of a limit that are left, and at least as long as it takes to find a key."""
+    return max(limit - waited, min(limit, LOOK_S))
 
 
 def late(process: int, seconds: float) -> WorkerLostError:

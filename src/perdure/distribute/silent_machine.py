@@ -17,7 +17,11 @@ _UNANSWERED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def probe(connection: socket.socket, seconds: float) -> None:
-    """Let the connection fail when the other machine has not answered for about `seconds`."""
+    """Let the connection fail when the other machine has not answered for about `seconds`.
+
+    For a connection of few bytes: one whose other end is merely stopped, and does not read, would fail
+    too once the memory for what it has not read is full.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # macOS has another name for it.
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
@@ -27,6 +31,10 @@ def probe(connection: socket.socket, seconds: float) -> None:
         if option is not None:
             # The kernel takes whole seconds, up to 32767.
             connection.setsockopt(socket.IPPROTO_TCP, option, min(max(1, round(value)), 32767))
+    # Nothing is probed while bytes are on their way: the report of another machine that is gone.
+    if (limit := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        milliseconds = round(1000 * min(max(1, seconds), 32767))
+        connection.setsockopt(socket.IPPROTO_TCP, limit, milliseconds)
 
 
 def is_unanswered(error: OSError) -> bool:

@@ -53,6 +53,7 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._audited = False
         self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
 
@@ -76,6 +77,8 @@ class TrainStep:
         """See Strategy.explain."""
         if self._fused is None:
             return "Not fast: this engine calls grad for each replica and adds one by one."
+        if self._audited:
+            return "Not fast: the step was audited, which compares the contributions of replicas."
         return self._fused.explain() or "Not decided yet: the first call of the step decides."
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
@@ -94,7 +97,7 @@ class TrainStep:
                 of the group have different states.
             TopologyError: The batch was not made by this strategy.
         """
-        plan, engine = self._plan, self._plan.engine
+        engine = self._plan.engine
         step = self._step_of(batch)
         if self._step_check is not None:  # `perdure doctor`
             self._step_check(state, batch)
@@ -105,20 +108,43 @@ class TrainStep:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
         audit = self._audit and self._audit.of_step(step)
         # In one fused program there is no contribution to compare.
+        self._audited = bool(audit)
         if self._fused and not audit:
-            result = self._fused(state, batch.values, step, self._donate)
+
+            def reference(whole: Any) -> list[tuple[Any, Any]]:
+                results.extend(self._by_verbs(whole, batch, step))
+                return results
+
+            results: list[tuple[Any, Any]] = []
+            result = self._fused(state, batch.values, step, self._donate, reference)
             if result is not None:
                 return result
+            if results:
+                return self._as_one(results)
+        return self._as_one(self._by_verbs(state, batch, step, audit, journal))
+
+    def _by_verbs(
+        self,
+        state: Any,
+        batch: PerReplica,
+        step: int,
+        audit: AuditedStep | None = None,
+        journal: Journal | None = None,
+    ) -> list[tuple[Any, Any]]:
+        """(state, logs) of each device, or of their one memory."""
+        plan, engine = self._plan, self._plan.engine
         states = engine.place(state)
         total = self._total(states, batch, step, audit)
         if journal is not None:
             journal.note_total(total)
         stream = Stream(self._seed, step, plan.replicas)
-        results = [
+        return [
             engine.update(self._update, placed, engine.put(total, device), stream)
             for placed, device in zip(states, engine.devices, strict=False)
         ]
-        return engine.replicate([new for new, _ in results]), results[0][1]
+
+    def _as_one(self, results: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        return self._plan.engine.replicate([new for new, _ in results]), results[0][1]
 
     def many(self, state: Any, batches: Iterable[PerReplica]) -> tuple[Any, Any]:
         """Train on several batches, one after the other, with the bits of the single steps.

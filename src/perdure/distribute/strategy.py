@@ -252,7 +252,8 @@ class Strategy:
         """Whether the last call of a step was fast, and why or why not, in one sentence.
 
         On JAX a step runs as fewer and larger programs if their instructions are those of the separate
-        programs for grad, the additions and update (docs/STRATEGIES.md). It never changes a bit. The
+        programs for grad, the additions and update, and on other platforms than the CPU if the variable
+        PERDURE_FAST_ON names them (docs/STRATEGIES.md). It never changes a bit. The
         logger "perdure.distribute" gets the same sentence at level DEBUG.
 
         Args:

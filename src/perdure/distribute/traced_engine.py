@@ -58,11 +58,15 @@ class _UnlessTraced:
 
     def __init__(self, fused: FusedStep) -> None:
         self._fused = fused
+        self._traced = False
 
     def __call__(self, *arguments: Any) -> tuple[Any, Any] | None:
-        return None if is_computing_traced(arguments[2] + 1) else self._fused(*arguments)
+        self._traced = is_computing_traced(arguments[2] + 1)
+        return None if self._traced else self._fused(*arguments)
 
     def explain(self) -> str:
+        if self._traced:
+            return "Not fast: the step was traced, which reports each of its parts."
         return self._fused.explain()
 
     def forget(self) -> None:

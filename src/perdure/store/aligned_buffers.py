@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable
 
 STAGING_BYTES = 8 * 1024 * 1024
 KEPT_BUFFERS = 7  # what one save takes, so that the next one touches no new memory
-HUGE_PAGE = 2 * 1024 * 1024
 SMALL_BYTES = 256 * 1024
-LARGE_BYTES = 4 * HUGE_PAGE
-SLAB_BYTES = 16 * HUGE_PAGE
 
 _free: list[mmap.mmap] = []
 
@@ -26,42 +22,23 @@ def pages(nbytes: int) -> mmap.mmap:
     The system gets the memory back once the last view of it is gone.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= SMALL_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # without huge pages the memory has ordinary ones
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-class LeafMemory:
-    """New memory for leaves, writable, and page-aligned unless it is small.
+def leaf_memory(nbytes: int) -> memoryview:
+    """New memory for a leaf, writable, page-aligned unless it is small, and free once the leaf is.
 
-    Leaves of medium size share slabs, because memory that is not much larger than a huge page gets few
-    of them, and ordinary pages take four times as long to touch as their bytes take to verify. A slab
-    is in use until no leaf in it is.
+    To touch ordinary pages takes four times as long as to verify their bytes. The system joins
+    mappings that follow each other, so that leaves of one restore, which takes the memory of all before
+    it fills any, are in huge pages even if each is smaller than one.
 
-    Args:
-        sizes: The bytes of each leaf that will be asked for, in any order.
+    Raises:
+        MemoryError, OSError: There is no memory.
     """
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self._left = sum(_rounded(size) for size in sizes if SMALL_BYTES <= size < LARGE_BYTES)
-        self._slab = memoryview(b"")
-
-    def take(self, nbytes: int) -> memoryview:
-        """Memory for the next leaf; raises `MemoryError` or `OSError` if there is none."""
-        if nbytes < SMALL_BYTES:
-            return memoryview(bytearray(nbytes))
-        if nbytes >= LARGE_BYTES:
-            return memoryview(pages(nbytes))
-        if len(self._slab) < nbytes:
-            self._slab = memoryview(pages(min(SLAB_BYTES, self._left)))
-        taken, self._slab = self._slab[:nbytes], self._slab[_rounded(nbytes) :]
-        self._left -= _rounded(nbytes)
-        return taken
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 
 
 def take_buffer() -> mmap.mmap:

@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 
 from perdure.errors import LeafNotFoundError
-from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, take_buffer
+from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
@@ -108,13 +108,12 @@ def load_entries(
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
     require_packs(storage, manifest, entries)
-    memory = LeafMemory(entry.nbytes for entry in entries)
     for entry in entries:
         if entry.text is not None:
             leaves[entry.path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
         try:
-            target = memory.take(entry.nbytes)
+            target = leaf_memory(entry.nbytes)
         except (MemoryError, OSError) as error:
             what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
             raise read_error(error, f"{what} of {entry.nbytes} bytes") from error

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from perdure.store.aligned_buffers import SMALL_BYTES, LeafMemory, give_buffer, take_buffer
+from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
 from perdure.store.leaf import Leaf, Region, Shards
@@ -46,12 +46,11 @@ def load_shards(
     passing: list[_Passing] = []
     require_packs(storage, manifest, entries)
     sizes = {entry.path: _sizes(entry, regions[entry.path]) for entry in entries}
-    memory = LeafMemory(size for found in sizes.values() for size in found.values())
     for entry in entries:
         wanted = tuple(sizes[entry.path])
         itemsize = _itemsize(entry)
         try:
-            parts = tuple(map(memory.take, sizes[entry.path].values()))
+            parts = tuple(map(leaf_memory, sizes[entry.path].values()))
         except (MemoryError, OSError) as error:
             what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
             raise read_error(error, f"a part of {what} of {entry.nbytes} bytes") from error

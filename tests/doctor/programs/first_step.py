@@ -1,4 +1,4 @@
-"""Trains with a strategy on NumPy; the argument names what is wrong on device 1."""
+"""Trains with a strategy on NumPy; each argument names what is wrong on device 1."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from perdure.checkpoint import CheckpointManager
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 
-wrong = sys.argv[1]
+wrong = set(sys.argv[1:])
 
 
 class Engine(NumpyEngine):
@@ -22,19 +22,19 @@ class Engine(NumpyEngine):
 
     def grad(self, fn, state, share, stream):
         value = super().grad(fn, state, share, stream)
-        if wrong == f"replica {stream.replica}" and self.device == 1:
+        if f"replica {stream.replica}" in wrong and self.device == 1:
             value["g"] = np.nextafter(value["g"], np.float32(9))
         return value
 
     def update(self, fn, state, total, stream):
         state, logs = super().update(fn, state, total, stream)
-        if wrong == "update" and self.device == 1:
+        if "update" in wrong and self.device == 1:
             state = {"w": -state["w"], "b": state["b"]}
         return state, logs
 
 
 def grad(state, batch, key):
-    noise = np.random.default_rng().normal() if wrong == "batch" else 0
+    noise = np.random.default_rng().normal() if "batch" in wrong else 0
     g = (batch["x"] * batch["weight"]).sum() * state["w"] + np.float32(noise)
     return {"g": g, "n": batch["weight"].sum()}
 
@@ -43,7 +43,7 @@ def update(state, total):
     return {"w": state["w"] - total["g"] / total["n"], "b": state["b"]}, {}
 
 
-rng = np.random.default_rng(None if wrong == "data" else 1)
+rng = np.random.default_rng(None if "data" in wrong else 1)
 dataset = ArrayDataset({"x": rng.normal(size=24).astype(np.float32)}, batch_size=12, seed=1)
 strategy = Strategy(Engine(3), 4)
 Path("begun").touch()

@@ -24,11 +24,9 @@ from perdure.distribute.cluster.listener import ALL, local_address
 from perdure.distribute.cluster.variables import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
-from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
+from perdure.distribute.key_value_group import LOOK_S, KeyValueProcesses, late, lost, time_left
 from perdure.errors import ClusterError, UnsupportedLeafError
 from perdure.process_group import Processes, SingleProcess
-
-_LOOK_MS = 1000  # to find out whether a key is there
 
 
 def join(
@@ -103,7 +101,7 @@ class _CoordinationService:
         from jax._src import distributed
 
         self._client: Any = distributed.global_state.client
-        self._wait_ms = int(1000 * wait_s)
+        self._wait_s = wait_s
 
     def set(self, key: str, value: bytes) -> None:
         try:
@@ -111,17 +109,18 @@ class _CoordinationService:
         except jax.errors.JaxRuntimeError as error:
             raise lost("a message to the other processes", error) from error
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         try:
-            return self._client.blocking_key_value_get_bytes(key, self._wait_ms)
+            limit_ms = int(1000 * time_left(self._wait_s, waited))
+            return self._client.blocking_key_value_get_bytes(key, limit_ms)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
-                raise late(process, self._wait_ms / 1000) from error
+                raise late(process, self._wait_s) from error
             raise lost("waiting for the other processes", error) from error
 
     def has(self, key: str) -> bool:
         try:
-            self._client.blocking_key_value_get_bytes(key, _LOOK_MS)
+            self._client.blocking_key_value_get_bytes(key, int(1000 * LOOK_S))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return False

@@ -61,11 +61,7 @@ class CompiledGrads:
     def __call__(self, fn: Grad, state: Any, share: Any, key: Any) -> Any:
         """`fn(state, share, key)`, compiled."""
         if _under_a_mode():
-            raise StateError(
-                f"{fn.__name__}: expected no TorchDispatchMode (such as FlopCounterMode) around the "
-                "step, found one, under which torch.compile does not compile: the bits would be "
-                "others. Leave the mode before the step, or leave compile out"
-            )
+            raise _refusal(fn)
         if not torch._dynamo.config.fail_on_recompile_limit_hit:  # each thread has its own
             _configure()
         if (program := self._programs.get(fn)) is None:
@@ -123,10 +119,27 @@ def _configure() -> None:
         config.trace_autograd_ops = True
 
 
-# Older releases of PyTorch do not have it.
+# Older releases of PyTorch do not have them. The first is a flag of the process.
 _under_a_mode = getattr(
     _python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: False
 )
+_has_mode = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", lambda: True)
+
+
+def _refusal(fn: Grad) -> StateError:
+    expected = f"{fn.__name__}: expected no TorchDispatchMode (such as FlopCounterMode)"
+    if _has_mode():
+        return StateError(
+            f"{expected} around the step, found one, under which torch.compile does not compile: the "
+            "bits would be others. Leave the mode before the step, or leave compile out"
+        )
+    return StateError(
+        f"{expected} in any thread, found PyTorch's flag for one and none in this thread. While the "
+        "flag is set, torch.compile does not compile: the bits would be others. Another thread is "
+        "under a mode now, or two threads were under modes at once, which can leave the flag set for "
+        "the rest of the process. Start the process again, and let no other thread enter a mode; or "
+        "leave compile out"
+    )
 
 
 @functools.cache

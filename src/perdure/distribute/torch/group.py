@@ -25,7 +25,7 @@ from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, w
 from perdure.distribute.cluster.listener import listen
 from perdure.distribute.cluster.variables import AGENT
 from perdure.distribute.engine import Merge, sliced
-from perdure.distribute.key_value_group import KeyValueProcesses, late, lost
+from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
 from perdure.framework_group import innermost_store
@@ -346,8 +346,9 @@ class _Store:
         except RuntimeError as error:
             raise lost("a message to the other processes", error) from error
 
-    def get(self, key: str, process: int) -> bytes:
+    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         try:
+            self._store.set_timeout(timedelta(seconds=time_left(self._watch.seconds, waited)))
             with self._watch.awaiting(key, process) as gone:
                 missing = gone and not self._store.check([key])
                 value = _LossWatch.GONE if missing else self._store.get(key)

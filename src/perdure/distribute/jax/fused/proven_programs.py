@@ -101,8 +101,8 @@ def prove(
             if layout.per_device > 1
             else None,
             _compiled(programs.update, layout.first, state, contributions),
-            _paths("contribution", contributions),
-            _paths("new state", results[0]) + _paths("logs", results[1]),
+            paths_of("contribution", contributions),
+            paths_of("new state", results[0]) + paths_of("logs", results[1]),
         )
         if len(layout.devices) > 1 and (why := _called_back(single)):
             return Proof(None, why)
@@ -253,7 +253,8 @@ def _gathered(layout: Layout, leaf: Any) -> Any:
     return total
 
 
-def _paths(what: str, tree: Any) -> list[str]:
+def paths_of(what: str, tree: Any) -> list[str]:
+    """The names of the leaves, in their order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [f"{what} {name_of(path)}" if path else what for path, _ in leaves]
 

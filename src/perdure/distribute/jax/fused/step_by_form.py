@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from perdure.distribute.engine import FusedStep, NotFused
+from perdure.distribute.engine import FusedStep, NotFused, Reference
+from perdure.distribute.jax.fused import self_check
 from perdure.distribute.jax.fused.proven_programs import (
     Layout,
+    Proof,
     ReferencePrograms,
     Run,
     Turn,
@@ -38,7 +40,8 @@ def fused_step(
 
     At the first call with shares and a state of a form (structure, shapes, dtypes, JAX's settings), the
     programs are compiled and compared with those for a single device, which define the bits. The
-    decision is kept with the form. Without an equal program the calls with that form return None.
+    decision is kept with the form. Without an equal program the calls with that form return None. On a
+    platform that was not measured, the first steps with a form are compared with the reference too.
 
     Args:
         programs: grad, add and update for a single device.
@@ -48,8 +51,8 @@ def fused_step(
     """
     layout = Layout(everywhere, replicas)
     count, per_device = len(layout.devices), layout.per_device
-    if (platform := layout.devices[0].platform) != "cpu":
-        return NotFused(f"it has not been measured on {platform}")
+    if why := self_check.refused(layout.devices[0].platform):
+        return NotFused(why)
     # Each device has to end with one partial sum, on one level.
     if count > 1 and (replicas % count or per_device & (per_device - 1)):
         return NotFused(
@@ -66,11 +69,13 @@ class _Form(NamedTuple):
         run: The programs, if they may be used.
         why: The sentence for `explain`.
         plain: Whether the arrays of the shares are NumPy's and go to one device.
+        unchecked: How many steps are still to be compared with the reference.
     """
 
     run: Run | None
     why: str
     plain: bool
+    unchecked: int
 
 
 class _StepByForm:
@@ -82,6 +87,8 @@ class _StepByForm:
         self._forms: dict[Any, _Form] = {}
         self._refused = False
         self._why = ""
+        self._platform = layout.devices[0].platform
+        self._checks = 0 if self._platform in self_check.MEASURED else self_check.STEPS
         # The last result, by the identity of its leaves, and their shapes: looking at each array costs
         # more than all else here.
         self._known: list[Any] = []
@@ -97,7 +104,12 @@ class _StepByForm:
         self._known = []
 
     def __call__(
-        self, state: Any, shares: Sequence[Any], step: int, donate: bool | None = False
+        self,
+        state: Any,
+        shares: Sequence[Any],
+        step: int,
+        donate: bool | None = False,
+        reference: Reference | None = None,
     ) -> tuple[Any, Any] | None:
         config: Any = jax.config
         if self._refused:
@@ -126,7 +138,10 @@ class _StepByForm:
             # Asking costs something in every step; a smaller last batch of an epoch may yet differ.
             self._refused = not any(known.run for known in self._forms.values())
             return None
-        result = run(state, turns)
+        if not known.unchecked or reference is None:
+            result = run(state, turns)
+        elif (result := self._compared(form, run, state, turns, reference)) is None:
+            return None
         self._known = jax.tree.leaves(result[0])
         return result
 
@@ -135,13 +150,54 @@ class _StepByForm:
     ) -> _Form:
         if len(self._forms) == FORMS_KEPT:
             del self._forms[next(iter(self._forms))]
-        proof = prove(self._programs, self._layout, state, turn, donate)
+        why = self_check.unsuitable(self._programs, state, turn) if self._checks else ""
+        proof = (
+            Proof(None, why) if why else prove(self._programs, self._layout, state, turn, donate)
+        )
         plain = len(self._layout.devices) == 1 and not holds_packed((state, turn))
         plain = plain and all(_is_plain(x) for column in columns for x in column)
         why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
         _log.debug("%s", why)
-        self._forms[form] = _Form(proof.run, why, plain)
+        self._forms[form] = _Form(proof.run, why, plain, self._checks)
         return self._forms[form]
+
+    def _compared(
+        self, form: Any, run: Run, state: Any, turns: list[Turn], reference: Reference
+    ) -> tuple[Any, Any] | None:
+        """The result of `run` if the reference gives the same bits; None, for ever, if it does not."""
+        expected = reference(state)  # first, because `run` may use the memory of the state
+        try:
+            result = run(state, turns)
+            where = self_check.difference(expected, result, self._layout.devices)
+        except Exception as error:  # noqa: BLE001  such as too little memory beside the other result
+            why = f"a step failed where the separate programs did not ({_first_line(error)})"
+            return self._refuse(why)
+        if where:
+            return self._refuse(f"a step computed both ways had other bits in {where}")
+        known, steps = self._forms[form], self_check.STEPS
+        known = self._forms[form] = known._replace(unchecked=known.unchecked - 1)
+        done = steps - known.unchecked
+        if known.unchecked:
+            self._why = (
+                f"Not fast yet: the first {steps} steps on {self._platform} are computed both ways, "
+                f"and the bits of {done} were equal so far."
+            )
+            return result
+        why = (
+            f"{known.why[:-1]}; on {self._platform} the first {steps} steps, computed both ways, had "
+            "equal bits."
+        )
+        self._forms[form], self._why = known._replace(why=why), why
+        _log.info("%s", why)
+        return result
+
+    def _refuse(self, why: str) -> None:
+        """No step of any form is fast from now on."""
+        self._forms.clear()
+        self._known, self._refused = [], True
+        self._why = f"Not fast: on {self._platform} {why}."
+        _log.debug("%s", self._why)
+        self_check.warn(self._why, self._platform, stacklevel=5)
 
     def _not_now(self, why: str) -> None:
         if self._why != (why := f"Not fast: {why}."):
@@ -207,6 +263,10 @@ class _StepByForm:
             return jax.device_put([column[0] for column in columns], devices[0])
         placed = jax.device_put(columns, [list(devices)] * len(columns))
         return [jax.make_array_from_single_device_arrays(c[0].shape, sharding, c) for c in placed]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _described(shares: Sequence[Any]) -> tuple[list[list[Any]], Any] | str:

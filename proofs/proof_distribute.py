@@ -24,6 +24,7 @@ from perdure.supervise import WorkerGroup
 
 HERE = Path(__file__).parent
 MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
+EXPLAINED = MATRIX.with_name("explained_worker.py")
 ENGINES = ("jax", "torch")
 PARTS = ("figures", "functions", "matrix", "compiled", "changes", "controls", "data", "mnist")
 
@@ -67,6 +68,21 @@ def functions() -> Iterator[bool]:
     """200 random functions on JAX, in a process of their own."""
     for _, event in run(script("distribute_functions"), []):
         yield from event["equal"]
+
+
+def explained() -> Iterator[Row]:
+    """Functions that people train, on 1 and 4 devices: their bits, and their explanations."""
+    ((_, told),) = run([str(EXPLAINED)], ["--devices", "1,4"], devices=4)
+    found = told["rows"]
+    for one in found:
+        if not (one["equal"] and one["explained"]):
+            print(f"       {one}")
+    names = {one["name"] for one in found}
+    yield row(
+        f"jax: topologies of {len(names)} functions with the bits of single programs",
+        (one["equal"] for one in found),
+    )
+    yield row("jax: of these, fast or refused as expected", (one["explained"] for one in found))
 
 
 def matrix(engine: str, arguments: list[str], how: str = "") -> Iterator[Row]:
@@ -198,6 +214,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             yield row(
                 "jax: outputs of 200 random functions with the bits of plain jit", functions()
             )
+            yield from explained()
         if "matrix" in parts:
             yield from matrix(engine, chosen)
         if "compiled" in parts and engine == "torch":

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import explained_functions as explained
+import group
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.xla_metadata import set_xla_metadata
 from numpy_engine import NumpyEngine
 
 from perdure.checkpoint import CheckpointManager
@@ -42,60 +43,6 @@ def shares(step: int, replicas: int = 1) -> PerReplica:
     return PerReplica(tuple(values), tuple(range(replicas)), step)
 
 
-@jax.custom_vjp
-def scaled(x: Any) -> Any:
-    return x * 3
-
-
-scaled.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * jnp.cos(x),))
-
-
-@jax.custom_jvp
-def bent(x: Any) -> Any:
-    return jnp.sin(x)
-
-
-bent.defjvp(lambda p, t: (bent(*p), t[0] * p[0]))
-
-
-def gru(p: Any, x: Any) -> Any:
-    def cell(h: Any, row: Any) -> tuple[Any, Any]:
-        z, r = jax.nn.sigmoid(row @ p["w"][0] + h), jax.nn.sigmoid(row @ p["w"][1])
-        h = (1 - z) * h + z * jnp.tanh((r * h) @ p["w"][2])
-        return h, h
-
-    return jax.lax.scan(cell, jnp.zeros(4), x)[1]
-
-
-def layer(h: Any, w: Any) -> tuple[Any, None]:
-    return jnp.tanh(h @ w), None
-
-
-def normalized(p: Any, x: Any) -> Any:
-    """Two convolutions of two rows of squares, each with a GroupNorm."""
-    h = x[:4].reshape(1, 4, 4, 1)
-    for kernel in (p["k"], p["k2"]):
-        h = jax.lax.conv_general_dilated(
-            h, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        groups = h.reshape(1, 4, 4, 2, 2)
-        mean = groups.mean((1, 2, 4), keepdims=True)
-        variance = groups.var((1, 2, 4), keepdims=True)
-        h = jax.nn.relu(((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(h.shape))
-    return h
-
-
-FAST: dict[str, Apply] = {
-    "remat in a scan": lambda p, x: jax.lax.scan(jax.checkpoint(layer), x, p["w"])[0],
-    "a recurrent cell": gru,
-    "convolution with GroupNorm": normalized,
-    "custom gradients": lambda p, x: bent(scaled(x @ p["w"][0])),
-    "attention": lambda p, x: jax.nn.softmax((x @ p["w"][0]) @ (x @ p["w"][1]).T) @ x,
-    "a condition": lambda p, x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.tanh, x @ p["w"][0]),
-    "a sorted row and a gather": lambda p, x: jnp.sort(x @ p["w"][0])[jnp.array([2, 0, 1])],
-}
-
-
 def functions(apply: Apply) -> tuple[Any, Any]:
     def grad(state: Any, batch: Any, key: Any) -> Any:
         taken = {name: state[name] for name in ("w", "k", "k2")}
@@ -119,46 +66,75 @@ def trained(step: Any, replicas: int = 1, state: Any = None) -> list[bytes]:
     return as_bytes(step(state, shares(1, replicas)))
 
 
-def test_these_functions_are_fast() -> None:
-    """All in one step, which is compiled once; a reason would name the contribution.
+TOGETHER = (
+    "linear", "remat in a scan", "GRU", "GroupNorm", "custom_vjp", "custom_jvp",
+    "attention", "cond", "while loop", "sort", "embedding", "cumsum", "debug.print",
+)  # fmt: skip
 
-    `make proof-distribute` compares the bits of such networks on many topologies.
-    """
+
+def test_these_functions_are_fast() -> None:
+    """All in one step, which is compiled once; a reason would name the contribution or the log."""
+    grads = {name: explained.FAST[name].grad for name in TOGETHER}
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
-        made = {name: functions(apply)[0](state, batch, key) for name, apply in FAST.items()}
-        return {"g": {name: one["g"] for name, one in made.items()}, "n": jnp.float32(5)}
+        return {name: fn(state, batch, key) for name, fn in grads.items()}
 
     def update(state: Any, total: Any) -> Any:
-        gradients = jax.tree.map(lambda *leaves: sum(leaves), *total["g"].values())
-        return plain()[1](state, {**total, "g": gradients})
+        names = "moving average of the parameters", "loss scale with a condition", "int4 state"
+        logs = {name: explained.UPDATES[name](state, total["linear"]) for name in names}
+        gradients = jax.tree.map(lambda *g: sum(g), *(one["grads"] for one in total.values()))
+        return explained.sgd(state, {**total["linear"], "grads": gradients})[0], logs
 
     strategy = OneDeviceStrategy(replicas=1)
     step = strategy.step(grad, update)
     assert strategy.explain(step) == "Not decided yet: the first call of the step decides."
-    trained(step)
+    step(explained.first_state(), explained.shares(0, 1))
     assert strategy.explain(step) == "Fast: one program computes grad, the sums and update."
+
+
+def test_what_several_devices_refuse() -> None:
+    """`make proof-distribute` has all. Compiled for two devices, this one ends the process."""
+    (told,) = group.results(
+        "explained_worker.py",
+        1,
+        *("--devices", "2", "--names", "io_callback in update"),
+        env={"JAX_NUM_CPU_DEVICES": "2"},
+        forked="jax",
+    )
+    (row,) = told["rows"]
+    assert row["equal"], row
+    assert row["explained"], row
+
+
+def test_a_value_from_python_is_seen_in_a_program() -> None:
+    def compiled(fn: Any) -> Any:
+        return jax.jit(fn).lower(jnp.ones(())).compile()
+
+    assert hlo.calls_python(compiled(explained.from_python))
+    assert not hlo.calls_python(compiled(lambda x: [jax.debug.callback(np.sin, x), x + 1][1]))
+    assert not hlo.calls_python(compiled(jnp.sin))
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_branch_on_a_value_is_an_error_and_not_a_slow_step(form: str) -> None:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"x": batch["x"] if {"bool": bool, "float": float}[form](batch["x"].sum()) else 0.0}
+
+    strategy = OneDeviceStrategy(replicas=1)
+    step = strategy.step(grad, lambda state, total: (state, total))
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        step(first_state(), shares(0))
 
 
 def plain() -> tuple[Any, Any]:
     return functions(lambda p, x: x @ p["w"][0])
 
 
-def with_contribution(extra: Callable[[Any], Any]) -> tuple[Any, Any]:
-    grad, update = plain()
-    return lambda state, batch, key: {**grad(state, batch, key), "n": extra(batch)}, update
-
-
-def not_inlined(batch: Any) -> Any:
-    with set_xla_metadata(inlineable="false"):
-        return jax.jit(lambda x: x.sum() ** 2)(batch["x"])
-
-
 REFUSED: dict[str, tuple[tuple[Any, Any], Any, str]] = {
     "a computation of its own": (
-        with_contribution(not_inlined),
-        {"x": np.ones((5, 4), np.float32)},
-        "grad, the sum and update are not three computations to XLA",
+        (explained.REFUSED.grad, explained.REFUSED.update),
+        explained.share(0, 0),
+        explained.REFUSED.why,
     ),
     "a Python number": (
         (lambda s, b, k: {"x": b["x"] * jnp.float32(1)}, lambda s, t: (s, t)),
@@ -173,7 +149,7 @@ def test_the_reason_of_a_step_that_is_not_fast(name: str) -> None:
     fns, share, why = REFUSED[name]
     strategy = OneDeviceStrategy(replicas=1)
     step = strategy.step(*fns)
-    step(first_state(), PerReplica((share,), (0,), 0))
+    step(explained.first_state(), PerReplica((share,), (0,), 0))
     assert strategy.explain(step).startswith("Not fast: ")
     assert why in strategy.explain(step)
 

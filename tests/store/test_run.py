@@ -25,10 +25,19 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store import Leaf, MemoryStorage, Run, VerifyReport, repair, verify_run
+from perdure.store import (
+    Leaf,
+    MemoryStorage,
+    Run,
+    VerifyReport,
+    aligned_buffers,
+    repair,
+    verify_run,
+)
 from perdure.store.aligned_buffers import SMALL_BYTES
 from perdure.store.format import CHUNK_BYTES, manifest_name
 from perdure.store.garbage_collection import PruneRequest
+from perdure.testing import check_run
 
 
 def packs(path: Path) -> list[Path]:
@@ -437,3 +446,25 @@ def test_a_quarantine_on_a_full_disk_is_a_store_error(
         with pytest.raises(SaveError, match=r"cannot be moved aside: .*No space left"):
             run.quarantine(1, "a test")
         assert contents(run.load(1).leaves) == contents(make_leaves(1))
+
+
+@pytest.mark.parametrize("kept", [aligned_buffers.KEPT_BUFFERS, 5])
+def test_a_second_save_takes_no_new_buffer(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even of many chunks, which need most. The control keeps fewer."""
+    made: list[int] = []
+    pages = aligned_buffers.pages
+    monkeypatch.setattr(aligned_buffers, "pages", lambda size: (made.append(size), pages(size))[1])
+    monkeypatch.setattr(aligned_buffers, "KEPT_BUFFERS", kept)
+    monkeypatch.setattr(aligned_buffers, "_free", [])
+    counts = []
+    with Run(tmp_path, create=True) as run:
+        for step in range(2):
+            size = 600_000  # chunks of medium size, each copied before it is written
+            leaves = {f"w{n}": bytes([step, n]) * (size // 2) for n in range(12)}
+            run.save(step, {k: Leaf("uint8", (size,), memoryview(v)) for k, v in leaves.items()})
+            counts.append(len(made))
+    assert counts[0] == 7
+    assert (counts[1] == counts[0]) == (kept > 5)
+    assert check_run(tmp_path).good == (0, 1)

@@ -235,6 +235,7 @@ class BackgroundSaver:
             )
         finally:
             saving(None)
+            self._buffer.note_donations()
             notes, self._run.notes = self._run.notes, []
             self._notes += notes
         self._prune(step)

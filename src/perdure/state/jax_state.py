@@ -112,7 +112,10 @@ class JaxState(NoVariables):
         data = numbers(value)
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
-        return Leaf(dtype, shape, array_bytes(np.asarray(data))[0], frozen=True)
+        octets = array_bytes(np.asarray(data))[0]
+        shared = data is value and value.platform() == "cpu"
+        is_donated = value.is_deleted if shared else None
+        return Leaf(dtype, shape, octets, frozen=True, is_donated=is_donated)
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if type(value) in _BUILTIN:

@@ -7,7 +7,7 @@ takes several times as long. Invariant: a buffer holds one snapshot at a time.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -32,17 +32,22 @@ class SnapshotBuffer:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        self._is_donated: Callable[[], bool] | None = None
+        self._copies_donated = False
 
     def copy(self, leaves: Mapping[str, Leaf]) -> Leaves:
         """The same leaves, with a copy in this buffer of each that is not frozen.
 
-        The copies of the call before are overwritten, so nothing may use them any more.
+        The copies of the call before are overwritten, so nothing may use them any more. Arrays that a
+        step was given during the last save are copied too: otherwise that step copies them, into new
+        memory, which takes several times as long.
         """
         copied = Leaves(leaves, containers_of(leaves))
+        donated = self._donated(leaves)
         changing = [
             (path, leaf, leaf.shards.parts if leaf.shards else (leaf.data,))
             for path, leaf in leaves.items()
-            if not leaf.frozen
+            if not leaf.frozen or path in donated
         ]
         copies = self._copies([part for _, _, parts in changing for part in parts])
         for path, leaf, parts in changing:
@@ -78,6 +83,24 @@ class SnapshotBuffer:
             else:
                 yield joined[start : start + len(data)]
                 start += len(data)
+
+    def note_donations(self) -> None:
+        """Find out, at the end of a save, whether a step was given the arrays of the snapshot."""
+        self._copies_donated = self._is_donated is not None and self._is_donated()
+        self._is_donated = None  # it holds an array
+
+    def _donated(self, leaves: Mapping[str, Leaf]) -> Collection[str]:
+        """The leaves to copy although they are frozen: after a save without donations a small one.
+
+        A step that is given an array which something holds leaves it as it is, so that only an array
+        that was copied shows whether a step was given the state.
+        """
+        shared = [path for path, leaf in leaves.items() if leaf.is_donated is not None]
+        small = next((path for path in shared if len(leaves[path].data) <= SMALL_BYTES), None)
+        if small is None:
+            return ()
+        self._is_donated = leaves[small].is_donated
+        return set(shared) if self._copies_donated else (small,)
 
     def release(self) -> None:
         """Free the memory once nothing uses the last snapshot. May be called twice."""

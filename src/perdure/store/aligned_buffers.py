@@ -10,7 +10,7 @@ import contextlib
 import mmap
 
 STAGING_BYTES = 8 * 1024 * 1024
-KEPT_BUFFERS = 5
+KEPT_BUFFERS = 7  # what one save takes, so that the next one touches no new memory
 SMALL_BYTES = 256 * 1024
 
 _free: list[mmap.mmap] = []

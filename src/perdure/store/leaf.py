@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -51,6 +51,8 @@ class Leaf(Struct, frozen=True, gc=False):
             compared, never saved.
         shards: Of an array whose shards lie in several processes, those of this process. `data` is
             empty then. Such a leaf is only saved by a group, or restored into such an array.
+        is_donated: Of bytes in the memory of an array that a step may be given (donated): whether it
+            was. A step cannot use that memory as long as something holds these bytes.
     """
 
     dtype: str
@@ -59,6 +61,7 @@ class Leaf(Struct, frozen=True, gc=False):
     frozen: bool = False
     region: Region | None = None
     shards: Shards | None = None
+    is_donated: Callable[[], bool] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -166,6 +166,7 @@ class NewPack:
         self.located: dict[str, Held] = {}
         self._encoded: dict[str, int] = {}
         self._sink: Sink | None = None
+        self._adopting: AdoptingSink | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -191,8 +192,8 @@ class NewPack:
         if (place := self._find(digest)) is None:
             sink = self._open(left)
             place = self._place(digest, len(data), size)
-            if release is not None and len(data) == size and isinstance(sink, AdoptingSink):
-                sink.write_from(data, release)
+            if release is not None and len(data) == size and self._adopting is not None:
+                self._adopting.write_from(data, release)
                 return digest, place
             sink.write(data)
         if release is not None:
@@ -274,6 +275,8 @@ class NewPack:
     def _open(self, left: int) -> Sink:
         if self._sink is None:
             self._sink = self.storage.create(PACKS + self.name, left)
+            # Asked once: for each chunk it would cost more than the rest of `add`.
+            self._adopting = self._sink if isinstance(self._sink, AdoptingSink) else None
         return self._sink
 
     def size_of(self, name: str) -> int:

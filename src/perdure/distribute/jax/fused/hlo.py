@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from perdure.distribute.jax.fused.hlo_graph import graph_of
+from perdure.distribute.jax.fused.hlo_graph import graph_of, tuple_size
 from perdure.distribute.jax.fused.hlo_values import Call, Program, Value
 
 # Raised by reading if another release of XLA gives its programs in another form.
@@ -47,6 +47,19 @@ def instructions(program: Any) -> int:
     with suppress(*_NOT_UNDERSTOOD):
         return sum(len(c.instructions) for c in graph_of(program).computations.values())
     return 0
+
+
+def calls_python(program: Any) -> bool:
+    """Whether Python computes values of a program, or is called in order (`jax.pure_callback`)."""
+    with suppress(*_NOT_UNDERSTOOD):
+        return any(
+            i.opcode == "custom-call"
+            and b"python_cpu_callback" in i.content
+            and tuple_size(i.shape) != 0
+            for computation in graph_of(program).computations.values()
+            for i in computation.instructions
+        )
+    return True
 
 
 def step_difference(

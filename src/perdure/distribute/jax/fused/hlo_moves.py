@@ -27,6 +27,8 @@ class Origin(NamedTuple):
 
 def moved(instruction: Instruction, shape: bytes, origin: Origin) -> Origin | None:
     """The origin of the result, from that of the operand of shape `shape`; None if it is not known."""
+    if instruction.opcode == "copy" and instruction.shape == shape:
+        return origin  # of any shape: int4 elements, which share bytes, have a layout of their own
     one, other = shape_of(shape), shape_of(instruction.shape)
     if one is None or other is None or one.dtype != other.dtype or one.size > MOST:
         return None

@@ -104,6 +104,8 @@ def prove(
             paths_of("contribution", contributions),
             paths_of("new state", results[0]) + paths_of("logs", results[1]),
         )
+        if len(layout.devices) > 1 and (why := _called_back(single)):
+            return Proof(None, why)
         if layout.per_device == 1 or _is_small(layout, single, contributions):
             proof = _one_program(programs, layout, single, (state, turn), donate)
         if proof.run is None and layout.replicas > 1:
@@ -125,6 +127,17 @@ def _unsuitable(layout: Layout, contributions: Any) -> str:
             return what + "and XLA may keep a chain of narrow sums in a wider type"
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             return what + "which XLA does not add between devices two at a time"
+    return ""
+
+
+def _called_back(single: hlo.SinglePrograms) -> str:
+    """Why the programs of a step are not compiled for several devices, which could end the process."""
+    for name, program in (("grad", single.grad), ("update", single.update)):
+        if hlo.calls_python(program):
+            return (
+                f"{name} calls Python for a value or in order (pure_callback, io_callback), which XLA "
+                "supports on one device only"
+            )
     return ""
 
 

@@ -114,9 +114,11 @@ class TrainStep:
         if journal is not None:
             journal.note_total(total)
         stream = Stream(self._seed, step, plan.replicas)
-        results = [
+        # The total is on the first device.
+        results = [engine.update(self._update, states[0], total, stream)]
+        results += [
             engine.update(self._update, placed, engine.put(total, device), stream)
-            for placed, device in zip(states, engine.devices, strict=False)
+            for placed, device in zip(states[1:], engine.devices[1:], strict=False)
         ]
         return engine.replicate([new for new, _ in results]), results[0][1]
 

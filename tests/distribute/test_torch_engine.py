@@ -220,7 +220,7 @@ def test_gradients_in_a_step_are_those_of_the_parameters_at_this_moment() -> Non
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         loss = (state["model"](batch[0]).sum(1) * batch[1]).sum()
-        changes.pop()() if changes else None
+        changes.pop()(state["model"]) if changes else None
         found = gradients(loss, state["model"], unused="zeros")
         names.append(list(found))
         return {"grads": found}
@@ -229,14 +229,14 @@ def test_gradients_in_a_step_are_those_of_the_parameters_at_this_moment() -> Non
         apply_gradients(state["model"], total["grads"])
         return state, sorted(n for n, p in state["model"].named_parameters() if p.grad is not None)
 
-    def replaced() -> None:
+    def replaced(model: Any) -> None:
         model.weight = nn.Parameter(torch.zeros(2, 2))
 
     for kind, change, expected in (
         (nn.Linear, replaced, ["weight", "bias"]),
-        (nn.Linear, lambda: model.bias.requires_grad_(False), ["weight"]),
-        (nn.Linear, lambda: model.register_parameter("bias", None), ["weight"]),
-        (Hiding, lambda: hidden.add("weight"), ["bias"]),
+        (nn.Linear, lambda model: model.bias.requires_grad_(False), ["weight"]),
+        (nn.Linear, lambda model: model.register_parameter("bias", None), ["weight"]),
+        (Hiding, lambda _model: hidden.add("weight"), ["bias"]),
     ):
         model = kind(2, 2)
         changes: list[Any] = []

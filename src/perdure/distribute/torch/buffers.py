@@ -89,6 +89,7 @@ def isolated(view: StateView, grad: Callable[[], Any]) -> tuple[Any, dict[str, T
         if old is not None:
             parameter.grad = None
     buffers: dict[str, Tensor] = {}
+    without_mean: list[str] = []
     try:
         result = grad()
     finally:
@@ -103,7 +104,7 @@ def isolated(view: StateView, grad: Callable[[], Any]) -> tuple[Any, dict[str, T
         raise StateError(f"{name}: grad changed this {_PARAMETER}")
     if outside is not None:
         outside.require(_TENSOR)
-    if values and without_mean:
+    if without_mean:
         raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
     return result, buffers
 

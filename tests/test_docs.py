@@ -323,6 +323,15 @@ def test_the_diffs_of_a_guide_are_those_that_the_proof_tries(
     assert len(added) == len(lines) > 0
 
 
+def test_the_diff_of_the_guide_from_keras_is_the_example() -> None:
+    example = (ROOT / "examples" / "keras_fit.py").read_text()
+    shown = blocks((ROOT / "docs" / "how-to" / "from-keras.md").read_text())
+    (diff,) = (block.code for block in shown if block.language == "diff")
+    lines = [line for line in diff.splitlines() if line[:1] in "+ " and line.strip() != "..."]
+    assert [line for line in lines if f"{line[1:]}\n" not in example] == []
+    assert any(line[0] == "+" for line in lines)
+
+
 def test_every_error_has_a_row_with_its_cause_and_remedy() -> None:
     names = (ROOT / "tests" / "frozen" / "names.txt").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.M)

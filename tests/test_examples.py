@@ -49,6 +49,10 @@ RUNS = {
         ["--batch", "64", "--epochs", "2", "--save-every", "2", "--kill-at", "7"],
         ["worker 1 is killed after step 7", "worker 0 leaves", "[[0], [1, -9], [0, 0]]"],
     ),
+    "mnist.py": (
+        ["--batch", "16", "--epochs", "2"],
+        ["343 images to train on, 57 to test", "interrupted in step 34", "resuming after step 30"],
+    ),
     "torch_loop.py": (
         ["--batch", "16", "--epochs", "3"],
         ["interrupted in step 33, epoch 2", "resuming after step 30"],
@@ -63,6 +67,7 @@ FORKED = {
     "estimator.py": "jax",
     "keras_fit.py": "keras-jax",
     "custom_loop.py": "torch",
+    "mnist.py": "torch",
     "torch_loop.py": "torch",
     "jax_loop.py": "jax",
 }

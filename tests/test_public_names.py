@@ -156,6 +156,12 @@ def test_nothing_changed_by_accident(file, current) -> None:
     assert current() == (FROZEN / file).read_text().splitlines(), "if this is meant: make freeze"
 
 
+@pytest.mark.parametrize("module", sorted(set(MODULES) - FRAMEWORKS))
+def test_completion_finds_every_public_name(module: str) -> None:
+    """Some names are imported on first use; `dir` has them before."""
+    assert set(names_of(module)) <= set(dir(importlib.import_module(module)))
+
+
 def test_a_description_shows_what_a_user_can_type() -> None:
     """Negative control: every kind of change to a command line changes its description."""
 

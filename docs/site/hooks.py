@@ -185,7 +185,7 @@ def all_help() -> str:
     from perdure.cli.main import main
 
     sections = [help_of(main, "perdure", None)]
-    context = click.Context(main, info_name="perdure")
+    context = click.Context(main, info_name="perdure", **main.context_settings)
     for name in main.list_commands(context):
         command = main.get_command(context, name)
         assert command is not None
@@ -194,6 +194,8 @@ def all_help() -> str:
 
 
 def help_of(command: click.Command, name: str, parent: click.Context | None) -> str:
-    context = click.Context(command, info_name=name, parent=parent, terminal_width=88)
+    context = click.Context(
+        command, info_name=name, parent=parent, terminal_width=88, **command.context_settings
+    )
     title = name if parent is None else f"perdure {name}"
     return f"## {title}\n\n~~~text\n{command.get_help(context)}\n~~~\n"

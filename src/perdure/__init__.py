@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return sorted({*globals(), *__all__})
 
 
 if "PERDURE_HEARTBEAT_FILE" in os.environ:  # under `perdure run` this import is the first heartbeat

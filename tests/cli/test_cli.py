@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -203,33 +205,111 @@ def test_show_and_ls_print_no_raw_escapes_and_cut_long_values(tmp_path: Path) ->
     assert document["recipe"]["dataset"] == "y" * 10_000
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    """In one process, which sees none of the packages."""
-    code = """
-import sys
-for name in ("jax", "torch", "keras", "ray", "obstore"):
-    sys.modules[name] = None
-import perdure
+WITHOUT_EXTRAS = """
+import importlib.util, sys
+EXTRAS = {"accelerate", "jax", "keras", "lightning", "matplotlib", "obstore", "optax", "orbax",
+    "pytest", "ray", "sklearn", "torch", "transformers"}
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in EXTRAS else find_spec(name, *rest)
+
+from importlib import import_module
+from pathlib import Path
 from click.testing import CliRunner
+import perdure
 from perdure.cli import main
-def of(module):
-    return lambda: __import__(f"perdure.{module}")
-calls = {module: of(module) for module in ("jax", "torch", "keras", "ray")}
-calls["group"] = lambda: perdure.initialize_distributed("torch")
-for name, call in calls.items():
+from perdure.train import Profiler
+
+with perdure.CheckpointManager("run") as manager:
+    manager.save(1, {"model": 1.0}, {"loss": 1.0})
+Path("model.py").write_text("import keras\\ndef model(): return keras.Sequential()\\n")
+Path("a.pt").write_bytes(b"PK")
+
+def calls():
+    for line in Path(sys.argv[1]).read_text().split():
+        module, _, name = line.partition(":")
+        yield line, lambda: getattr(import_module(module), name)
+    for engine in ("jax", "torch"):
+        yield f"group:{engine}", lambda: perdure.initialize_distributed(engine)
+    yield "mirror", lambda: perdure.CheckpointManager("run", mirror="s3://bucket/run")
+    for tool in ("jax", "torch"):
+        hooks = [Profiler(0, 1, tool, "profile")]
+        trainer = perdure.Trainer(lambda n, _: n + 1, 0, [0], perdure.RunConfig(tool), hooks)
+        yield f"profiler:{tool}", lambda: trainer.train(max_steps=1)
+
+for name, call in calls():
     try:
         call()
     except ImportError as error:
-        print(name, type(error).__name__, error)
-for arguments in (["demo", "--engine", "torch"], ["ls", "s3://bucket/run"]):
-    print(arguments[0], CliRunner().invoke(main, arguments).output)
+        print(f"{name}|{type(error).__name__}: {error}")
+for command in COMMANDS:
+    output = CliRunner().invoke(main, command.split()).output
+    print(f"{command}|" + " ".join(output.split()))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = dict(line.split(" ", 1) for line in run.stdout.splitlines() if line)
-    extras = {"jax": "jax", "torch": "torch", "keras": "keras", "ray": "ray", "group": "torch"}
-    for name, extra in {**extras, "demo": "demo,torch", "ls": "cloud"}.items():
-        assert f"pip install 'perdure[{extra}]'" in lines[name], lines[name]
-    assert lines["jax"].startswith("MissingExtraError jax is not installed.")
+
+NEEDS = {
+    "demo": "demo,jax",
+    "demo --engine torch": "demo,torch",
+    "doctor": "jax",
+    "doctor --framework torch": "torch",
+    "ls s3://bucket/run": "cloud",
+    "copy run gs://bucket/run": "cloud",
+    "plot run -o a.png": "plot",
+    "export run@1 out --to orbax": "orbax",
+    "export run@1 out.keras --to keras --model model.py:model": "keras",
+    "export run@1 out.onnx --to onnx --model model.py:model": "keras",
+    "import a.pt new --from torch": "torch",
+    "import . new --from orbax": "orbax",
+}
+"""Commands that cannot do their work without an extra."""
+
+
+NAME_NEEDS = {
+    "perdure.accelerate": "accelerate",
+    "perdure.dcp": "torch",
+    "perdure.jax": "jax",
+    "perdure.keras": "keras",
+    "perdure.lightning": "lightning",
+    "perdure.ray": "ray",
+    "perdure.torch": "torch",
+    "perdure.transformers": "transformers",
+}
+"""Modules whose names need an extra."""
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path) -> None:
+    """In one process, which sees none of the packages: every public name, and these commands."""
+    names = Path(__file__).parents[1] / "frozen" / "names.txt"
+    public = names.read_text().replace(": ", ":").split()
+    listed = tmp_path / "names"
+    listed.write_text("\n".join(public))
+    run = subprocess.run(
+        [sys.executable, "-c", f"COMMANDS = {list(NEEDS)}\n{WITHOUT_EXTRAS}", listed],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = dict(line.split("|", 1) for line in run.stdout.splitlines())
+    extras = {name: NAME_NEEDS.get(name.partition(":")[0]) for name in public}
+    extras |= {
+        f"{what}:{tool}": tool for what in ("group", "profiler") for tool in ("jax", "torch")
+    }
+    extras["mirror"] = "cloud"
+    wanted = {name: extra for name, extra in {**extras, **NEEDS}.items() if extra is not None}
+    missing = "perdure.testing:StorageConformance"
+    assert "MissingExtraError" in said[missing]
+    assert "pip install pytest" in said.pop(missing)
+    assert said.keys() == wanted.keys()
+    for name, extra in wanted.items():
+        assert f"pip install 'perdure[{extra}]'" in said[name], said[name]
+        assert " " in name or ":" not in name or said[name].startswith("MissingExtraError: "), said[
+            name
+        ]
 
 
 def test_ctrl_c_is_no_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +345,69 @@ def test_python_m_perdure_and_the_names_that_completion_offers() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["perdure,", "version", package.__version__]
     assert set(package.__all__) <= set(dir(package))
+
+
+def examples(help_text: str) -> list[str]:
+    """The commands of the part "Example:" of a help."""
+    part = help_text.partition("  Example:\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in part.splitlines()]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_it_accepts(name: str) -> None:
+    help_text = perdure(name, "--help").output
+    assert re.search("[Ee]xits?( status|\\s+with)", help_text)
+    shown = examples(help_text)
+    assert shown
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for line in shown:
+        program, called, *arguments = shlex.split(line)
+        assert (program, called) == ("perdure", name)
+        command.make_context(name, arguments)
+    with pytest.raises(click.UsageError):
+        command.make_context(name, ["--no-such-option"])
+
+
+def test_without_arguments_every_command_is_listed_with_all_of_its_line() -> None:
+    output = perdure().output
+    listed = dict(re.findall(r"^  ([a-z]+) +([A-Z].*\.)$", output, re.MULTILINE))
+    assert tuple(listed) == COMMANDS
+    assert not [line for line in listed.values() if line.endswith("..")]
+    assert "perdure COMMAND --help" in output
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["re"], ["replay", "report"]),
+        ([""], list(COMMANDS)),
+        (["prune", "run", "--max"], ["--max-to-keep"]),
+        (["demo", "--engine", ""], ["jax", "torch"]),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_options_and_values(
+    shell: str, typed: list[str], offered: list[str]
+) -> None:
+    words = {
+        "COMP_WORDS": shlex.join(["perdure", *typed])
+        if typed[-1]
+        else f"perdure {' '.join(typed)}",
+        "COMP_CWORD": typed[-1] if shell == "fish" else str(len(typed)),
+        "_PERDURE_COMPLETE": f"{shell}_complete",
+    }
+    output = CliRunner().invoke(main, [], prog_name="perdure", env=words).output
+    found = {
+        "bash": re.findall(r"^plain,(.*)$", output, re.M),
+        "zsh": re.findall(r"^plain\n(.*)$", output, re.M),
+        "fish": re.findall(r"^plain,([^\t\n]*)", output, re.M),
+    }
+    assert found[shell] == offered
+    script = CliRunner().invoke(
+        main, [], prog_name="perdure", env={"_PERDURE_COMPLETE": f"{shell}_source"}
+    )
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    assert f"_PERDURE_COMPLETE={shell}_source perdure" in page
+    assert "_perdure_completion" in script.output

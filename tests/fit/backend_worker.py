@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import keras
 import numpy as np
 from cases import End, network, same, train
 from keras_behaviours import check_behaviours
+
+from perdure.store import Run
 
 
 def forked(where: Path, body: Callable[[], End]) -> tuple[int, End | None]:
@@ -60,10 +63,65 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
     }
 
 
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "from-tf-train.md"
+TENSORFLOWS_GUIDE = """
+import tensorflow as tf
+
+class Net(tf.keras.Model):
+  def __init__(self):
+    super().__init__()
+    self.l1 = tf.keras.layers.Dense(5)
+
+  def call(self, x):
+    return self.l1(x)
+
+def toy_dataset():
+  inputs = tf.range(10.)[:, None]
+  labels = inputs * 5. + tf.range(5.)[None, :]
+  return tf.data.Dataset.from_tensor_slices(dict(x=inputs, y=labels)).repeat().batch(2)
+
+def train_step(net, example, optimizer):
+  if example is FAULT:
+    raise KeyError("interrupted")
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_mean(tf.abs(net(example["x"]) - example["y"]))
+  variables = net.trainable_variables
+  optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+  return loss
+
+net = Net()
+"""
+"""What the loop of TensorFlow's guide "Training checkpoints" stands on."""
+
+
+def migrated(work: Path) -> dict[str, Any]:
+    """The program of the page after its diff: undisturbed, and interrupted before step 28."""
+    diff = re.search(r"```diff\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert diff is not None
+    program = "".join(f"{line[1:]}\n" for line in diff[1].splitlines() if line[:1] != "-")
+    fault = program.replace("  loss =", "  if step == 27: example = FAULT\n  loss =")
+    assert fault != program
+    scope: dict[str, Any] = {}
+    for name, programs in (("whole", [program]), ("killed", [fault, program])):
+        (work / name).mkdir()
+        os.chdir(work / name)
+        for code in programs:
+            keras.utils.set_random_seed(0)
+            scope = {"FAULT": object()}
+            try:
+                exec(TENSORFLOWS_GUIDE + code, scope)
+            except KeyError:
+                scope["manager"].close()
+    ends = [Run(work / name / "ckpts").manifest(50).fingerprint for name in ("whole", "killed")]
+    return {"ends": ends, "start": scope["start"]}
+
+
 def main(work: Path) -> None:
     backend = keras.backend.backend()
     resumed = killed_and_resumed(work) if backend == "tensorflow" else None
     report = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
+    if backend == "tensorflow":
+        report["migrated"] = migrated(work)
     print(json.dumps(report))  # noqa: T201 (what the test reads)
 
 

@@ -51,6 +51,13 @@ def test_a_killed_fit_resumes_with_the_bits_of_an_undisturbed_one(report: Any) -
     assert 0 < resumed["left"] < resumed["all"]
 
 
+def test_the_program_of_the_guide_from_tf_train_resumes(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("it is TensorFlow's guide")
+    assert report["migrated"]["start"] == 20
+    assert len(set(report["migrated"]["ends"])) == 1
+
+
 def test_the_callbacks_behave_as_the_tests_of_keras_require(report: Any) -> None:
     assert len(report["behaviours"]) == 11
     failed = {name: error for name, error in report["behaviours"].items() if error}

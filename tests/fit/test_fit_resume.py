@@ -77,6 +77,20 @@ def test_save_freq_decides_where_a_fit_resumes(save_freq: Any, whole: End, tmp_p
     assert went_on == {"epoch": 8, 3: 9, 100: 0}[save_freq]
 
 
+@pytest.mark.parametrize("save_freq", ["epoch", 3])
+def test_an_epoch_whose_end_raises_is_trained_again(
+    save_freq: Any, whole: End, tmp_path: Path
+) -> None:
+    """Its backup comes after the other callbacks, which are called again."""
+    ended: list[int] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _: ended.append(epoch))
+    end, went_on = interrupted(tmp_path / "run", (1, -1), save_freq=save_freq, callbacks=[note])
+    assert same(end, whole)
+    assert went_on == {"epoch": 4, 3: 6}[save_freq]
+    assert end.steps == ALL[went_on:]
+    assert ended == [0, 1, 1, 2]
+
+
 def test_fewer_epochs_than_the_backup_has_are_refused(whole: End, tmp_path: Path) -> None:
     """A run of so few epochs would have ended before the backup. It is refused; the backup stays."""
     run = tmp_path / "run"

@@ -440,7 +440,7 @@ def test_a_drill_is_a_part_of_the_report_and_a_page_of_its_own(
     inside = require_alone(report(killed, drills=[path]).html)
     alone = require_alone(render_html(DRILLED))
     for page in (inside, alone):
-        for fact in ("PASS: 1 faulted runs", "<b>none</b>", "SIGKILL after 0.5 s", "1 min 20 s"):
+        for fact in ("PASS: 1 faulted run,", "<b>none</b>", "SIGKILL after 0.5 s", "1 min 20 s"):
             assert fact in page.text
     assert STYLE in report(killed).html
     assert STYLE in render_html(DRILLED)

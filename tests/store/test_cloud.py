@@ -28,7 +28,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store import CloudStorage, LocalStorage, MemoryStorage, Run, verify_run
+from perdure.store import CloudOptions, CloudStorage, LocalStorage, MemoryStorage, Run, verify_run
 from perdure.store.format import manifest_name
 from perdure.store.urls import open_storage
 from perdure.testing import check_run
@@ -154,7 +154,7 @@ def test_without_obstore_the_extra_is_named_and_local_paths_work(tmp_path: Path)
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert "StoreError: s3://bucket/run: object stores need obstore" in done.stderr
+    assert "MissingExtraError: obstore is not installed" in done.stderr
     assert "pip install 'perdure[cloud]'" in done.stderr
 
 
@@ -308,6 +308,44 @@ def test_a_dead_endpoint_is_named_with_the_remedy(s3: ObjectServer) -> None:
     assert caught.value.filename == "s3://bucket/run/perdure.json"
     with pytest.raises(UnreachableError, match=r"s3://bucket/run/perdure\.json"):
         Run(dead, create=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "config"),
+    [
+        ("s3://bucket/run", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "~/.aws"], {}),
+        ("az://bucket/run", ["AZURE_STORAGE_ACCOUNT_KEY"], {"account_name": "a"}),
+    ],
+)
+@pytest.mark.parametrize("status", ["403", "404", "503", "refuse"])
+def test_missing_credentials_are_named_with_the_variables_that_bring_them(
+    url: str,
+    variables: list[str],
+    config: dict[str, str],
+    status: str,
+    s3: ObjectServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "MSI_"))]:
+        monkeypatch.delenv(name)
+    with proxy_to(s3.endpoint, lambda _: status) as proxy:
+        # Where a machine in the cloud is asked for its role.
+        if url.startswith("s3"):
+            config = {"metadata_endpoint": proxy.endpoint}
+        else:
+            config = {**config, "msi_endpoint": f"{proxy.endpoint}/metadata/identity/oauth2/token"}
+        options = CloudOptions(config, {"allow_http": True}, retries=0)
+        with pytest.raises(UnreachableError, match="no credentials were found") as caught:
+            Run(CloudStorage(url, options), create=True)
+        assert proxy.fired
+    assert [name for name in variables if name not in str(caught.value)] == []
+    assert "Set these variables and start again" in str(caught.value)
+
+
+def test_a_missing_azure_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StoreError, match="AZURE_STORAGE_ACCOUNT_NAME and"):
+        CloudStorage("az://bucket/run")
 
 
 def test_a_missing_bucket_is_named(s3: ObjectServer) -> None:

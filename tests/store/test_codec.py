@@ -133,7 +133,7 @@ HASH = hash_bytes(bytes(8000))
         (frame(bytes(7999)), "expected one frame of 8000 bytes, found 7999"),
         (frame(bytes(8000)) + b"x", "or bytes after it"),
         (frame(bytes(8000), checksum_flag=1)[:-1], "found 8000, or bytes after it"),
-        (frame(bytes([1]) * 8000), f"expected hash {HASH}, found "),
+        (frame(bytes([1]) * 8000), f"expected hash {HASH[:16]}, found "),
         (b"\x01nonsense", "cannot be decompressed: "),
         (b"\x03" + frame(bytes(8000))[1:], "expected a shuffle of 1, 2, 4, 8 or 16 bytes, found 3"),
         (b"", "do not match their seal"),

@@ -383,7 +383,7 @@ def test_the_command_copies_and_reports(origin: Path, tmp_path: Path) -> None:
     assert done.output.splitlines() == [
         "step 2  copied  4.9 KiB",
         "step 4  copied  3.0 KiB",
-        f"2 of 2 checkpoints are in {target}",
+        f"2 of 2 checkpoints in {target}",
     ]
     done = perdure("copy", origin, target)
     assert done.exit_code == 1

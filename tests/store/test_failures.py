@@ -452,3 +452,31 @@ def test_an_argument_that_names_no_directory_is_refused(
     with pytest.raises(StoreError, match="expected the path or URL of a run directory"):
         CheckpointManager(where)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            lambda data: data.replace(b"created", b"Created"),
+            r"expected hash {0}, found \w{{16}}\.",
+        ),
+        (lambda data: data[:11] + b"0" * 16 + data[27:], r"expected hash 0{{16}}, found {0}\."),
+        (lambda data: data[:70] + b"00" + data[72:], r"expected hash {0}\w*00\w*, found {0}\w+\."),
+        (lambda data: data[: len(data) // 2], r"expected hash {0}, found \w{{16}}\."),
+        (lambda _: b"\xff" * 80, "which begins with its hash, found 80 other bytes"),
+        (lambda _: b"", "found an empty file"),
+    ],
+    ids=["body", "hash", "end of the hash", "torn", "other bytes", "empty"],
+)
+def test_the_damage_of_a_manifest_is_said_in_words(
+    damage: Callable[[bytes], bytes], words: str, tmp_path: Path
+) -> None:
+    path = filled(tmp_path) / manifest_name(4)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    digest = json.loads(whole)["digest"][:16]
+    with pytest.raises(CorruptionError, match=words.format(digest)) as caught:
+        Run(tmp_path).manifest(4)
+    assert str(path) in str(caught.value)
+    assert "b'" not in str(caught.value)

@@ -82,7 +82,7 @@ def test_restarts_are_counted() -> None:
     done = run({1: (0, [0], 4), 2: (0, [0], 3)}, max_restarts=1)
     assert done.summary.status == 1
     assert told(2) == [[0, 1, [0]]]
-    assert "2 failures, and 1 restarts are allowed" in done.summary.reason
+    assert "2 failures, and 1 restart is allowed" in done.summary.reason
 
 
 def test_devices_that_the_environment_excludes_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:

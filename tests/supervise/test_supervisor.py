@@ -138,7 +138,7 @@ def test_failures_beyond_the_restarts_end_it() -> None:
     run = Run(loop("def fault(step):\n  if step == 5 + ATTEMPT: sys.exit(3)"), max_restarts=1)
     assert run.kinds == ["failed", "failed"]
     assert run.summary.status == 1
-    assert run.summary.reason == ("2 failures, and 1 restarts are allowed (last: worker 0: exit 3)")
+    assert run.summary.reason == ("2 failures, and 1 restart is allowed (last: worker 0: exit 3)")
 
 
 def test_a_crash_at_one_step_three_times_in_a_row_ends_it(

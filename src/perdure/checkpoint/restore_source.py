@@ -320,7 +320,7 @@ def _load_picked(storage: Storage, picked: CallOutcome, needs: Needs) -> Restore
     if loaded.manifest.fingerprint != picked.fingerprint:
         raise StoreError(
             f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
-            f"{loaded.manifest.fingerprint}) than process 0 does ({picked.fingerprint}); all "
+            f"{loaded.manifest.fingerprint[:16]}) than process 0 does ({picked.fingerprint[:16]}); all "
             f"processes need one shared directory. Nothing was restored."
         )
     return RestoreSource(loaded, picked.mirrored, [])

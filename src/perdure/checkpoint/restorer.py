@@ -11,7 +11,7 @@ from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
-from perdure.errors import MismatchError, StoreError
+from perdure.errors import MismatchError, StoreError, counted
 from perdure.state.frozen_parameters import restore_frozen
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -162,11 +162,12 @@ class Restorer:
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
             warn_caller(
-                f"{self._managed.where}: step {loaded.manifest.step} was saved by {saved} processes, "
-                f"and this run has {self._processes.count}. The state is restored bit for bit, but the "
-                f"next steps will not have the bits of an uninterrupted run, because gradients and "
-                f"norms are added over the processes in another order (gradients are not with "
-                f"`perdure.torch.LogicalReplicas`). Resume with {saved} processes for the same bits; "
+                f"{self._managed.where}: step {loaded.manifest.step} was saved by "
+                f"{counted(saved, 'process', 'processes')}, and this run has {self._processes.count}. "
+                f"The state is restored bit for bit, but the next steps will not have the bits of an "
+                f"uninterrupted run, because gradients and norms are added over the processes in "
+                f"another order (gradients are not with `perdure.torch.LogicalReplicas`). Resume with "
+                f"{counted(saved, 'process', 'processes')} for the same bits; "
                 f"recipe={{'processes': processes.count}} makes this an error."
             )
 

@@ -21,7 +21,9 @@ class _Numbers(click.ParamType):
             self.fail(f"expected numbers with commas between them, found {value!r}.", param, ctx)
 
 
-@click.command("average", epilog=EXIT_STATUS)
+@click.command(
+    "average", short_help="Average checkpoints into a new run directory.", epilog=EXIT_STATUS
+)
 @click.argument("checkpoints", metavar="RUN@STEP...", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="OUT", help="The new run directory.")
 @click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")
@@ -51,6 +53,10 @@ def command(
     once, so that the result has the same fingerprint wherever it is made. All other leaves are those
     of the newest of the checkpoints, or of --like. OUT has the step of that one, and its manifest
     says what it was made from.
+
+    \b
+    Example:
+      perdure average runs/a@800,900,1000 -o runs/mean
     """
     with new_run_argument():
         made = average(

@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from perdure.cli.output import document, json_option, kept_or_temporary, read_only_option
-from perdure.inspect.tables import counted
+from perdure.errors import counted
 
 _MOST_LEAVES = 8
 
 
-@click.command("bisect")
+@click.command("bisect", short_help="Find the first step at which two runs part.")
 @click.argument("one", metavar="RUN1", type=click.Path(path_type=str))
 @click.argument("two", metavar="RUN2", type=click.Path(path_type=str))
 @click.option(
@@ -51,6 +51,11 @@ def command(
     in the order of the computation: random generators, state, batch, random keys, the contribution of
     each logical replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says
     how RUN2 was started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
+
+    \b
+    Example:
+      perdure bisect runs/a runs/b
+      perdure bisect runs/a runs/b -- python train.py
     """
     from perdure.inspect.journal_bisect import bisect_runs
 

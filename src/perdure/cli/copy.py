@@ -8,10 +8,11 @@ from dataclasses import asdict
 import click
 
 from perdure.cli.output import document, json_option, size_text
+from perdure.errors import counted
 from perdure.store import Copied, copy_run
 
 
-@click.command("copy")
+@click.command("copy", short_help="Copy checkpoints into another run directory or bucket.")
 @click.argument("src", metavar="SRC[@STEP,...]", type=click.Path(path_type=str))
 @click.argument("dst", metavar="DST", type=click.Path(path_type=str))
 @click.option("--dry-run", is_flag=True, help="Print what would be copied and change nothing.")
@@ -23,6 +24,10 @@ def command(ctx: click.Context, src: str, dst: str, dry_run: bool, as_json: bool
     Both are paths or URLs (s3://...). SRC@100,200 copies only these steps. Every byte is verified, and
     steps that DST holds already are skipped, so a copy can be repeated. A step is not copied if DST
     has other bits at that step or a newer step; the exit status is 1 then.
+
+    \b
+    Example:
+      perdure copy runs/a s3://bucket/runs/a
     """
     source, steps = split_steps(src)
 
@@ -39,7 +44,9 @@ def command(ctx: click.Context, src: str, dst: str, dry_run: bool, as_json: bool
     elif dry_run:
         click.echo("nothing was changed (--dry-run)")
     else:
-        click.echo(f"{len(outcomes) - len(missing)} of {len(outcomes)} checkpoints are in {dst}")
+        click.echo(
+            f"{len(outcomes) - len(missing)} of {counted(len(outcomes), 'checkpoint')} in {dst}"
+        )
     ctx.exit(1 if missing else 0)
 
 

@@ -14,7 +14,7 @@ from perdure.demo.phases import GUARDS
 from perdure.errors import missing_extra
 
 
-@click.command("demo")
+@click.command("demo", short_help="Train, kill, resume elsewhere, and compare the bits.")
 @click.option(
     "--engine",
     type=click.Choice(["jax", "torch"]),
@@ -54,6 +54,10 @@ def command(
     """Train on real digits, once undisturbed and once killed and resumed elsewhere; compare the bits.
 
     The exit status is 0 only if both end with the same fingerprint.
+
+    \b
+    Example:
+      perdure demo --engine torch
     """
     from rich.console import Console
 

@@ -9,7 +9,7 @@ import click
 from perdure.cli.output import document, json_option, leaves_option
 
 
-@click.command("diff")
+@click.command("diff", short_help="Compare two checkpoints or two runs, leaf by leaf.")
 @click.argument("first", metavar="A", type=click.Path(path_type=str))
 @click.argument("second", metavar="B", type=click.Path(path_type=str))
 @leaves_option
@@ -24,6 +24,10 @@ def command(
     common step that differs. Equal leaves are known by their hashes; only chunks that differ are read.
     Exits with 0 if the states are equal, with 1 if they differ or something is damaged. For git:
     git difftool -x "perdure diff", which compares manifests that git has.
+
+    \b
+    Example:
+      perdure diff runs/a@100 runs/b@100 --leaves 'model/**'
     """
     from perdure.inspect.checkpoint_diff import diff
 

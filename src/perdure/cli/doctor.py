@@ -24,7 +24,7 @@ _MOST_LEAVES = 8
 _MOST_LINES = 40
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Check that this machine computes the same bits again.")
 @click.option(
     "--directory",
     "run",
@@ -82,6 +82,11 @@ def command(
     first training step of that program, which needs no change and runs in a copy of the working
     directory. The exit status is 0 if all is equal, 1 if something differs or fails, 2 for a mistake in
     the arguments.
+
+    \b
+    Example:
+      perdure doctor
+      perdure doctor -- python train.py
     """
     from perdure.doctor.doctor_report import DoctorReport
     from perdure.doctor.file_system import check_file_system
@@ -122,10 +127,14 @@ def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
                 f"--framework: expected {' or '.join(FRAMEWORKS)}, found {name!r}."
             )
         if name not in installed:
-            raise click.UsageError(f"--framework: {name} is not installed here.")
+            raise click.UsageError(
+                f"--framework: {name} is not installed here. pip install 'perdure[{name}]'"
+            )
     if not installed and needed:
+        extras = " or ".join(f"pip install 'perdure[{name}]'" for name in FRAMEWORKS)
         raise click.UsageError(
-            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute."
+            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute: "
+            f"{extras}"
         )
     return list(dict.fromkeys(names)) or installed
 

@@ -11,7 +11,11 @@ from perdure.cli.output import document, json_option, kept_or_temporary, workers
 from perdure.errors import LaunchError
 
 
-@click.command("drill", context_settings={"ignore_unknown_options": False})
+@click.command(
+    "drill",
+    short_help="Interrupt your own program, and compare the bits.",
+    context_settings={"ignore_unknown_options": False},
+)
 @click.option(
     "--faults",
     help="Kinds of faults, separated by commas; by default all that can happen.",
@@ -62,6 +66,10 @@ def command(
     run directories in it. The exit status is 0 only if all runs end with the same bits, every fault has
     fired, and a run has continued from a checkpoint; 130 after Ctrl-C, with the report so far. With
     --json, the progress goes to the standard error.
+
+    \b
+    Example:
+      perdure drill --runs 4 --html drill.html -- python train.py --steps 40
     """
     from rich.console import Console
 

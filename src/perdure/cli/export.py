@@ -24,7 +24,9 @@ class _Size(click.ParamType):
         return int(match[1]) * _UNITS[match[2]]
 
 
-@click.command("export", epilog=EXIT_STATUS)
+@click.command(
+    "export", short_help="Write a checkpoint in the format of another library.", epilog=EXIT_STATUS
+)
 @click.argument("checkpoint", metavar="RUN@STEP")
 @click.argument("out", metavar="OUT")
 @click.option(
@@ -55,6 +57,10 @@ def command(
     torch (a state dict), npz and orbax need nothing but the checkpoint. keras, saved_model, onnx and
     jax_export need the code of the model: --model. With --leaves model, names begin below `model`.
     OUT appears when it is complete.
+
+    \b
+    Example:
+      perdure export runs/a@1000 model.safetensors --to safetensors --leaves model
     """
     done = export(
         checkpoint,

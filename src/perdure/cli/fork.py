@@ -9,7 +9,9 @@ from perdure.cli.output import EXIT_STATUS, document, json_option
 from perdure.store import fork_run
 
 
-@click.command("fork", epilog=EXIT_STATUS)
+@click.command(
+    "fork", short_help="Start a new run directory from one checkpoint.", epilog=EXIT_STATUS
+)
 @click.argument("run", metavar="RUN@STEP", type=click.Path(path_type=str))
 @click.argument("new", metavar="NEW", type=click.Path(path_type=str))
 @json_option
@@ -19,6 +21,10 @@ def command(run: str, new: str, as_json: bool) -> None:
     NEW must be empty or missing. On one local file system the new run needs little space: packs that
     the checkpoint mostly needs become hard links. Pruning or deleting one run does not affect the
     other.
+
+    \b
+    Example:
+      perdure fork runs/a@1000 runs/b
     """
     source, steps = split_steps(run)
     if steps is None or len(steps) != 1:

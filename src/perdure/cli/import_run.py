@@ -12,7 +12,9 @@ from perdure.inspect import NameMap, import_run
 from perdure.inspect.foreign_files import READ_FORMATS
 
 
-@click.command("import", epilog=EXIT_STATUS)
+@click.command(
+    "import", short_help="Begin a run directory with the arrays of other files.", epilog=EXIT_STATUS
+)
 @click.argument("source", metavar="SRC")
 @click.argument("run", metavar="RUN")
 @click.option("--from", "kind", type=click.Choice(READ_FORMATS), help="The format of SRC.")
@@ -28,6 +30,10 @@ def command(
     of Orbax. The dots of a name become the parts of a path: encoder.0.weight is the leaf
     encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch. Torch files are read
     with weights_only=True only, so that no code in them runs.
+
+    \b
+    Example:
+      perdure import model.safetensors runs/a --branch model
     """
     name_map = None if names is None else NameMap.read(names)
     if not os.path.lexists(source):

@@ -16,7 +16,7 @@ from perdure.inspect.listing import (
 from perdure.store import Run
 
 
-@click.command("ls", epilog=EXIT_STATUS)
+@click.command("ls", short_help="List the checkpoints of a run directory.", epilog=EXIT_STATUS)
 @run_argument
 @json_option
 @click.pass_context
@@ -27,6 +27,10 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
     "shared" those of its chunks that stay then, because others need them or chunks in the same pack.
     "kept" says why a checkpoint is there, by the rules that the last manager recorded in the run
     directory. `perdure prune --dry-run` shows what other rules would keep.
+
+    \b
+    Example:
+      perdure ls runs/a
     """
     listing = list_run(run)
     if as_json:

@@ -83,7 +83,11 @@ class _Commands(click.Group):
             ctx.exit(2 if isinstance(error, usage) else 1)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    epilog="`perdure COMMAND --help` shows the options of a command and an example.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="perdure")
 def main() -> None:
     """Training that comes out the same, whatever happens to it."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("plot")
+@click.command("plot", short_help="Draw the metrics of runs over steps.")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=str))
 @click.option("-o", "--output", type=_FILE, help="A file that ends in .png or .svg.")
 @click.option("--metric", multiple=True, metavar="PATTERN", help="Metrics to draw; all by default.")
@@ -49,6 +49,10 @@ def command(
     Without -o the picture is shown in the terminal, if that shows pictures; otherwise each metric is a
     line of text. Pictures need matplotlib: pip install 'perdure[plot]'. Exits with 1 if a checkpoint
     is damaged or cannot be read; the others are drawn.
+
+    \b
+    Example:
+      perdure plot runs/a runs/b --metric loss -o loss.png
     """
     from perdure.inspect.run_plot import picture_kind, plot_drawing, save_plot
 

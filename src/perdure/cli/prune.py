@@ -14,13 +14,15 @@ import click
 from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument, size_text, table
-from perdure.inspect.tables import counted
+from perdure.errors import counted
 from perdure.store import Run
 from perdure.store.format import PACKS
 from perdure.store.journal_moves import lines_aside, remove_aside
 
 
-@click.command("prune", epilog=EXIT_STATUS)
+@click.command(
+    "prune", short_help="Delete the checkpoints that a policy does not keep.", epilog=EXIT_STATUS
+)
 @run_argument
 @click.option("--max-to-keep", type=int, help="Keep the newest N checkpoints; by default all.")
 @click.option(
@@ -59,6 +61,10 @@ def command(
 
     The plan is printed and carried out at once; --dry-run only prints it. Pinned checkpoints stay.
     Without --max-to-keep every checkpoint stays, and only unneeded space is freed.
+
+    \b
+    Example:
+      perdure prune runs/a --max-to-keep 3 --keep-period 1000 --dry-run
     """
     if max_to_keep is None and (keep_every_n_hours or keep_period or best_metric):
         raise click.UsageError("without --max-to-keep every checkpoint stays; give it as well.")
@@ -115,8 +121,8 @@ def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
     going = len(store.steps) + len(store.quarantined)
     files = f" and {counted(len(lines), 'file', 'files')} of journal lines" if lines else ""
     click.echo(
-        f"{going} checkpoints{files} go; {size_text(freed)} freed, "
-        f"{size_text(store.copied)} copied, {len(store.rewrite)} manifests replaced"
+        f"{counted(going, 'checkpoint')}{files} to delete; {size_text(freed)} freed, "
+        f"{size_text(store.copied)} copied, {counted(len(store.rewrite), 'manifest')} replaced"
     )
 
 

@@ -16,13 +16,14 @@ from perdure.cli.output import (
     run_argument,
     workers_option,
 )
+from perdure.errors import counted
 from perdure.store.format import span_text
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 _MOST_LEAVES = 8
 
 
-@click.command("replay")
+@click.command("replay", short_help="Compute steps again, and compare them with the journal.")
 @run_argument
 @click.option(
     "--steps",
@@ -63,6 +64,10 @@ def command(
     a journal the fingerprints of the checkpoints are compared. The result is also written into
     RUN/replays. The exit status is 0 if all is reproduced, 1 if something differs or cannot be
     compared, 2 for a mistake in the arguments.
+
+    \b
+    Example:
+      perdure replay runs/a --steps 100:200 -- python train.py
     """
     from perdure.drill.replay import ReplayOptions, replay_run
     from perdure.drill.replay_record import replay_document, write_record
@@ -111,9 +116,11 @@ def _parsed(steps: str | None) -> tuple[int | None, int | None]:
 
 def _print(found: dict[str, Any]) -> None:
     for part in found["stretches"]:
-        compared = f"{part['steps']} steps and {part['checkpoints']} checkpoints compared"
+        compared = (
+            f"{counted(part['steps'], 'step')} and {counted(part['checkpoints'], 'checkpoint')}"
+        )
         place = span_text((part["start"] or 0) + 1, part["stop"])
-        click.echo(f"{place}: {part['verdict']} ({compared})")
+        click.echo(f"{place}: {part['verdict']} ({compared} compared)")
         if part["step"] is not None:
             click.echo(f"  first difference: step {part['step']}: {_difference(part)}")
         for leaf in part["leaves"][:_MOST_LEAVES]:

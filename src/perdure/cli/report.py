@@ -11,7 +11,7 @@ from perdure.cli.output import document, json_option, printable
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("report")
+@click.command("report", short_help="Write one HTML file about runs.")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=str))
 @click.option("-o", "--output", type=_FILE, help="The HTML file. An older page there is replaced.")
 @click.option(
@@ -46,6 +46,10 @@ def command(
     It has the recipe, the attempts, the metrics, the checkpoints, and how much each layer changed
     between them; several runs stand side by side. With --json the same is printed as one document, and
     -o may be left out. Exits with 1 if a checkpoint is damaged or cannot be read.
+
+    \b
+    Example:
+      perdure report runs/a -o report.html
     """
     from perdure.inspect import report
 

@@ -11,7 +11,7 @@ from perdure.store.journal_moves import lines_after
 from perdure.store.rollback import plan_undo
 
 
-@click.command("rollback", epilog=EXIT_STATUS)
+@click.command("rollback", short_help="Set aside the checkpoints after a step.", epilog=EXIT_STATUS)
 @run_argument
 @click.argument("step", type=int, required=False)
 @click.option("--undo", is_flag=True, help="Bring back what rollbacks set aside.")
@@ -22,6 +22,10 @@ def command(run: str, step: int | None, undo: bool, dry_run: bool, as_json: bool
 
     They move to quarantine, and the later lines of the journal to rolled-back/. --undo brings them back
     as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
+
+    \b
+    Example:
+      perdure rollback runs/a 1000
     """
     if undo == (step is not None):
         raise click.UsageError("give either STEP or --undo.")

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 # Options after the program belong to the program.
-@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.command(
+    "run",
+    short_help="Start a program as workers, watch and restart them.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
 )
@@ -116,6 +120,11 @@ def command(
 
     All that follows the name of the program belongs to it. The exit status is 0 when all are done, 75
     when they saved and exited after SIGTERM or Ctrl-C, and 1 when they failed too often.
+
+    \b
+    Example:
+      perdure run -- python train.py
+      perdure run --workers 2 --max-restarts 10 -- python train.py
     """
     from perdure.supervise import Limits, RunOptions, Supervisor
     from perdure.supervise.console import Console

@@ -14,17 +14,19 @@ from perdure.cli.output import (
     printable,
     size_text,
 )
-from perdure.errors import ArgumentError
+from perdure.errors import ArgumentError, counted
 from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint, read_manifests
 from perdure.inspect.leaf_tree import value_text
 from perdure.inspect.listing import age_text, checkpoint_json, listed
 from perdure.inspect.origins import origin_lines
-from perdure.inspect.tables import Table, counted
+from perdure.inspect.tables import Table
 from perdure.store.format import FORMAT
 from perdure.store.manifest import LeafEntry, Manifest
 
 
-@click.command("show", epilog=EXIT_STATUS)
+@click.command(
+    "show", short_help="Show the recipe, metrics and leaves of a checkpoint.", epilog=EXIT_STATUS
+)
 @checkpoint_argument
 @click.argument("step", type=int, required=False)
 @json_option
@@ -33,6 +35,10 @@ def command(run: str, step: int | None, as_json: bool) -> None:
 
     RUN STEP and RUN@STEP name one, RUN and RUN@latest the newest, RUN@best:max:METRIC and
     RUN@best:min:METRIC the best by a metric, RUN@best by that of the run's retention.
+
+    \b
+    Example:
+      perdure show runs/a@best:min:loss
     """
     address = find_run(run)
     if step is not None and address.which is not None:

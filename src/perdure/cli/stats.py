@@ -7,7 +7,7 @@ import click
 from perdure.cli.output import checkpoint_argument, document, json_option, leaves_option
 
 
-@click.command("stats")
+@click.command("stats", short_help="Show minimum, maximum, mean and norm of leaves.")
 @checkpoint_argument
 @leaves_option
 @click.option(
@@ -26,6 +26,10 @@ def command(
     RUN@STEP is one checkpoint, as for `perdure tree`. Every byte is verified. min, max, mean, std and
     norm are those of the finite numbers; a complex number counts as two. Exits with 1 if a leaf has a
     dtype that is not known here.
+
+    \b
+    Example:
+      perdure stats runs/a@1000 --leaves 'model/**/kernel'
     """
     from perdure.inspect.leaf_stats import stats
 

@@ -8,13 +8,15 @@ from typing import Any
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, printable
-from perdure.errors import NotARunError
+from perdure.errors import NotARunError, counted
 from perdure.supervise.console import attempt_table
 from perdure.supervise.record import RECORD, RecordedRun, read_record
 from perdure.supervise.supervisor import DEFAULT_LOGS
 
 
-@click.command("status", epilog=EXIT_STATUS)
+@click.command(
+    "status", short_help="Show the attempts of the newest `perdure run`.", epilog=EXIT_STATUS
+)
 @click.argument(
     "logs", metavar="LOGS", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )
@@ -23,6 +25,10 @@ def command(logs: Path, as_json: bool) -> None:
     """Show the attempts, causes and steps of the newest `perdure run`, and of its earlier starts.
 
     LOGS is its --log-dir, by default perdure-logs, or one of the directories in it.
+
+    \b
+    Example:
+      perdure status perdure-logs
     """
     path, runs, unreadable = _read(logs)
     if as_json:
@@ -32,7 +38,8 @@ def command(logs: Path, as_json: bool) -> None:
     for run in runs:
         _print(run)
     if unreadable:
-        text = f"{unreadable} lines cannot be read whole (cut off by a crash or a full disk, or edited)"
+        cause = "cut off by a crash or a full disk, or edited"
+        text = f"{counted(unreadable, 'line')} cannot be read whole ({cause})"
         click.echo(printable(f"{path}: {text}"))
 
 
@@ -70,7 +77,9 @@ def _print(run: RecordedRun) -> None:
         recorded = f"has not ended; step {step}, recorded {run.running['time']}"
         click.echo(printable(f"{attempt!s:>8} {workers!s:>7} {recorded}"))
     if summary.goodput is not None:
-        click.echo(f"goodput  {summary.goodput:.3f}, {sum(summary.repeated)} steps repeated")
+        click.echo(
+            f"goodput  {summary.goodput:.3f}, {counted(sum(summary.repeated), 'step')} repeated"
+        )
     click.echo("")
 
 

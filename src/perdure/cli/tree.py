@@ -13,7 +13,7 @@ from perdure.cli.output import (
 )
 
 
-@click.command("tree", epilog=EXIT_STATUS)
+@click.command("tree", short_help="Show the leaves of a checkpoint as a tree.", epilog=EXIT_STATUS)
 @checkpoint_argument
 @leaves_option
 @click.option(
@@ -26,6 +26,10 @@ def command(run: str, leaves: tuple[str, ...], depth: int | None, as_json: bool)
     RUN is a path or URL. RUN@STEP is one checkpoint, RUN or RUN@latest the newest, RUN@best:max:METRIC
     or RUN@best:min:METRIC the best by a metric. The last column is the share of the bytes that the
     step before has too.
+
+    \b
+    Example:
+      perdure tree runs/a@1000 --depth 2
     """
     from perdure.inspect.leaf_tree import tree
 

@@ -8,13 +8,12 @@ from dataclasses import asdict
 import click
 
 from perdure.cli.output import document, json_option, run_argument, size_text
-from perdure.errors import NotARunError
+from perdure.errors import NotARunError, counted
 from perdure.inspect.address import open_run
-from perdure.inspect.tables import counted
 from perdure.store import Run, VerifyReport, repair, verify_run
 
 
-@click.command("verify")
+@click.command("verify", short_help="Read and hash everything, and report damage.")
 @run_argument
 @click.option(
     "--repair", "do_repair", is_flag=True, help="Set aside what is damaged, then check again."
@@ -28,6 +27,10 @@ def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> Non
     leftovers of crashes are removed, a missing or damaged perdure.json is written again, and the
     checkpoints that can be restored are reported. What cannot be read (no permission, a disk error)
     is reported as UNREAD and stays where it is. Exits with 1 if anything is damaged or unread.
+
+    \b
+    Example:
+      perdure verify runs/a
     """
     opened = _open(run, do_repair)
     actions: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from perdure.data.idx import load_images
-from perdure.errors import DataError
+from perdure.errors import DataError, MissingExtraError
 
 SIDE = 28
 TRAIN_PART = 0.8
@@ -30,7 +30,8 @@ def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
             of two pixels.
 
     Raises:
-        DataError: If the files cannot be read, or scikit-learn is not installed.
+        DataError: If the files cannot be read.
+        MissingExtraError: If there are none and scikit-learn is not installed.
     """
     images, labels = _scans() if path is None else load_images(path)
     if images.shape[1:] != (SIDE, SIDE):
@@ -47,7 +48,7 @@ def save_scans(path: str | os.PathLike[str]) -> None:
     """Write scikit-learn's scans to an .npz file that `load_digits` reads.
 
     Raises:
-        DataError: If scikit-learn is not installed.
+        MissingExtraError: If scikit-learn is not installed.
     """
     images, labels = _scans()
     np.savez(path, images=images, labels=labels)
@@ -57,9 +58,10 @@ def _scans() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn import datasets
     except ImportError:
-        raise DataError(
-            "the default digits ship with scikit-learn, which is not installed. Install "
-            "`perdure[demo]`, or name MNIST files with --data PATH."
+        raise MissingExtraError(
+            "the default digits come with scikit-learn, which is not installed. Install the extra: "
+            "pip install 'perdure[demo]', or name MNIST files with --data PATH.",
+            name="sklearn",
         ) from None
     scans, labels = datasets.load_digits(return_X_y=True)
     small = np.clip(scans.reshape(-1, 8, 8) * (255 / 16), 0, 255).astype(np.uint8)

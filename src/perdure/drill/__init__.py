@@ -22,6 +22,10 @@ _HOMES = {
 __all__ = ["KINDS", "DrillOptions", "DrillReport", "DrillStopped", "run_drill"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

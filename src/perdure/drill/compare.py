@@ -181,7 +181,7 @@ def read_back(
                 commit = known.get((run, step))
                 if commit is None or manifest.fingerprint == commit.fingerprint:
                     continue
-                why = f"expected {commit.fingerprint}, found {manifest.fingerprint}"
+                why = f"expected {commit.fingerprint[:16]}, found {manifest.fingerprint[:16]}"
         what = f"the end: step {step} was committed and cannot be read back: {why}"
         return RunDifference(what, run, unreadable=why)
     return None

@@ -27,7 +27,7 @@ from perdure.drill.fault_plan import (
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.drill.working_directory import WorkingDirectory
-from perdure.errors import LaunchError
+from perdure.errors import LaunchError, counted
 from perdure.supervise.cache import default_cache
 
 # Kinds of faults that have a probe of their own, and so a cause of their own.
@@ -266,7 +266,7 @@ def _what_differs(row: DrillRow) -> str:
 def _estimate(scenarios: Sequence[Scenario], observed: Observed) -> str:
     seconds = estimated_seconds(scenarios, observed)
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"{len(scenarios)} faulted runs, about {text} without a search for causes"
+    return f"{counted(len(scenarios), 'faulted run')}, about {text} without a search for causes"
 
 
 def _require_saves(outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perdure.drill.drill_report import DrillRow
+from perdure.errors import counted
 
 _STYLE = {"pass": "green", "differs": "bold red", "failed": "bold red", "not fired": "yellow"}
 _MOST_LEAVES = 8
@@ -85,14 +86,15 @@ def verdict(document: Mapping[str, Any]) -> str:
     runs = document["runs"]
     good = sum(run["verdict"] == "pass" for run in runs)
     if document["stopped"]:
-        so_far = f"{good} of {len(runs)} faulted runs so far end with the same bits"
+        so_far = f"{good} of {counted(len(runs), 'faulted run')} so far end with the same bits"
         return f"STOPPED: the drill is not over; {so_far}"
     if document["pass"]:
         fired = sum(len(run["fired"]) for run in runs)
         end = (document["undisturbed"]["fingerprint"] or "")[:16]
         return (
-            f"PASS: {good} faulted runs, {fired} faults fired, {restored_text(document)}; every "
-            f"checkpoint and every end has the fingerprint of the undisturbed run ({end})"
+            f"PASS: {counted(good, 'faulted run')}, {counted(fired, 'fault')} fired, "
+            f"{restored_text(document)}; every checkpoint and every end has the "
+            f"fingerprint of the undisturbed run ({end})"
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: two runs without any fault end with different bits"
@@ -105,7 +107,7 @@ def verdict(document: Mapping[str, Any]) -> str:
     silent = sum(not run["all_fired"] for run in runs)
     unfired = f", {silent} whose faults did not all fire" if silent else ""
     return (
-        f"FAIL: {good} of {len(runs)} faulted runs end with the same bits{unfired}; "
+        f"FAIL: {good} of {counted(len(runs), 'faulted run')} end with the same bits{unfired}; "
         f"{restored_text(document)}"
     )
 
@@ -117,7 +119,7 @@ def restored_text(document: Mapping[str, Any]) -> str:
     shown = ", ".join(map(str, steps[:_MOST_STEPS]))
     more = f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
     at = f", from steps {shown}{more}" if steps else ""
-    return f"restored in {restored['runs']} of {restored['of']} runs{at}"
+    return f"restored in {restored['runs']} of {counted(restored['of'], 'run')}{at}"
 
 
 def _table(document: Mapping[str, Any]) -> Table:

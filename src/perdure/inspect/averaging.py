@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
+from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError, counted
 from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.inspect.average_weights import (
     checked_weights,
@@ -26,7 +26,7 @@ from perdure.inspect.leaf_chunks import chunks_in_order, streamed
 from perdure.inspect.leaf_diff import describe
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
 from perdure.inspect.origins import ORIGIN, source_of
-from perdure.inspect.tables import Shown, Table, counted
+from perdure.inspect.tables import Shown, Table
 from perdure.store import Run, Storage
 from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest

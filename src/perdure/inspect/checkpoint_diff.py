@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from perdure.errors import StepNotFoundError, UnsupportedLeafError
+from perdure.errors import StepNotFoundError, UnsupportedLeafError, counted
 from perdure.inspect.address import (
     StoredCheckpoint,
     Where,
@@ -26,7 +26,6 @@ from perdure.inspect.leaf_reader import (
 )
 from perdure.inspect.manifest_file import Availability, is_manifest_file, open_manifest_file
 from perdure.inspect.renames import likely_renames
-from perdure.inspect.tables import counted
 from perdure.store.format import steps_text
 from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest

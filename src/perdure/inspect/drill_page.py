@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.drill.text_report import describe_fired, restored_text, verdict
+from perdure.errors import counted
 from perdure.inspect.html_page import (
     Html,
     badge,
@@ -87,8 +88,8 @@ def _facts(document: Mapping[str, Any]) -> Html:
             "recipe": _pairs(document["recipe"]),
             "workers, seed": f"{document['workers']}, {document['seed']}",
             "undisturbed": (
-                f"{plain['steps']} steps reported, {plain['checkpoints']} checkpoints, "
-                f"{plain['seconds']:.2f} s"
+                f"{counted(plain['steps'], 'step')} reported, "
+                f"{counted(plain['checkpoints'], 'checkpoint')}, {plain['seconds']:.2f} s"
             ),
             "fingerprint": code(plain["fingerprint"] or "-"),
             "restores": restored_text(document),

@@ -178,11 +178,6 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
-def counted(count: int, noun: str) -> str:
-    """ "1 line", "2 lines"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def number(value: float | None) -> str:
     """A metric as text, in few digits."""
     return "not finite" if value is None else f"{value:.4g}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
+from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError, counted
 from perdure.inspect.address import StoredCheckpoint, with_advice
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
@@ -63,9 +63,10 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
     unused = selection.unused(paths)
     if not unused:
         return
+    held = counted(len(paths), "leaf", "leaves")
     close = get_close_matches(unused[0], paths, 3) or paths[:3]
     raise ArgumentError(
-        f"{where}: no leaf matches {', '.join(map(repr, unused))}. Its {len(paths):,} leaves have "
+        f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with "
         f"paths such as {', '.join(close) or '(none)'}; `perdure tree` lists them. In a pattern, * is "
         f"any text within one part of a path and ** any number of parts."
     )

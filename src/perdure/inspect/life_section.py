@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.errors import counted
 from perdure.inspect.html_page import (
     Html,
     badge,
     code,
-    counted,
     duration,
     facts,
     joined,

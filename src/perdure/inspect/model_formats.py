@@ -38,9 +38,10 @@ def write_model(
             f"verify: {to} files hold a program, in which no single array can be compared; leave it "
             f"out."
         )
-    built = _built(model)
-    from perdure.keras import model_export  # names the extra to install, if Keras is missing
+    # Before the code of the model, because it names the extra to install if Keras is missing.
+    from perdure.keras import model_export
 
+    built = _built(model)
     prefix = f"{branch}/"
     leaves = checkpoint.run.load(checkpoint.step, lambda name: name.startswith(prefix)).leaves
     target: dict[str, Any] = {}

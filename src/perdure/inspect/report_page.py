@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.errors import counted
 from perdure.inspect.heat_map import heat_map
 from perdure.inspect.html_page import (
     Html,
     badge,
     code,
-    counted,
     facts,
     fingerprint,
     joined,
@@ -227,7 +227,7 @@ def _checkpoints(run: _Document) -> Html:
         if problem["harmful"]:
             parts.append(note(f"perdure verify: {problem['name']}: {problem['what']}"))
     if run["quarantined"]:
-        parts.append(note(f"{run['quarantined']} files are in quarantine."))
+        parts.append(note(f"In quarantine: {counted(run['quarantined'], 'file')}."))
     return joined(parts)
 
 

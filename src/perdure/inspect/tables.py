@@ -106,11 +106,6 @@ def size_text(nbytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def counted(number: int, one: str, several: str) -> str:
-    """A number with its noun: `1 leaf`, `2,000 leaves`."""
-    return f"{number:,} {one if number == 1 else several}"
-
-
 def share_text(part: int, whole: int) -> str:
     """A share in percent, such as `12.5%`; empty if there is no whole."""
     return f"{100 * part / whole:.1f}%" if whole else ""

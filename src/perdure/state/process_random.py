@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from perdure.errors import CorruptionError, UnsupportedLeafError
+from perdure.errors import CorruptionError, UnsupportedLeafError, counted
 from perdure.store.leaf import Leaf
 
 _LOCAL = re.compile(r"process/([0-9]+)/random")
@@ -117,7 +117,8 @@ class ProcessRandom:
         ]
         if not same and group.is_chief:
             drawn = {name for by_name in saved.values() for name in by_name if by_name[name].drawn}
-            why = f"saved by {len(saved)} processes, and this run has {group.count}"
+            count = counted(len(saved), "process", "processes")
+            why = f"saved by {count}, and this run has {group.count}"
             reasons += [f"{_label(name)} ({why})" for name in sorted(drawn - generators.keys())]
         if not reasons:
             return []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.errors import StateError
+from perdure.errors import StateError, counted
 from perdure.state.cast import cast_leaf
 from perdure.state.leaf_spec import MAX_LINES, Difference, LeafSpec
 from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
@@ -87,8 +87,8 @@ def ways_out(
         ways.append(f"`rename={{{pair[0]!r}: {pair[1]!r}}}` moves leaves of the checkpoint")
     if request.strict and not other.differences and other.leaves:
         ways.append(
-            f"`strict=False` restores the {len(other.leaves):,} leaves that fit and keeps what the "
-            f"target has elsewhere, which is no exact resume"
+            f"`strict=False` restores the {counted(len(other.leaves), 'leaf', 'leaves')} that fit and "
+            f"keeps what the target has elsewhere, which is no exact resume"
         )
     return f" `CheckpointManager.restore` has ways out: {'; '.join(ways)}." if ways else ""
 

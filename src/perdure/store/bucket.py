@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from perdure.errors import StoreError
+from perdure.errors import StoreError, missing_extra
 from perdure.store.storage import Entry
 
 MIB = 1024 * 1024
@@ -33,6 +33,22 @@ _process: int | None = None
 """The process that runs the threads of obstore. A forked child has their memory, but no threads."""
 
 T = TypeVar("T")
+
+_AWS = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, with AWS_SESSION_TOKEN if they are temporary (the "
+    'profiles in ~/.aws are not read: `eval "$(aws configure export-credentials --format env)"` '
+    "sets the variables from one)"
+)
+_GOOGLE = (
+    "GOOGLE_APPLICATION_CREDENTIALS with the path of a key file, or the login of "
+    "`gcloud auth application-default login`"
+)
+_AZURE = (
+    "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_SAS_TOKEN, or "
+    "AZURE_USE_AZURE_CLI=true after `az login`"
+)
+_ROLE_REQUEST = re.compile(r"/latest/(api/token|meta-data/)|/computeMetadata/|/metadata/identity/")
+"""What obstore asks a machine in the cloud for its role, once it has found no credentials."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,8 @@ class Bucket:
         try:
             import obstore
             from obstore.store import from_url
-        except ImportError as error:
-            raise StoreError(
-                f"{url}: object stores need obstore, which is not installed ({error}). "
-                f"Install the extra: pip install 'perdure[cloud]'."
-            ) from error
+        except ModuleNotFoundError as error:
+            raise missing_extra("cloud", error) from error
         self.url = url.rstrip("/")
         self.options = options
         self._api = obstore
@@ -92,8 +105,8 @@ class Bucket:
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(
                 f"{url}: cannot be opened: {_first_line(error)}. Expected a URL such as "
-                f"s3://bucket/run, gs://bucket/run or az://container/run; the account and the "
-                f"endpoint come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from CloudOptions."
+                f"s3://bucket/run, gs://bucket/run or az://container/run. The environment or "
+                f"CloudOptions(config=...) has the account: {_variables(url)}."
             ) from error
 
     def get(self, name: str) -> bytes:
@@ -257,6 +270,14 @@ class Bucket:
         kinds = self._api.exceptions
         where = f"{self.url}/{name}".rstrip("/")
         reason = _first_line(error)
+        if _ROLE_REQUEST.search(str(error)):
+            return ConnectionError(
+                errno.ENOKEY,
+                f"{operation} failed: no credentials were found, and this machine gives none of its "
+                f"own. Expected in the environment: {_variables(self.url)}; or "
+                f"CloudOptions(config=...)",
+                where,
+            )
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             return FileNotFoundError(
                 errno.ENOENT, "the bucket does not exist; create it, or correct the URL", where
@@ -270,7 +291,8 @@ class Bucket:
         if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
             return PermissionError(
                 errno.EACCES,
-                f"{operation} was refused: {reason}. Check the credentials and their permissions",
+                f"{operation} was refused: {reason}. Check the permissions of the credentials in the "
+                f"environment: {_variables(self.url)}",
                 where,
             )
         if isinstance(error, kinds.NotSupportedError):
@@ -278,13 +300,18 @@ class Bucket:
         status = re.search(r"status code: (\d{3})", str(error))
         refused = status is not None and status[1][0] == "4" and status[1] != "429"
         if refused or "InvalidRangeRequest" in str(error) or "UnexpectedRange" in str(error):
-            return OSError(errno.EIO, f"{operation} failed: {reason}", where)
+            return OSError(errno.EREMOTEIO, f"{operation} failed: {reason}", where)
         return ConnectionError(
             errno.EHOSTUNREACH,
             f"{operation} failed after up to {self.options.retries} retries: {reason}. Nothing is "
             f"known about what is there. Check network, endpoint and credentials, then try again",
             where,
         )
+
+
+def _variables(url: str) -> str:
+    """The environment variables that bring credentials for `url`."""
+    return {"s": _AWS, "g": _GOOGLE, "a": _AZURE}[url[0]]
 
 
 def check_process(url: str) -> None:

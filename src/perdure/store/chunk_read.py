@@ -111,7 +111,7 @@ def _fault(
         intact = is_intact(stored, digest, size)
         return None if intact else f"its {len(stored)} encoded bytes do not match their seal"
     if (actual := hash_bytes(stored)) != digest:
-        return f"expected hash {digest}, found {actual}"
+        return f"expected hash {digest[:16]}, found {actual[:16]}"
     if target is not None:
         target[:] = stored
     return None

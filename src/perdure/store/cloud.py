@@ -34,7 +34,8 @@ class CloudStorage:
             clock of the store.
 
     Raises:
-        StoreError: obstore is not installed, or the URL cannot be opened. No request is sent yet.
+        MissingExtraError: obstore is not installed.
+        StoreError: The URL cannot be opened. No request is sent yet.
     """
 
     def __init__(

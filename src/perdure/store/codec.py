@@ -102,7 +102,7 @@ def decode(stored: memoryview, digest: str, target: memoryview) -> str | None:
     for position, plane in enumerate(planes):
         elements[:, position] = plane
     actual = hash_bytes(target)
-    return None if actual == digest else f"expected hash {digest}, found {actual}"
+    return None if actual == digest else f"expected hash {digest[:16]}, found {actual[:16]}"
 
 
 def is_intact(stored: bytes | bytearray | memoryview, digest: str, size: int) -> bool:

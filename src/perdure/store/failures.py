@@ -39,6 +39,7 @@ _ADVICE = {
     errno.ENOLINK: "Bring the target of the link back",
     errno.ENODEV: "Bring the directory back and start this program again",
     errno.ENOMEM: "Free memory and try again",
+    errno.ENOKEY: "Set these variables and start again",
     errno.EIO: "The kernel's log has what the disk reported",
 }
 

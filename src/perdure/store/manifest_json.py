@@ -81,19 +81,27 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
             f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
         )
     body = _body(data)
-    head = data[:_DIGEST_BYTES]
-    expected = _DIGEST_HEAD + hash_bytes(body).encode() + b'",'
-    if head != expected:
-        fault = (
-            "is empty" if not data else f"begins with {head[:24]!r} and does not match its digest"
-        )
+    actual = hash_bytes(body)
+    if data[:_DIGEST_BYTES] != _DIGEST_HEAD + actual.encode() + b'",':
         raise CorruptionError(
-            f"{where}: a manifest of {len(data)} bytes {fault}; "
-            f"expected {expected[:24]!r}. Run `perdure verify` on the run directory; "
+            f"{where}: {_damage(data, actual)}. Run `perdure verify` on the run directory; "
             f"restore an older step meanwhile."
         )
     with gc_paused(len(data) // LEAF_TEXT_BYTES):
         return _checked(_manifest(body, where), where, step)
+
+
+def _damage(data: bytes, actual: str) -> str:
+    """What is wrong with a manifest whose body has the hash `actual`."""
+    if not data:
+        return "expected a manifest, found an empty file"
+    recorded = data[len(_DIGEST_HEAD) : _DIGEST_BYTES - 2].decode(errors="replace")
+    if not data.startswith(_DIGEST_HEAD) or set(recorded) - set("0123456789abcdef"):
+        return f"expected a manifest, which begins with its hash, found {len(data)} other bytes"
+    shown = 16 if recorded[:16] != actual[:16] else len(actual)
+    return (
+        f"a manifest of {len(data)} bytes: expected hash {recorded[:shown]}, found {actual[:shown]}"
+    )
 
 
 def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
@@ -120,7 +128,8 @@ def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
     actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
     if actual != manifest.fingerprint:
         raise CorruptionError(
-            f"{where}: expected fingerprint {manifest.fingerprint}, its leaves give {actual}."
+            f"{where}: expected fingerprint {manifest.fingerprint[:16]}, its leaves "
+            f"give {actual[:16]}."
         )
     return manifest
 

@@ -88,7 +88,8 @@ def decode_pack_index(
         for digest, length, size in chunks:
             if not length <= size <= CHUNK_BYTES:
                 raise CorruptionError(
-                    f"{where}: the index gives {length} bytes to chunk {digest} of {size} bytes."
+                    f"{where}: the index gives {length} bytes to chunk {digest[:16]} of "
+                    f"{size} bytes."
                 )
     check_hashes([digest for digest, _, _ in chunks], where)
     held = sum(length for _, length, _ in chunks)

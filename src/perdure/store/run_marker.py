@@ -11,7 +11,7 @@ import os
 import msgspec
 from msgspec import Struct
 
-from perdure.errors import CorruptionError, NotARunError
+from perdure.errors import CorruptionError, NotARunError, counted
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
@@ -90,7 +90,7 @@ def is_run_directory(
         # Another process wrote it just now. Tried once only, because a dangling link is listed too.
         return is_run_directory(storage, create=create, repair=repair, again=True)
     if steps := committed_steps(storage):
-        fault = f"{where}: missing beside {len(steps)} checkpoints"
+        fault = f"{where}: missing beside {counted(len(steps), 'checkpoint')}"
         return _is_repairable(storage, repair, fault)
     if entries is None:
         content = "nothing there; check the path"

@@ -132,7 +132,7 @@ class Packs:
                 if _is_missing(error):
                     raise CorruptionError(f"{where} needs {name}, which is missing.") from None
         raise CorruptionError(
-            f"{where}: {name} does not hold chunk {chunk.hash} at offset {chunk.offset}."
+            f"{where}: {name} does not hold chunk {chunk.hash[:16]} at offset {chunk.offset}."
         )
 
     def _read(self, name: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from perdure.errors import counted
 from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.output_writer import FLUSH_S, OutputWriter
 
@@ -172,8 +173,8 @@ def describe(summary: Summary) -> list[str]:
     """The table of attempts and the totals."""
     lines = [f"perdure: {summary.reason}", *attempt_table(summary.attempts, summary.repeated)]
     totals = [
-        f"{summary.restarts} restart{'s' * (summary.restarts != 1)}",
-        f"{sum(summary.repeated)} steps repeated",
+        counted(summary.restarts, "restart"),
+        f"{counted(sum(summary.repeated), 'step')} repeated",
     ]
     if summary.useful is not None and summary.goodput is not None:
         totals.append(f"{summary.seconds - summary.useful:.1f} of {summary.seconds:.1f} s lost")

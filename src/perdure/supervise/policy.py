@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perdure.errors import counted
 from perdure.supervise.history import AttemptRecord
 
 SAME_STEP = 3
@@ -68,8 +69,7 @@ def decide(
         return Decision(
             False,
             status=1,
-            reason=f"{failures} failures, and {max_restarts} restarts are allowed (last: "
-            f"{last.explanation})",
+            reason=f"{_too_many(failures, max_restarts)} (last: {last.explanation})",
         )
     return Decision(True, _wait(history))
 
@@ -96,10 +96,13 @@ def decide_exclusion(
         )
     failures = sum(attempt.failure for attempt in history)
     if failures > max_restarts:
-        return Decision(
-            False, status=1, reason=f"{failures} failures, and {max_restarts} restarts are allowed"
-        )
+        return Decision(False, status=1, reason=_too_many(failures, max_restarts))
     return Decision(True)
+
+
+def _too_many(failures: int, restarts: int) -> str:
+    allowed = f"{counted(restarts, 'restart')} {'is' if restarts == 1 else 'are'} allowed"
+    return f"{counted(failures, 'failure')}, and {allowed}"
 
 
 def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:

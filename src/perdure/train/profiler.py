@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from perdure.errors import TrainError
+from perdure.errors import TrainError, missing_extra
 from perdure.train.metrics import scalars
 from perdure.train.trainer import Hook, Trainer
 
@@ -111,13 +111,15 @@ class Profiler(Hook):
 
 def _start(tool: str, directory: str) -> Callable[[], None]:
     """Start a trace; the returned function stops it and writes it."""
-    if tool == "jax":
-        from jax import profiler  # a run without a trace must not pay for it
+    try:  # a run without a trace must not pay for these imports
+        if tool == "jax":
+            from jax import profiler
 
-        profiler.start_trace(directory)
-        return profiler.stop_trace
-    from torch.profiler import profile, tensorboard_trace_handler
-
+            profiler.start_trace(directory)
+            return profiler.stop_trace
+        from torch.profiler import profile, tensorboard_trace_handler
+    except ModuleNotFoundError as error:
+        raise missing_extra(tool, error) from error
     trace = profile(on_trace_ready=tensorboard_trace_handler(directory))
     trace.start()
     return trace.stop

@@ -73,6 +73,9 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 def update(state: Any, total: Any) -> Any:
     apply_gradients(state["model"], total["grads"], 1 / total["n"])
     state["optimizer"].step()
+    state[
+        "optimizer"
+    ].zero_grad()  # as a plain loop does: no gradient is alive beside the next ones
     return state, total["loss"] / total["n"]
 
 

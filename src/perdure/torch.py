@@ -35,6 +35,7 @@ try:
 
     from perdure.distribute.torch.group import subgroup
     from perdure.distribute.torch.logical_replicas import LogicalReplicas
+    from perdure.distribute.torch.state_view import named_parameters
     from perdure.distribute.torch.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -118,13 +119,15 @@ def gradients(
     if unused not in ("error", "zeros"):
         raise StateError(f'unused: expected "error" or "zeros", found {unused!r}')
     names, parameters = [], []
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module).items():
         if parameter.requires_grad:
             names.append(name)
             parameters.append(parameter)
     grads = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
     missing = [name for name, grad in grads.items() if grad is None]
-    if missing and unused == "error":
+    if not missing:
+        return grads
+    if unused == "error":
         raise StateError(
             f"the loss does not depend on {', '.join(missing)}; freeze them with "
             'requires_grad_(False), or pass unused="zeros"'
@@ -148,9 +151,9 @@ def apply_gradients(
     Raises:
         StateError: A name is not that of a parameter.
     """
-    parameters = dict(module.named_parameters())
-    unknown = sorted(grads.keys() - parameters.keys())
-    if unknown:
+    parameters = named_parameters(module)
+    if not parameters.keys() >= grads.keys():
+        unknown = sorted(grads.keys() - parameters.keys())
         raise StateError(
             f"grads: expected names of parameters of the module, found {', '.join(unknown)} as well; "
             "take them from module.named_parameters()"

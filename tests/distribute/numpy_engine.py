@@ -21,7 +21,7 @@ class NumpyTrees:
         return [path for path, _ in pytree.flatten(value)]
 
     def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
-        return pytree.transform(lambda leaf: fn(np.asarray(leaf)), value)
+        return pytree.rebuild(value, map(fn, map(np.asarray, pytree.leaves(value))))
 
 
 class NumpyEagerRun(EagerRun):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from perdure.data import ArrayDataset
-from perdure.distribute.torch import buffers as torch_buffers
+from perdure.distribute.torch import state_view
 from perdure.distribute.torch.engine import keep_memory
 from perdure.errors import StateError, TopologyError
 from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
@@ -51,13 +51,13 @@ def dataset() -> ArrayDataset:
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
     x, weight = batch
-    module = torch_buffers.modules(state)[0][1]
+    module = state_view.modules(state)[0][1]
     loss = (module(x).sum(1) * weight).sum()
     return {"grads": gradients(loss, module), "weight": weight.sum()}
 
 
 def update(state: Any, total: Any) -> Any:
-    apply_gradients(torch_buffers.modules(state)[0][1], total["grads"], 1 / total["weight"])
+    apply_gradients(state_view.modules(state)[0][1], total["grads"], 1 / total["weight"])
     return state, {}
 
 
@@ -86,7 +86,7 @@ def test_modules_are_found_anywhere_in_a_state() -> None:
     net, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     state = {"a": [Data(net), optimizer], "b": (SimpleNamespace(m=other, again=net), "text")}
-    modules = torch_buffers.modules(state)
+    modules = state_view.modules(state)
     assert [(path, module) for path, module in modules] == [("a.0.net", net), ("b.0.m", other)]
 
 
@@ -158,6 +158,98 @@ def test_what_changes_between_steps_is_isolated_too() -> None:
             assert torch.equal(one.grad, other.grad)
         with pytest.raises(StateError, match="scale: grad changed this parameter"):
             strategy.step(writes, update)(state, strategy.batch(dataset(), 2))
+
+
+def test_a_view_of_a_state_is_used_until_something_is_replaced() -> None:
+    """Numbers of the state may change; what may have a module or a tensor in it may not."""
+
+    @dataclass
+    class Data:
+        net: nn.Module
+
+    def made() -> tuple[dict[str, Any], SimpleNamespace, nn.Linear]:
+        inner, net = SimpleNamespace(x=torch.ones(1), note="a"), nn.Linear(1, 1)
+        nets = [Data(nn.Linear(1, 1)), [nn.Linear(1, 1)]]
+        return {"step": 0, "net": net, "inner": inner, "nets": nets}, inner, net
+
+    def moves(state: Any) -> None:
+        state["nets"] = [state["nets"][0], *state["nets"][1]]
+
+    def renames(state: Any) -> None:
+        state["other"] = state.pop("net")
+
+    state, inner, net = made()
+    view = state_view.StateView(state)
+    state["step"], inner.note = 10**9, "b"
+    assert view.is_of(state)
+    assert view.is_current()
+    assert not view.is_of(dict(state))
+    for change in (
+        moves,
+        renames,
+        lambda state: state.update(new=nn.Linear(1, 1)),
+        lambda state: state.update(step=torch.ones(1)),
+        lambda state: setattr(state["inner"], "x", nn.Linear(1, 1)),
+        lambda state: setattr(state["nets"][0], "net", nn.Linear(1, 1)),
+        lambda state: state["nets"][1].append(nn.Linear(1, 1)),
+    ):
+        state, _, _ = made()
+        view = state_view.StateView(state)
+        change(state)
+        assert not view.is_of(state)
+    for change in (
+        lambda: net.register_buffer("new", torch.ones(1)),
+        lambda: setattr(net, "bias", nn.Parameter(torch.ones(1))),
+        lambda: net._parameters.update(other=net._parameters.pop("bias")),
+        lambda: setattr(net, "_parameters", dict(net._parameters)),
+    ):
+        view = state_view.StateView([net])
+        change()
+        assert not view.is_current()
+
+
+def test_gradients_in_a_step_are_those_of_the_parameters_at_this_moment() -> None:
+    """The names are found once; a replaced, frozen or hidden parameter counts at once all the same."""
+
+    class Hiding(nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return ((n, p) for n, p in super().named_parameters(*args, **kwargs) if n not in hidden)
+
+    hidden: set[str] = set()
+    names: list[list[str]] = []
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        loss = (state["model"](batch[0]).sum(1) * batch[1]).sum()
+        changes.pop()(state["model"]) if changes else None
+        found = gradients(loss, state["model"], unused="zeros")
+        names.append(list(found))
+        return {"grads": found}
+
+    def update(state: Any, total: Any) -> Any:
+        apply_gradients(state["model"], total["grads"])
+        return state, sorted(n for n, p in state["model"].named_parameters() if p.grad is not None)
+
+    def replaced(model: Any) -> None:
+        model.weight = nn.Parameter(torch.zeros(2, 2))
+
+    for kind, change, expected in (
+        (nn.Linear, replaced, ["weight", "bias"]),
+        (nn.Linear, lambda model: model.bias.requires_grad_(False), ["weight"]),
+        (nn.Linear, lambda model: model.register_parameter("bias", None), ["weight"]),
+        (Hiding, lambda _model: hidden.add("weight"), ["bias"]),
+    ):
+        model = kind(2, 2)
+        changes: list[Any] = []
+        strategy = MirroredStrategy(replicas=1)
+        step, state = strategy.step(grad, update), {"model": model}
+        assert step(state, strategy.batch(dataset(), 0))[1] == ["bias", "weight"]
+        changes.append(change)
+        _, seen = step(state, strategy.batch(dataset(), 1))
+        assert names[-2:] == [["weight", "bias"], expected]
+        assert seen == sorted(expected)
+        if change is replaced:
+            assert model.weight.grad is not None
+            assert not model.weight.grad.any()
 
 
 def test_backward_in_grad_gives_the_gradients_of_one_replica() -> None:

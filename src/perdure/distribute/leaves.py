@@ -12,7 +12,7 @@ from perdure.distribute.engine import Trees
 def signature(trees: Trees, value: Any) -> Hashable:
     """Structure, dtypes and shapes; equal for values that can be added."""
     leaves, structure = trees.flatten(value)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -35,7 +35,7 @@ def leaves_and_structure(value: Any) -> tuple[list[Any], Hashable]:
     return leaves, _structure(value, leaves)
 
 
-# These three call themselves for containers only: a call for each leaf would take half of their time.
+# These call themselves for containers only: a call for each leaf would take half of their time.
 def _structure(value: Any, leaves: list[Any]) -> Hashable:
     names, values = _entries(value)
     parts: list[Hashable] = []
@@ -48,6 +48,23 @@ def _structure(value: Any, leaves: list[Any]) -> Hashable:
             leaves.append(child)
             parts.append("leaf")
     return type(value).__name__, tuple(names), tuple(parts)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves, in the order of `flatten`."""
+    if not isinstance(value, _CONTAINERS):
+        return [] if value is None else [value]
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    for child in _entries(value)[1]:
+        if isinstance(child, _CONTAINERS):
+            _collect(child, found)
+        elif child is not None:
+            found.append(child)
 
 
 def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
@@ -65,17 +82,23 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
 
 
 def transform(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`fn` of every leaf, in the same containers and the order of `flatten`."""
+    """`fn` of every leaf, in the same containers; in a dict in the order of its entries."""
+    if isinstance(value, dict):
+        return {
+            name: transform(fn, child)
+            if isinstance(child, _CONTAINERS)
+            else (None if child is None else fn(child))
+            for name, child in value.items()
+        }
     if not isinstance(value, _CONTAINERS):
         return None if value is None else fn(value)
-    names, values = _entries(value)
     new = [
         transform(fn, child)
         if isinstance(child, _CONTAINERS)
         else (None if child is None else fn(child))
-        for child in values
+        for child in value
     ]
-    return _around(value, names, new)
+    return _around(value, (), new)
 
 
 def remake(value: Any, new: dict[Any, Any]) -> Any:

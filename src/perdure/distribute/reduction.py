@@ -30,6 +30,7 @@ class Plan:
         self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
+        self.last_described: Any = None
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
     def reduction(self) -> Reduction:
@@ -67,6 +68,8 @@ class Reduction:
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
+        if not self._seen[device]:
+            return
         self._stacks[device] = TreeSum(self._plan.replicas, self._engine.add)
         self._seen[device], self._whole[device] = [], True
 
@@ -75,11 +78,15 @@ class Reduction:
         form = signature(self._engine.trees, value)
         seen = self._seen[device]
         seen.append((replica, form))
+        first = seen[0][1]
+        is_like_first = form is first or form == first
         # Compared before it is hashed, which takes longer.
-        if (len(seen) == 1 or form != seen[0][1]) and form not in self._plan.described:
-            self._plan.described[form] = describe(self._engine.trees, value)
+        if (form is first or not is_like_first) and form != self._plan.last_described:
+            if form not in self._plan.described:
+                self._plan.described[form] = describe(self._engine.trees, value)
+            self._plan.last_described = form
         # After one that differs nothing can be added; `total` reports which.
-        if form == seen[0][1] and self._whole[device]:
+        if is_like_first and self._whole[device]:
             self._stacks[device].push(TreeNode(0, replica), value)
         else:
             self._whole[device] = False

@@ -40,18 +40,20 @@ class TreeSum(Generic[T]):
         self._leaves = leaves
         self._add = add
         self._stack: list[tuple[TreeNode, T]] = []
+        self._end = 0  # the leaf where the next one has to start, unless it is the first
 
     def push(self, node: TreeNode, value: T) -> None:
         """Add the sum under `node`, which must start where the previous one ended."""
         start, stop = node.span(self._leaves)
         if not 0 <= start < stop:
             raise TopologyError(f"{node} lies outside a tree of {self._leaves} leaves")
-        if self._stack and (end := self._stack[-1][0].span(self._leaves)[1]) != start:
+        if self._stack and self._end != start:
             raise TopologyError(
-                f"contributions out of order: expected the one that starts at leaf {end}, found "
+                f"contributions out of order: expected the one that starts at leaf {self._end}, found "
                 f"leaf {start}"
             )
         self._stack.append((node, value))
+        self._end = stop
         self._settle()
 
     def roots(self) -> list[tuple[TreeNode, T]]:

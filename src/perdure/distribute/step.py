@@ -138,10 +138,13 @@ class TrainStep:
         if journal is not None:
             journal.note_total(total)
         stream = Stream(self._seed, step, plan.replicas)
-        return [
+        # The total is on the first device.
+        results = [engine.update(self._update, states[0], total, stream)]
+        results += [
             engine.update(self._update, placed, engine.put(total, device), stream)
-            for placed, device in zip(states, engine.devices, strict=False)
+            for placed, device in zip(states[1:], engine.devices[1:], strict=False)
         ]
+        return results
 
     def _as_one(self, results: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         return self._plan.engine.replicate([new for new, _ in results]), results[0][1]

@@ -33,11 +33,12 @@ from perdure.distribute.engine import (
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
+from perdure.distribute.torch import state_view as torch_state
 from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
-from perdure.distribute.torch.random_streams import make_generator, seeded
+from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.trees import TorchTrees
 from perdure.errors import StateError, TopologyError
 from perdure.excluded_devices import without_excluded
@@ -94,7 +95,7 @@ class TorchEngine:
 
     def place(self, state: Any) -> list[Any]:
         if state is not self._placed:  # most often the same object in every step
-            torch_buffers.refuse_sharded(state)
+            torch_state.refuse_sharded(state)
             self._placed = state
         view = getattr(self._views, "last", None)
         if view is not None and not view.is_of(state):
@@ -117,31 +118,46 @@ class TorchEngine:
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
         compute = fn if self._compiled is None else partial(self._compiled, fn)
         batch = torch_buffers.Unchanged(share)
-        with seeded(self.devices[0], stream):
+        view = self._view(state)
+        restore, token = seed(self.devices[0], stream), torch_state.use_view(view)
+        try:
             result, buffers = torch_buffers.isolated(
-                self._view(state), lambda: compute(state, share, self.key(stream))
+                view, lambda: compute(state, share, self.key(stream))
             )
+        finally:
+            torch_state.forget_view(token)
+            restore()
         batch.require(torch_buffers.BATCH)
-        leaves, _ = pytree.leaves_and_structure(result)
-        _check_contributions(fn, result, leaves)
-        detached = map(torch.Tensor.detach, leaves)
-        return {"contributions": pytree.rebuild(result, detached), "buffers": buffers}
+        usable: list[bool] = []
+
+        def detach(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            usable.append(is_tensor and leaf.layout is torch.strided)
+            return leaf.detach() if is_tensor else leaf
+
+        contributions = pytree.transform(detach, result)
+        if not usable or not all(usable):
+            raise _unusable(fn, result)
+        return {"contributions": contributions, "buffers": buffers}
 
     def add(self, left: Any, right: Any) -> Any:
         # Never in place: one tensor may stand at two places of a tree.
-        one, _ = pytree.leaves_and_structure(left)
-        other, _ = pytree.leaves_and_structure(right)
         with torch.no_grad():
-            sums = torch._foreach_add(one, other)  # pyright: ignore[reportPrivateImportUsage]
+            sums = torch._foreach_add(pytree.leaves(left), pytree.leaves(right))  # pyright: ignore[reportPrivateImportUsage]
         return pytree.rebuild(left, iter(sums))
 
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
         self._check_determinism()
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
-        with seeded(self.devices[0], stream):
+        restore = seed(self.devices[0], stream)
+        token = torch_state.use_view(getattr(self._views, "last", None))
+        try:
             if total["buffers"]:
                 torch_buffers.write(self._view(state), total["buffers"], stream.replica)
             result = fn(state, total["contributions"])
+        finally:
+            torch_state.forget_view(token)
+            restore()
         if not isinstance(result, tuple) or len(result) != 2:
             name = getattr(fn, "__name__", repr(fn))
             raise StateError(f"{name} must return (state, logs), got {type(result).__name__}")
@@ -166,10 +182,10 @@ class TorchEngine:
     def key(self, stream: Stream) -> torch.Generator:
         return make_generator(self.devices[0], stream)
 
-    def _view(self, state: Any) -> torch_buffers.StateView:
+    def _view(self, state: Any) -> torch_state.StateView:
         view = getattr(self._views, "last", None)
         if view is None or view.state is not state or not view.is_current():
-            view = self._views.last = torch_buffers.StateView(state)
+            view = self._views.last = torch_state.StateView(state)
             if self._compiled is None:
                 for part in view.parts:
                     warn_of_compiled(f"a {type(part).__name__} of the state", part)
@@ -188,22 +204,20 @@ class TorchEngine:
             )
 
 
-def _check_contributions(fn: Grad, result: Any, leaves: list[Any]) -> None:
-    if leaves and all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in leaves):
-        return
-    if not leaves:
-        name = getattr(fn, "__name__", repr(fn))
-        raise StateError(f"{name} returned no contributions: expected a tree of tensors")
+def _unusable(fn: Grad, result: Any) -> StateError:
+    """The error for contributions that are not dense tensors."""
     for path, leaf in pytree.flatten(result):
         if not isinstance(leaf, torch.Tensor):
-            raise StateError(
+            return StateError(
                 f"{path or 'the result'}: contributions must be tensors, found {type(leaf).__name__}"
             )
         if leaf.layout != torch.strided:
-            raise StateError(
+            return StateError(
                 f"{path or 'the result'}: contributions must be dense tensors, found one of layout "
                 f"{leaf.layout}. Make it dense (sparse=False in an embedding, or .to_dense())"
             )
+    name = getattr(fn, "__name__", repr(fn))
+    return StateError(f"{name} returned no contributions: expected a tree of tensors")
 
 
 def keep_memory(environ: Mapping[str, str]) -> bool:

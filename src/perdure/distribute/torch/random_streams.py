@@ -28,31 +28,39 @@ def remember(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-@contextlib.contextmanager
-def seeded(device: torch.device, stream: Stream) -> Iterator[None]:
-    """The global generators under `stream`; afterwards they are as before.
+def seed(device: torch.device, stream: Stream) -> Callable[[], None]:
+    """Puts the global generators under `stream`; the result puts them back.
 
     Otherwise what the user draws between two steps would depend on which replicas ran here.
     """
     if (own := torch_threads.own_generator()) is not None:
         own.manual_seed(_mixed(stream))
-        yield
-        return
-    restore = remember(device)
+        return _leave
+    restore, number = remember(device), _mixed(stream)
     for generator in _generators(device):
         # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
-        generator.manual_seed(_mixed(stream))
+        generator.manual_seed(number)
+    return restore
+
+
+def _leave() -> None:
+    """Nothing is put back: the generator belongs to a thread of perdure's."""
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device, stream: Stream) -> Iterator[None]:
+    """`seed` for the code inside."""
+    restore = seed(device, stream)
     try:
         yield
     finally:
         restore()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    return generators
+def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[device.index]
 
 
 @functools.lru_cache(64)

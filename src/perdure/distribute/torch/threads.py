@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perdure.checkpoint import Checkpoint
 from perdure.distribute import pytree
 from perdure.distribute.engine import Work
-from perdure.distribute.torch import buffers as torch_buffers
+from perdure.distribute.torch import state_view
 
 # The ways to run the replicas of a step, in the order in which they are tried.
 THREADS = "threads"
@@ -154,7 +154,7 @@ class _Watched:
     """Objects that the threads share: the process's generator, `.grad` and buffers of the state."""
 
     def __init__(self, state: Any) -> None:
-        self._modules = [module for _, module in torch_buffers.modules(state)]
+        self._modules = [module for _, module in state_view.modules(state)]
         self._random = torch.default_generator.get_state()
         self._grads = [(p, p.grad) for m in self._modules for p in m.parameters()]
         self._versions = [p._version for p, _ in self._grads]
@@ -184,7 +184,7 @@ def _private(state: Any) -> tuple[Any, bool]:
     copied = _around(state, memo)
     made = {id(new) for new in memo.values()}
     # Other modules may be in objects that are not containers.
-    return copied, all(id(module) in made for _, module in torch_buffers.modules(copied))
+    return copied, all(id(module) in made for _, module in state_view.modules(copied))
 
 
 def _around(value: Any, memo: dict[int, Any]) -> Any:

@@ -21,4 +21,5 @@ class TorchTrees:
 
     def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
         with torch.no_grad():
-            return pytree.transform(lambda leaf: fn(torch.as_tensor(leaf)), value)
+            leaves = map(torch.as_tensor, pytree.leaves(value))
+            return pytree.rebuild(value, map(fn, leaves))

@@ -1,0 +1,231 @@
+"""The modules, parameters, buffers and other tensors of a state.
+
+They are found once for a state, because the search takes longer than a small model computes. Invariant:
+before they are used again, everything that the search has read is compared by identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import sys
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.checkpoint import Checkpoint
+from perdure.distribute import pytree
+from perdure.errors import StateError
+
+# The search for modules does not enter these.
+_CLOSED = (
+    Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
+    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
+)  # fmt: skip
+
+# Values that may change between steps, because there is nothing to find in them.
+_NUMBERS = frozenset((bool, int, float))
+_TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
+_NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
+
+
+def modules(state: Any) -> list[tuple[str, nn.Module]]:
+    """Every outermost module in a state, with its path: in containers, dataclasses and objects."""
+    return list(_modules(state, "", {}))
+
+
+def _modules(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, nn.Module]]:
+    if value is None or isinstance(value, _CLOSED) or id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    for name, child in list(_children(value)):
+        yield from _modules(child, f"{path}.{name}" if path else str(name), seen)
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """(name, child) of what the search enters."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value):
+        return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    return getattr(value, "__dict__", {}).items()
+
+
+def _has_children(value: Any) -> bool:
+    containers = isinstance(value, (dict, list, tuple)) or dataclasses.is_dataclass(value)
+    return not isinstance(value, nn.Module) and (containers or hasattr(value, "__dict__"))
+
+
+def refuse_sharded(state: Any) -> None:
+    """StateError, with its path, for a tensor that is sharded over processes (DTensor)."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is None:
+        return
+    leaves: list[tuple[str, Any]] = [*named_tensors(state)]
+    for path, module in modules(state):
+        for inner, leaf in itertools.chain(module.named_parameters(), module.named_buffers()):
+            leaves.append((".".join(filter(None, (path, inner))), leaf))
+    for path, leaf in leaves:
+        if isinstance(leaf, dtensor.DTensor) and not all(p.is_replicate() for p in leaf.placements):
+            raise StateError(
+                f"{path}: {list(leaf.shape)} is a DTensor that is sharded ({leaf.placements}). "
+                "Strategies are data-parallel: every process holds the whole model. Train a model that "
+                "is sharded by its parameters (FSDP, tensor parallel) with your own loop and "
+                "perdure.CheckpointManager"
+            )
+
+
+def _buffers(found: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for path, module in found:
+        for inner, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise StateError(
+                    f"{'.'.join(filter(None, (path, inner)))}: SyncBatchNorm adds up statistics over "
+                    "the processes inside the forward pass, in an order that depends on how many "
+                    "there are; the bits would change with the topology. Use BatchNorm: its "
+                    "statistics are then those of each logical replica"
+                )
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    yield ".".join(filter(None, (path, inner, key))), part, key, buffer
+
+
+def named_tensors(value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a state or a batch outside of modules, with their paths."""
+    values = vars(value) if isinstance(value, Checkpoint) else value
+    leaves = [(path.replace("/", "."), leaf) for path, leaf in pytree.flatten(values)]
+    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The same without their paths."""
+    values = vars(value) if isinstance(value, Checkpoint) else value
+    return [leaf for leaf in pytree.leaves(values) if isinstance(leaf, Tensor)]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class StateView:
+    """The tensors of a state.
+
+    Attributes:
+        state: The state.
+        parameters: Those of all modules, by path.
+        buffers: (path, module that has it, key, tensor) of each.
+        tensors: Those outside of modules.
+        parts: All modules.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        seen: dict[int, Any] = {}
+        self._found = list(_modules(state, "", seen))
+        self._entered = [value for value in seen.values() if _has_children(value)]
+        self._entered_held = self._read_entered()
+        self.tensors = tensors(state)
+        self.parts = [part for _, module in self._found for part in module.modules()]
+        self._tables = self._read_tables()
+        self._sizes = [*map(len, self._tables)]
+        self._filled = [table for table in self._tables if table]
+        self._held = self._read_filled()
+        self.buffers = list(_buffers(self._found))
+        named = [(path, module, dict(module.named_parameters())) for path, module in self._found]
+        self.parameters = {
+            f"{path}.{name}" if path else name: parameter
+            for path, _, parameters in named
+            for name, parameter in parameters.items()
+        }
+        # A module may have a method of its own that gives other parameters each time.
+        plain = all(map(_has_plain_names, self.parts))
+        self._named = {id(module): parameters for _, module, parameters in named if plain}
+
+    def is_of(self, state: Any) -> bool:
+        """Whether it is of this state, which has the same modules and other tensors as before."""
+        if state is not self.state:
+            return False
+        sizes, names, values = self._read_entered()
+        old_sizes, old_names, old_values = self._entered_held
+        if sizes == old_sizes and same(names, old_names):
+            others = zip(values, old_values, strict=True)
+            if all(
+                new is old or (type(new) in _NUMBERS and type(old) in _NUMBERS)
+                for new, old in others
+            ):
+                return True
+        return modules(state) == self._found and same(tensors(state), self.tensors)
+
+    def is_current(self) -> bool:
+        """Whether the modules have the same parameters, buffers and modules in them as before.
+
+        Compared by identity, without a loop in Python.
+        """
+        tables = self._read_tables()
+        return (
+            all(map(operator.is_, tables, self._tables))
+            and [*map(len, tables)] == self._sizes
+            and all(map(operator.is_, self._read_filled(), self._held))
+        )
+
+    def named_parameters(self, module: nn.Module) -> dict[str, nn.Parameter] | None:
+        """Those of an outermost module, if they are known and the same as before."""
+        named = self._named.get(id(module))
+        return named if named is not None and self.is_current() else None
+
+    def _read_entered(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Sizes, names and values of what the search has entered outside of modules."""
+        sizes: list[int] = []
+        names: list[Any] = []
+        values: list[Any] = []
+        for value in self._entered:
+            if isinstance(value, (list, tuple)):
+                entries = value
+            else:
+                by_name = value if type(value) is dict else dict(_children(value))
+                names += by_name
+                entries = by_name.values()
+            sizes.append(len(entries))
+            values += entries
+        return sizes, names, values
+
+    def _read_tables(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(_TABLES, self.parts))]
+
+    def _read_filled(self) -> list[Any]:
+        """The names and values in the tables that hold something."""
+        filled, flat = self._filled, itertools.chain.from_iterable
+        return [*flat(map(_NAMES, filled)), *flat(map(_VALUES, filled))]
+
+
+def _has_plain_names(part: nn.Module) -> bool:
+    names = ("named_parameters", "_named_members", "named_modules")
+    return not any(
+        name in part.__dict__ or getattr(type(part), name) is not getattr(nn.Module, name)
+        for name in names
+    )
+
+
+# The state of the `grad` or `update` that this thread calls.
+_current_view: ContextVar[StateView | None] = ContextVar("perdure_torch_state", default=None)
+use_view, forget_view = _current_view.set, _current_view.reset
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """`dict(module.named_parameters())`, which must not be changed; in a step not searched again."""
+    if not torch.compiler.is_compiling() and (view := _current_view.get()) is not None:
+        known = view.named_parameters(module)
+        if known is not None:
+            return known
+    return dict(module.named_parameters())

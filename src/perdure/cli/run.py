@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -153,12 +153,16 @@ def command(
     console = Console(sys.stderr if as_json else None, stamp=timestamp if timestamps else None)
     summary = Supervisor(command, options, console=console).run()
     if as_json:
-        try:
-            document(summary.document())
-        except OSError as error:  # the status of the run counts, also for a reader that has gone
-            discard_unwritten()
-            report(f"the report of the run cannot be written to the standard output: {error}")
+        _print_document(summary.document())
     ctx.exit(summary.status)
+
+
+def _print_document(found: Any) -> None:
+    try:
+        document(found)
+    except OSError as error:  # the status of the run counts, also for a reader that has gone
+        discard_unwritten()
+        report(f"the report of the run cannot be written to the standard output: {error}")
 
 
 def _open_standard_streams() -> None:

@@ -34,7 +34,8 @@ from perdure.errors import (
     SaveError,
     StepNotFoundError,
 )
-from perdure.store import Run, pack_writer
+from perdure.store import Run
+from perdure.store.entry_builder import EntryBuilder
 from perdure.store.gc_pause import gc_paused
 from pretend import Pretend, play
 
@@ -331,9 +332,9 @@ def test_garbage_collection_is_back_on_after_a_save_of_many_leaves(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    real = pack_writer._entries
+    real = EntryBuilder.uncut
     monkeypatch.setattr(
-        pack_writer, "_entries", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
+        EntryBuilder, "uncut", lambda *given: [seen.append(gc.isenabled()), real(*given)][1]
     )
     was = gc.isenabled()
     (gc.enable if before else gc.disable)()

@@ -263,7 +263,7 @@ def test_a_repair_and_a_prune_name_the_lines_that_they_move_and_delete(run: Path
     for options in (("--dry-run",), ()):
         output = command("prune", run, "--rolled-back", *options)
         assert f"delete   rolled-back/{aside.name}" in output
-        assert "0 checkpoints and 1 file of journal lines go" in output
+        assert "0 checkpoints and 1 file of journal lines to delete" in output
         assert "; 0 B freed" not in output
         assert aside.exists() == bool(options)
     command("rollback", run, 16)

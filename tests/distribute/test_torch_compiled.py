@@ -45,7 +45,12 @@ def _scales(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    names = ("fail_on_recompile_limit_hit", "suppress_errors", "trace_autograd_ops")
+    names = (
+        "fail_on_recompile_limit_hit",
+        "suppress_errors",
+        "trace_autograd_ops",
+        "skip_nnmodule_hook_guards",
+    )
     before = {name: getattr(torch._dynamo.config, name) for name in names}
     torch._dynamo.reset()
     programs.clear()
@@ -257,3 +262,49 @@ def test_each_function_has_programs_of_its_own() -> None:
             return {"g": batch[0].sum() * factor}
 
         strategy.step(times, lambda s, t: (s, t["g"]))({"w": torch.zeros(2)}, shares)
+
+
+def forward_hook(net: Any, _patch: Any) -> None:
+    net[0].register_forward_hook(lambda _module, _args, output: output * 0.5)
+
+
+def backward_hook(net: Any, _patch: Any) -> None:
+    net[4].register_full_backward_hook(lambda _module, grads, _outputs: (grads[0] * 0.5,))
+
+
+def global_hook(_net: Any, monkeypatch: Any) -> None:
+    module: Any = importlib.import_module("torch.nn.modules.module")
+    monkeypatch.setitem(
+        module._global_forward_hooks, -1, lambda _module, _args, output: output * 1.5
+    )
+
+
+def method_of_the_class(_net: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(nn.ReLU, "forward", lambda _self, x: x.sigmoid())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of dynamo, for a hook
+@pytest.mark.parametrize("change", [forward_hook, backward_hook, global_hook, method_of_the_class])
+def test_a_step_sees_a_hook_or_method_that_changed_as_a_new_process_does(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = data()
+
+    def after(changed: bool, anew: bool) -> bytes:
+        torch._dynamo.reset()
+        state = start()
+        strategy: Any = OneDeviceStrategy("cpu", replicas=V, compile="eager")
+        step = strategy.step(grad, update)
+        with monkeypatch.context() as patch:
+            for number in range(2):
+                if number == 1 and changed:
+                    change(state["net"], patch)
+                if number == 1 and anew:
+                    torch._dynamo.reset()
+                    step = OneDeviceStrategy("cpu", replicas=V, compile="eager").step(grad, update)
+                state, _ = step(state, strategy.batch(batches, number))
+        return bits(state)
+
+    expected = after(changed=True, anew=True)
+    assert after(changed=True, anew=False) == expected
+    assert after(changed=False, anew=False) != expected

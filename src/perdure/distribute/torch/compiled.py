@@ -2,7 +2,9 @@
 
 Invariant: which program computes a replica depends on the function, the backend and the shapes alone.
 torch.compile by itself makes a program for changing shapes after the second one that it sees, and no
-program after eight; what a process has seen depends on the topology and on interruptions.
+program after eight; what a process has seen depends on the topology and on interruptions. Nor does it
+see hooks of modules or methods of their classes that change between steps, as a process that begins
+there would: see `_configure` and `_Definitions`.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ import functools
 import re
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from importlib import metadata
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.utils import _python_dispatch, _pytree
 
 from perdure.distribute import pytree
 from perdure.distribute.engine import Grad
 from perdure.distribute.scope import ReplicaFunction
+from perdure.distribute.torch.state_view import same
 from perdure.errors import StateError, TopologyError
 
 
@@ -57,6 +62,12 @@ class CompiledGrads:
         self._programs: dict[Grad, Grad] = {}
         self._seen: set[Hashable] = set()
         self._first = threading.Lock()
+        self._generation = 0
+
+    def begin_step(self) -> None:
+        """Forget the programs if what they were made of has changed. Called before each step."""
+        if self._generation != (generation := _definitions.generation()):
+            self._programs, self._seen, self._generation = {}, set(), generation
 
     def __call__(self, fn: Grad, state: Any, share: Any, key: Any) -> Any:
         """`fn(state, share, key)`, compiled."""
@@ -80,7 +91,8 @@ class CompiledGrads:
             raise StateError(
                 f"{fn.__name__}: expected at most {limit} programs, one for each "
                 "shape of the batch, found more. A number of Python that changes with the step "
-                '(state["step"]) is a part of the program: keep it in a tensor. For more shapes set '
+                '(state["step"], an attribute of a module) and a hook are parts of the program: keep '
+                "the number in a tensor, and the hook registered. For more shapes set "
                 "torch._dynamo.config.recompile_limit before the first step"
             ) from error
 
@@ -110,11 +122,68 @@ class CompiledGrads:
 _codes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
+class _Definitions:
+    """What torch.compile does not compare: the methods of the modules' classes, and global hooks."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._methods: dict[type, list[Any]] = {}
+        self._hooks = _global_hooks()
+
+    def learn(self, parts: Iterable[nn.Module]) -> None:
+        """Watch the classes of these modules from now on. Called before they are first compiled."""
+        for part in {type(part) for part in parts}:
+            for kind in part.__mro__:
+                if kind not in self._methods:
+                    self._methods[kind] = _methods(kind)
+
+    def generation(self) -> int:
+        """A number that is another one after each change."""
+        hooks, methods = _global_hooks(), {kind: _methods(kind) for kind in [*self._methods]}
+        if not same(hooks, self._hooks) or not all(
+            same(now, self._methods[kind]) for kind, now in methods.items()
+        ):
+            self._hooks = hooks
+            self._methods.update(methods)
+            self._generation += 1
+            _codes.clear()
+        return self._generation
+
+
+_METHODS = frozenset((FunctionType, property, classmethod, staticmethod))
+_PATCHED_BY_DYNAMO = ("__init__", "__setstate__")  # of nn.Module, as it first compiles
+_HOOKS = [
+    table
+    for name, table in vars(nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(table, dict)
+]
+
+
+def _methods(kind: type) -> list[Any]:
+    return [
+        value
+        for name, value in vars(kind).items()
+        if type(value) in _METHODS and name not in _PATCHED_BY_DYNAMO
+    ]
+
+
+def _global_hooks() -> list[Any]:
+    return [hook for table in _HOOKS for hook in (len(table), *table.values())]
+
+
+_definitions = _Definitions()
+learn = _definitions.learn
+
+
 def _configure() -> None:
-    """What cannot be compiled is an error and no other program; autograd.grad is a part of it."""
+    """What cannot be compiled is an error and no other program; autograd.grad is a part of it.
+
+    A hook that is registered or removed between steps makes another program.
+    """
     config = torch._dynamo.config
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
+    config.skip_nnmodule_hook_guards = False
     if hasattr(config, "trace_autograd_ops"):
         config.trace_autograd_ops = True
 

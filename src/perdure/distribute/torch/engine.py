@@ -35,7 +35,7 @@ from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import state_view as torch_state
 from perdure.distribute.torch import threads as torch_threads
-from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
+from perdure.distribute.torch.compiled import CompiledGrads, learn, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.random_streams import make_generator, seed
@@ -100,6 +100,8 @@ class TorchEngine:
         view = getattr(self._views, "last", None)
         if view is not None and not view.is_of(state):
             self._views.last = None
+        if self._compiled is not None:
+            self._compiled.begin_step()
         return [state]
 
     def replicate(self, values: list[Any]) -> Any:
@@ -186,7 +188,9 @@ class TorchEngine:
         view = getattr(self._views, "last", None)
         if view is None or view.state is not state or not view.is_current():
             view = self._views.last = torch_state.StateView(state)
-            if self._compiled is None:
+            if self._compiled is not None:
+                learn(view.parts)
+            else:
                 for part in view.parts:
                     warn_of_compiled(f"a {type(part).__name__} of the state", part)
         return view

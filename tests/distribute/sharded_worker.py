@@ -12,6 +12,7 @@ from worker_program import answer, arguments
 
 from perdure import CheckpointManager
 from perdure.distribute.cluster import SimpleClusterResolver
+from perdure.errors import UnsupportedLeafError
 from perdure.jax import MultiWorkerMirroredStrategy
 
 # The second array cannot be split along its first axis without crossing chunks.
@@ -34,6 +35,26 @@ def placed(by_rows: bool, fill: bool) -> dict[str, Any]:
     return state
 
 
+def refused(manager: CheckpointManager, is_save: bool) -> str:
+    """The error for an array on the devices of all processes but the first."""
+    devices = [device for device in jax.devices() if device.process_index > 0]
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
+    data = np.arange(8 * len(devices), dtype=np.float32)
+    try:
+        if is_save:
+            array = jax.make_array_from_callback(
+                data.shape, sharding, lambda index: data[index], dtype=data.dtype
+            )
+            manager.save(3, {"stage": {"part": array}})
+            manager.wait_until_finished()
+        else:
+            like = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+            manager.restore(like={"stage": {"part": like}})
+    except UnsupportedLeafError as error:
+        return str(error)
+    return "nothing"
+
+
 def main() -> None:
     options = arguments(directory=str, action=str)
     resolver = SimpleClusterResolver(options.coordinator, options.processes, options.process)
@@ -41,8 +62,10 @@ def main() -> None:
     out: dict[str, Any] = {}
     with CheckpointManager(options.directory, processes=strategy.processes) as manager:
         if options.action == "save":
+            out["refused"] = refused(manager, is_save=True)
             manager.save(3, placed(by_rows=True, fill=True))
         else:
+            out["refused"] = refused(manager, is_save=False)
             state, out["step"] = manager.restore(like=placed(by_rows=False, fill=False))
             out["equal"] = all(
                 np.array_equal(np.asarray(shard.data), value(name)[shard.index])

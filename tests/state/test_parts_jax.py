@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from perdure import CheckpointManager
 from perdure.errors import MismatchError
@@ -59,6 +59,18 @@ def test_abstract_targets_with_and_without_a_sharding(manager: CheckpointManager
     assert_equal(state, saved)
     assert state["params"]["enc"]["w"].sharding == sharding
     assert state["opt"][1][0].mu["head"]["w"].sharding == sharding
+
+
+def test_a_sharding_that_does_not_divide_a_leaf_is_a_mismatch(manager: CheckpointManager) -> None:
+    sharding = NamedSharding(AbstractMesh((3,), ("d",)), PartitionSpec("d"))
+    target = jax.eval_shape(lambda: make(0))
+    for name, size in (("b", 4), ("w", (4, 3))):
+        target["params"]["enc"][name] = jax.ShapeDtypeStruct(
+            np.zeros(size).shape, jnp.float32, sharding=sharding
+        )
+    expected = r"differ in 2 leaves(.*\n)*  params/enc/b: .* divides the shape \[4\], found Named"
+    with pytest.raises(MismatchError, match=expected):
+        manager.restore(like=target)
 
 
 def test_parts_of_an_abstract_target_leave_the_rest_abstract(manager: CheckpointManager) -> None:

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables
@@ -44,6 +44,7 @@ class JaxState(NoVariables):
         name = _dtype_name(value.dtype)
         if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
             raise _truncated(name, value.shape)
+        _require_processes(value.sharding)
         return LeafSpec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
@@ -66,10 +67,26 @@ class JaxState(NoVariables):
         sharding, name = like.sharding, _dtype_name(like.dtype)
         if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
             return None
+        if self.misplaced(like):
+            return None
         if name is None or (name in _WIDE and not _x64()):
             return None
         indices = sharding.addressable_devices_indices_map(like.shape)
         return tuple(dict.fromkeys(_region(index, like.shape) for index in indices.values()))
+
+    def misplaced(self, like: Any) -> str:
+        """How the sharding of a target does not fit its shape; empty if it does."""
+        sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
+        if sharding is None:
+            return ""
+        try:
+            _of_rank(sharding, len(like.shape)).shard_shape(tuple(like.shape))
+        except ValueError as error:
+            return (
+                f"expected a sharding that divides the shape {list(like.shape)}, found {sharding} "
+                f"({error}). Give the target another sharding or none"
+            )
+        return ""
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         if leaf.shards is not None:
@@ -102,6 +119,7 @@ class JaxState(NoVariables):
         if isinstance(value, jax.core.Tracer):
             raise _traced()
         dtype, shape = leaf_dtype(value), tuple(value.shape)
+        _require_processes(value.sharding)
         if not value.is_fully_addressable and not value.is_fully_replicated:
             if current_rank_context().count > 1 and not compares_shards():
                 return Leaf(
@@ -165,12 +183,35 @@ def numbers(value: Any) -> Any:
     return jax.random.key_data(value) if _dtype_name(value.dtype) is None else value
 
 
+def _of_rank(sharding: Any, axes: int) -> Any:
+    """The sharding of typed keys, which have the spec of their words with one dimension more."""
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > axes:
+        spec = PartitionSpec(*sharding.spec[:axes])
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def _require_processes(sharding: Any) -> None:
+    """Raise `UnsupportedLeafError` unless every process of the group has devices of a sharding."""
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return  # it has no devices
+    if sharding is None or sharding.is_fully_addressable:
+        return
+    found = {device.process_index for device in sharding.device_set}
+    count = current_rank_context().count
+    is_fit = len(found) == count or (sharding.is_fully_replicated and len(found) > count)
+    if jax.process_index() in found and (count == 1 or is_fit):
+        return
+    raise UnsupportedLeafError(
+        f"expected an array on devices of each of the {count} processes that save or restore, among "
+        f"them JAX's process {jax.process_index()}; found devices of JAX's processes {sorted(found)}. "
+        f"Put the array on a mesh of the devices of all processes, or save and restore it in a group "
+        f"of those processes alone."
+    )
+
+
 def _place(like: Any, array: Any, weak: bool = False) -> Any:
-    sharding = getattr(like, "sharding", None)
-    if isinstance(sharding, NamedSharding) and len(sharding.spec) > array.ndim:
-        # Typed keys keep the spec of the words that they wrap, which have one dimension more.
-        spec = PartitionSpec(*sharding.spec[: array.ndim])
-        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    sharding = _of_rank(getattr(like, "sharding", None), array.ndim)
     if sharding is not None and not sharding.is_fully_addressable:
         # Each process places its own shards, whatever the sharding of the saved array was.
         placed = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])

@@ -18,7 +18,7 @@ from perdure.state.paths import ancestors, join_part, nearest
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
-from perdure.state.shard_targets import shard_targets
+from perdure.state.shard_targets import misplaced, shard_targets
 from perdure.state.template import TargetWalk, differences
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
@@ -153,6 +153,7 @@ class _Planner:
             if not plan.leaves and not request.strict:
                 self._refuse_nothing()
         lines = {line.path: line for line in differences(self._walk.template, plan.leaves)}
+        lines |= {line.path: line for line in misplaced(self._walk.values)}
         kept = [path for path in lines if self._is_kept(path) or self._is_left_out(path)]
         plan.differences = sorted(
             ({**lines, **self._refused}[path])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from perdure.errors import StateError
 from perdure.state.adapter import loaded_adapters
 from perdure.state.adapter_choice import SpecsBelow
-from perdure.state.leaf_spec import LeafSpec
+from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.paths import join_part
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_request import RestoreRequest
@@ -46,6 +46,15 @@ def needed_regions(
         if target is not None and tuple(target.like.shape) == spec.shape:
             found[path] = target.regions
     return found
+
+
+def misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
+    """The arrays of a target whose sharding does not fit their shape."""
+    adapters = [adapter for adapter in loaded_adapters() if hasattr(adapter, "misplaced")]
+    for adapter in adapters:
+        for path, value in values.items():
+            if reason := adapter.misplaced(value):  # type: ignore[attr-defined]
+                yield Difference(path, reason=reason)
 
 
 def shard_targets(walk: TargetWalk, specs: Mapping[str, LeafSpec]) -> dict[str, ShardTarget]:

@@ -28,7 +28,7 @@ from perdure.checkpoint import (
 )
 from perdure.checkpoint.piece_exchange import PieceExchange
 from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
-from perdure.state import builtin
+from perdure.state import builtin, flatten
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
 from perdure.store import Run, chunk_read, direct, pack_writer, reader
@@ -294,6 +294,30 @@ def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path: Path, victim: 
     assert play(2, program) == [[1, 3], [1, 3]]
     assert len(disk.fired) == 1
     assert verify_run(Run(tmp_path)).ok
+
+
+def test_a_write_that_fails_without_a_file_name_names_directory_and_size(tmp_path: Path) -> None:
+    fired: list[str] = []
+
+    def limited(operation: str, path: str) -> None:
+        if operation == "fsync" and "/packs/" in path:
+            fired.append(path)
+            raise OSError(errno.EFBIG, "File too large")
+
+    def program(processes: Pretend) -> str:
+        is_limited = processes.index == 1
+        storage = LocalStorage(tmp_path, limited) if is_limited else LocalStorage(tmp_path)
+        with CheckpointManager(storage, processes=processes) as manager:
+            manager.save(1, state(1))
+            with pytest.raises(SaveError) as caught:
+                manager.wait_until_finished()
+        return str(caught.value)
+
+    size = sum(leaf.nbytes for leaf in flatten(state(1)).values())
+    for text in play(2, program):
+        assert f"process 1: {tmp_path}: [Errno {errno.EFBIG}] File too large" in text
+        assert f"(size of the state: {size} bytes)" in text
+    assert len(fired) == 1
 
 
 @pytest.mark.parametrize("stranger", ["nobody", "the sender", "the receiver"])

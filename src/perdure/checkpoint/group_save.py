@@ -186,11 +186,17 @@ class _Member:
         row, error = attempt(lambda: self._row(stack))
         if row is None:
             self.error = error
-            text, kind = _failure(processes, error or SaveError("no answer"))
+            text, kind = self._failure(error or SaveError("no answer"))
             row = SaveRow(state.step, OwnRows({}, {}), error=text, kind=kind)
         sent = processes.collect(msgspec.msgpack.encode(row))
         self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
+
+    def _failure(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, OSError) and error.filename is None:
+            size = sum(leaf.nbytes for leaf in self.state.leaves.values())
+            error = SaveError(f"{self.run.where}: {error} (size of the state: {size} bytes)")
+        return _failure(self.processes, error)
 
     def _row(self, stack: ExitStack) -> SaveRow:
         address = None
@@ -221,7 +227,7 @@ class _Member:
         if error is not None or data is None:
             error = error or SaveError("no answer")
             self.error = self.error or error
-            text, kind = _failure(self.processes, error)
+            text, kind = self._failure(error)
             data = msgspec.msgpack.encode(SaveAnswer(self.state.step, error=text, kind=kind))
         return data
 

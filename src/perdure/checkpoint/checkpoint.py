@@ -106,7 +106,7 @@ def load_checkpoint(
 ) -> Any:
     """A checkpoint as nested dicts of NumPy arrays and Python scalars, without any framework.
 
-    Changes nothing in the run directory.
+    Changes nothing in the run directory. An empty plain dict of the state is left out.
 
     Args:
         directory: The run directory, or one checkpoint of it: `RUN@STEP`.

@@ -124,9 +124,9 @@ def refused() -> list[str]:
 
     errors = []
     for value in (
-        tf.Variable(1.0),
-        [tf.Variable(1.0)],
-        {"key": (tf.Variable(1.0),)},
+        tf.Variable(tf.constant(1.0)),
+        [tf.Variable(tf.constant(1.0))],
+        {"key": (tf.Variable(tf.constant(1.0)),)},
         tf.random.Generator.from_seed(1),
         keras.Variable(1.0),  # the control: Keras counts it
     ):

@@ -24,6 +24,8 @@ import numpy as np
 from cases import End, network, same, train
 from keras_behaviours import check_behaviours
 
+from perdure.errors import UnsupportedLeafError
+from perdure.state import flatten
 from perdure.store import Run
 
 
@@ -113,7 +115,13 @@ def migrated(work: Path) -> dict[str, Any]:
             except KeyError:
                 scope["manager"].close()
     ends = [Run(work / name / "ckpts").manifest(50).fingerprint for name in ("whole", "killed")]
-    return {"ends": ends, "start": scope["start"]}
+    refused = []
+    for value in (dataset := scope["toy_dataset"](), iter(dataset)):
+        try:
+            flatten({"data": value})
+        except UnsupportedLeafError as error:
+            refused.append(str(error))
+    return {"ends": ends, "start": scope["start"], "refused": refused}
 
 
 def main(work: Path) -> None:

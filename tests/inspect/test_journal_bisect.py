@@ -197,7 +197,9 @@ def test_the_command_and_runs_without_a_journal(tmp_path: Path) -> None:
             run.delete([1, 2, 3])
     ended = CliRunner().invoke(main, ["bisect", str(tmp_path / "one"), str(tmp_path / "two")])
     assert ended.exit_code == 1
-    assert "they differ at step 4, the oldest that both still have; they part there or" in ended.output
+    assert (
+        "they differ at step 4, the oldest that both still have; they part there or" in ended.output
+    )
     assert "they part at" not in ended.output
     same = CliRunner().invoke(main, ["bisect", *[str(tmp_path / "one")] * 2, "--json"])
     assert same.exit_code == 0

@@ -103,7 +103,9 @@ def _print(found: dict[str, Any], with_command: bool) -> None:
         click.echo(f"equal up to step {last_equal}, the last that both have ({compared})")
         return
     if last_equal is not None:
-        click.echo(f"they part at step {step}, after step {last_equal}, which is equal ({compared})")
+        click.echo(
+            f"they part at step {step}, after step {last_equal}, which is equal ({compared})"
+        )
     elif step == 0:
         click.echo(f"they part at step 0 ({compared})")
     else:
